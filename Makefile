@@ -1,0 +1,45 @@
+# Everything is installed into .venv from the lock files; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install install-dev quickstart test check bench docs clean
+
+help:  ## what each target does
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(VENV)/.installed  ## make .venv and install flexmarl with its locked core dependencies
+
+install-dev: $(VENV)/.installed-dev  ## the same with the tools for tests and checks
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	@touch $@
+
+quickstart: install  ## train a team of two agents on this machine, live (a few minutes)
+	$(BIN)/flexmarl train examples/math_team/cpu.yaml $(OVERRIDES)
+
+test: install-dev  ## all tests
+	$(BIN)/python -m pytest
+
+check: install-dev  ## style, types, import direction, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/docs
+
+bench: install-dev  ## the benchmarks that need no extra packages
+	$(BIN)/python benchmarks/engine.py --json
+
+docs: install-dev  ## run every code block of the docs
+	$(BIN)/python -m pytest tests/docs
+
+clean:  ## remove the environment and caches, never runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,77 @@
+"""The error model: whose boundary was crossed, where the error is recorded, and who may try again.
+
+| class           | whose fault            | recorded                                  | retried by                      |
+|-----------------|------------------------|-------------------------------------------|---------------------------------|
+| ConfigError     | the user's settings    | printed, exit code 2                      | nobody: the user changes a key  |
+| MissingExtra    | the installation       | printed, exit code 2                      | nobody: the user installs it    |
+| EpisodeError    | a workflow or a tool   | the episode's record; the run goes on     | the admission rule              |
+| EngineError     | an inference engine    | the failed turn's record                  | the pool, then the episode      |
+| StoreError      | the experience store   | the journal; ends the run                 | the user, with `--resume`       |
+| TrainingError   | a trainer              | the journal; ends the run                 | the user, with `--resume`       |
+| CheckpointError | a file                 | printed, exit code 1                      | the user, with an older one     |
+
+A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class FlexmarlError(Exception):
+    """Any error that flexmarl raises on purpose; its text says what would work."""
+
+
+class ConfigError(FlexmarlError):
+    """A setting is wrong: the text names the key, shows the value and says what would work."""
+
+
+class MissingExtra(ConfigError):
+    """A feature needs packages that the core install leaves out; the text names the extra."""
+
+    def __init__(self, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs the extra '{extra}': pip install 'flexmarl[{extra}]'")
+        self.extra = extra
+
+
+class EpisodeError(FlexmarlError):
+    """A workflow, tool or environment failed: the episode is recorded as failed and masked from training."""
+
+
+class EngineError(FlexmarlError):
+    """An inference engine could not serve a request."""
+
+
+class StoreError(FlexmarlError):
+    """The experience store refused or lost contact; nothing it acknowledged is lost."""
+
+
+class TransitionError(StoreError):
+    """A row or group was asked to make a step that its life cycle does not have."""
+
+
+class TrainingError(FlexmarlError):
+    """A trainer could not accumulate, step or publish."""
+
+
+class CheckpointError(FlexmarlError):
+    """A checkpoint is missing, torn or of another run."""
+
+
+@contextmanager
+def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
+    """Turns any foreign exception inside the block into `kind`, saying what was being done.
+
+    Our own errors and cancellation pass unchanged.
+
+    >>> with boundary(EpisodeError, "scoring task 7"):
+    ...     int("four")
+    Traceback (most recent call last):
+    ...
+    flexmarl.errors.EpisodeError: scoring task 7: ValueError: invalid literal for int() with base 10: 'four'
+    """
+    try:
+        yield
+    except FlexmarlError:
+        raise
+    except Exception as error:
+        raise kind(f"{doing}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Per-agent tables of turns. In: prompts, responses, rewards, advantages, as they happen. Out: samples to train on."""

@@ -1,0 +1,125 @@
+"""The experience store of FlexMARL section 4.2: one table per agent; meta, data and status columns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
+
+
+class ColumnKind(StrEnum):
+    """Type of a data column. Numbers are stored by value in the row, the rest by reference in the payload table."""
+
+    INT = "int"
+    FLOAT = "float"
+    BOOL = "bool"
+    TEXT = "text"
+    JSON = "json"
+    """Lists and mappings of plain values."""
+    TENSOR = "tensor"
+    """A numpy array of any dtype and shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A user-defined data column; its status column `{name}_status` says whether the value is there."""
+
+    name: str
+    kind: ColumnKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRow:
+    """Some values of one row: the first `put` of a sample id opens the row, later ones fill it."""
+
+    sample_id: SampleId
+    policy: PolicyName
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Data columns; every named value's status becomes true. A value, once there, is not overwritten."""
+    version: Version | None = None
+    """Comes with the response; it is set once."""
+    next_agent_id: int | None = None
+    """Index (in the team's order) of the agent whose turn this one feeds, when known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row as a reader sees it."""
+
+    sample_id: SampleId
+    agent: AgentName
+    policy: PolicyName
+    version: Version | None
+    state: RowState
+    next_agent_id: int | None
+    cache: str | None
+    """Name of the gradient cache that holds it, while ACCUMULATED."""
+    settled_version: Version | None
+    """The version it was trained into."""
+    reason: str
+    values: Mapping[str, Any]
+    """Data columns that are there; the others are absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Where rows go next, and why. The move must be in ROW_MOVES."""
+
+    state: RowState
+    cache: str | None = None
+    """Required for ACCUMULATED."""
+    version: Version | None = None
+    """Required for TRAINED: the version the update made."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Result of a query."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+class ExperienceStore(Protocol):
+    """Reached the same way from every worker. Every call is atomic and, once it returned, durable as the backend is.
+
+    Errors: StoreError names the table and the column or sample id; TransitionError a move that the life cycle lacks.
+    A call that raises has changed nothing.
+    """
+
+    async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
+        """Opens or fills rows in the agent's table."""
+        ...
+
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[Row]:
+        """Leases up to n READY rows of the policy, over all its agents' tables, to `holder`.
+
+        In the order of (group, episode, hop), never of arrival.
+        """
+        ...
+
+    async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
+        """Moves rows; all of them or none."""
+        ...
+
+    async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
+        """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
+        ...
+
+    async def get(self, ids: Sequence[SampleId]) -> list[Row]:
+        """Rows by sample id, in the order asked."""
+        ...
+
+    async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
+        """How many rows of the policy are in each state (absent: none)."""
+        ...
+
+    async def query(self, sql: str) -> Table:
+        """Any read-only SQL over the agents' tables and `payloads`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends it; calling it twice is no error."""
+        ...

@@ -1,0 +1,1 @@
+"""Tokens in, tokens out. In: generation requests and published weights. Out: generations, in completion order."""

@@ -1,0 +1,45 @@
+"""What every server of tokens can do."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
+
+
+class InferenceEngine(Protocol):
+    """One live replica that serves one policy. Called by the pool, from one event loop.
+
+    Any number of `generate` calls may run at once; their requests share the batch. Closing the iterator early, or
+    cancelling the task that reads it, aborts what is left of that call. A request that cannot be served (too long,
+    say) yields a Generation with finish `error`; only the loss of the whole engine raises EngineError.
+    """
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+        """Yields one Generation per request, in completion order."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests at the next token boundary with finish `abort`; unknown or finished ids are no error."""
+        ...
+
+    async def usage(self) -> EngineUse:
+        """The load right now."""
+        ...
+
+    async def close(self) -> None:
+        """Aborts what runs and frees the device. Calling it twice is no error."""
+        ...
+
+
+class WeightedEngine(InferenceEngine, Protocol):
+    """An engine whose weights we own."""
+
+    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+        """Gets the object, swaps the weights in place at a token boundary, and returns the checksum of what it serves.
+
+        Running requests go on with the keys and values they have; their version runs record the change. The version
+        is stamped only after the engine's own checksum. Raises EngineError if names, shapes or dtypes do not fit;
+        then the old weights stay.
+        """
+        ...

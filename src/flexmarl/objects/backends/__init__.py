@@ -1,0 +1,1 @@
+"""Places where objects can be held."""

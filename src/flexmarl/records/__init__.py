@@ -1,0 +1,57 @@
+"""What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
+
+from flexmarl.records.batch import Divisors, LossReport, MicroBatch, Sample
+from flexmarl.records.episode import Episode, EpisodeStatus, GroupRecord
+from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling
+from flexmarl.records.ids import (
+    AgentName,
+    EpisodeId,
+    GroupId,
+    PolicyName,
+    SampleId,
+    Scalar,
+    Version,
+    make_sample_id,
+    make_trajectory_id,
+    split_sample_id,
+)
+from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
+from flexmarl.records.task import Task, exact_match
+from flexmarl.records.turn import FinishReason, FloatArray, IntArray, Turn, VersionRun
+
+__all__ = [
+    "AgentName",
+    "Divisors",
+    "EngineUse",
+    "Episode",
+    "EpisodeId",
+    "EpisodeStatus",
+    "FinishReason",
+    "FloatArray",
+    "GROUP_MOVES",
+    "GROUP_TERMINAL",
+    "Generation",
+    "GenerationRequest",
+    "GroupId",
+    "GroupRecord",
+    "GroupState",
+    "IntArray",
+    "LossReport",
+    "MicroBatch",
+    "PolicyName",
+    "ROW_MOVES",
+    "ROW_TERMINAL",
+    "RowState",
+    "Sample",
+    "SampleId",
+    "Sampling",
+    "Scalar",
+    "Task",
+    "Turn",
+    "Version",
+    "VersionRun",
+    "exact_match",
+    "make_sample_id",
+    "make_trajectory_id",
+    "split_sample_id",
+]

@@ -1,0 +1,70 @@
+"""What training sees: samples, micro-batches, and the numbers that an update is divided by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flexmarl.records.ids import PolicyName
+from flexmarl.records.turn import Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One turn as training sees it: its tokens, one advantage for all of them, and a weight."""
+
+    turn: Turn
+    advantage: float
+    """Frozen when the row became READY; the same for every sampled token."""
+    weight: float = 1.0
+    """Row weight w_i of ALGORITHMS section 9; 0 keeps the row out of sums and divisors."""
+    reward: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return len(self.turn.response_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples of one policy that go through one gradient accumulation."""
+
+    micro_batch_id: str
+    """Accumulating the same id twice changes nothing."""
+    policy: PolicyName
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisors:
+    """Sizes of one policy's global batch, counted on rows after filtering: the D of every aggregation mode.
+
+    >>> Divisors(num_tokens=10.0, num_sequences=2.0, num_trajectories=1.0) + Divisors()
+    Divisors(num_tokens=10.0, num_sequences=2.0, num_trajectories=1.0)
+    """
+
+    num_tokens: float = 0.0
+    """N_tok = sum of w_i len_i."""
+    num_sequences: float = 0.0
+    """N_seq = sum of w_i over rows with sampled tokens."""
+    num_trajectories: float = 0.0
+    """N_traj = episodes with at least one weighted row."""
+
+    def __add__(self, other: "Divisors") -> "Divisors":
+        """Sums of disjoint batches; exact for trajectories because an episode's rows arrive with its group."""
+        return Divisors(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            num_trajectories=self.num_trajectories + other.num_trajectories,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossReport:
+    """Un-normalised sums of one micro-batch; adding reports over micro-batches gives the batch's."""
+
+    micro_batch_id: str
+    num_samples: int
+    num_tokens: float
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """`loss`, `clipped`, `kl_to_sampler`, `entropy` ... each a sum over weighted tokens."""
+    duration_s: float = 0.0

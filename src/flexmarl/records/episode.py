@@ -1,0 +1,59 @@
+"""Episode: one run of the workflow on one task; GroupRecord: all episodes of one task in one step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from flexmarl.records.ids import EpisodeId, GroupId, SampleId
+from flexmarl.records.task import Task
+from flexmarl.records.turn import Turn
+
+
+class EpisodeStatus(StrEnum):
+    """How an episode ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One multi-agent trajectory. A failed one is a record too: it has a reason and no part in training."""
+
+    episode: EpisodeId
+    """Equal to the trajectory id, e.g. `g12e3a0`."""
+    group: GroupId
+    task: str
+    """`Task.input_id`."""
+    status: EpisodeStatus
+    reason: str = ""
+    """Why it failed; empty when it finished."""
+    turns: tuple[Turn, ...] = ()
+    """In hop order, of all agents; failed calls are not turns."""
+    rewards: Mapping[SampleId, float | None] = field(default_factory=dict)
+    """Reward of every turn; None where the workflow gave none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
+    duration_s: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether training may use it."""
+        return self.status is EpisodeStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """All episodes of one task in one step: the unit of admission, windowing and credit."""
+
+    group: GroupId
+    task: Task
+    step: int
+    attempt: int = 0
+    episodes: tuple[Episode, ...] = ()
+
+    @property
+    def finished(self) -> tuple[Episode, ...]:
+        """The episodes that training may use."""
+        return tuple(episode for episode in self.episodes if episode.finished)

@@ -1,0 +1,69 @@
+"""What goes into an inference engine and what comes out of it: tokens, never text."""
+
+from dataclasses import dataclass, field
+
+from flexmarl.records.ids import PolicyName, Version
+from flexmarl.records.turn import FinishReason, FloatArray, IntArray, VersionRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw tokens. Filters apply in the order temperature, top-k, top-p, min-p."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Generation ends when the decoded response contains one of these; its tokens stay in the response."""
+    stop_ids: tuple[int, ...] = ()
+    """Generation ends after one of these ids; the id stays in the response. The engine adds no id of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One call of one policy."""
+
+    request_id: str
+    policy: PolicyName
+    prompt_ids: IntArray
+    """[P] int32, P >= 1."""
+    sampling: Sampling
+    seed: int
+    """Random stream of this call: token t depends on (seed, t) and the distribution alone, never on the batch."""
+    conversation: str | None = None
+    """Calls with the same value tend to extend one another; an engine may keep their prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answer to one request. With finish `error`, `error` says why and the arrays hold what there was."""
+
+    request_id: str
+    response_ids: IntArray
+    logprobs: FloatArray
+    raw_logprobs: FloatArray
+    versions: tuple[VersionRun, ...]
+    finish: FinishReason
+    reused_tokens: int = 0
+    """Prompt tokens whose keys and values were kept from an earlier call."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """A moment's load of one engine."""
+
+    queued: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    """Upper bound on the tokens still to sample, queued and running."""
+    kv_use: float = 0.0
+    """Share of the key-value capacity in use, 0 to 1."""
+    generated_tokens: int = 0
+    """Since start."""
+    tokens_per_s: float = 0.0
+    version: Version = field(default=Version(0))

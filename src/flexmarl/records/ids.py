@@ -1,0 +1,38 @@
+"""Names and identifiers: plain strings and integers with a meaning."""
+
+from typing import NewType
+
+AgentName = NewType("AgentName", str)
+PolicyName = NewType("PolicyName", str)
+EpisodeId = NewType("EpisodeId", str)
+SampleId = NewType("SampleId", str)
+GroupId = NewType("GroupId", int)
+"""Admission number of a group, from 0, in the order of submission; a replayed group keeps it."""
+Version = NewType("Version", int)
+"""How many updates a policy has had: 0 is the model it started from."""
+
+Scalar = str | int | float | bool
+"""What a tag or a small data column may hold."""
+
+
+def make_trajectory_id(group: int, index: int, attempt: int) -> str:
+    """The play of a task: `g{admission id}e{index in the group}a{attempt}`, e.g. `g12e3a0`.
+
+    A replayed group has a higher attempt, so its rows never collide with those of the play it replaces.
+    """
+    return f"g{group}e{index}a{attempt}"
+
+
+def make_sample_id(input_id: str, hop: int, trajectory_id: str) -> SampleId:
+    """`{input_id}_{turn}_{trajectory_id}` (FlexMARL section 4.2); `hop` numbers the calls of the episode from 0.
+
+    >>> make_sample_id("mul-7", 2, "g12e3a0")
+    'mul-7_2_g12e3a0'
+    """
+    return SampleId(f"{input_id}_{hop}_{trajectory_id}")
+
+
+def split_sample_id(sample_id: str) -> tuple[str, int, str]:
+    """(input id, hop, trajectory id) of a sample id; the input id may itself hold underscores."""
+    input_id, hop, trajectory_id = sample_id.rsplit("_", 2)
+    return input_id, int(hop), trajectory_id

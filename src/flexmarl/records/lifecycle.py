@@ -1,0 +1,63 @@
+"""The two life cycles of the system as tables: what is not in a table is an error.
+
+    row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED
+    group  WAITING -> RUNNING -> DONE -> TRAINED
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class RowState(StrEnum):
+    """Where one sample is on its way into an update."""
+
+    OPEN = "open"
+    """Being filled: prompt, response and reward arrive one by one."""
+    READY = "ready"
+    """Has its advantage; may be claimed by its policy's trainer."""
+    CLAIMED = "claimed"
+    """Leased to a trainer."""
+    ACCUMULATED = "accumulated"
+    """In a named gradient cache, not yet applied; the paper's `is_processing`."""
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+
+ROW_MOVES: Mapping[RowState, frozenset[RowState]] = {
+    RowState.OPEN: frozenset({RowState.READY, RowState.FILTERED, RowState.FAILED, RowState.EXPIRED}),
+    RowState.READY: frozenset({RowState.CLAIMED, RowState.EXPIRED}),
+    RowState.CLAIMED: frozenset({RowState.READY, RowState.ACCUMULATED, RowState.EXPIRED}),
+    RowState.ACCUMULATED: frozenset({RowState.READY, RowState.TRAINED}),
+    RowState.TRAINED: frozenset(),
+    RowState.FILTERED: frozenset(),
+    RowState.FAILED: frozenset(),
+    RowState.EXPIRED: frozenset(),
+}
+ROW_TERMINAL = frozenset(state for state, moves in ROW_MOVES.items() if not moves)
+
+
+class GroupState(StrEnum):
+    """Where one group is between admission and its single end."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    """All its episodes are terminal."""
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+
+GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.WAITING: frozenset({GroupState.RUNNING, GroupState.EXPIRED}),
+    GroupState.RUNNING: frozenset({GroupState.DONE, GroupState.WAITING, GroupState.FAILED, GroupState.EXPIRED}),
+    GroupState.DONE: frozenset({GroupState.TRAINED, GroupState.FILTERED, GroupState.FAILED, GroupState.EXPIRED}),
+    GroupState.TRAINED: frozenset(),
+    GroupState.FILTERED: frozenset(),
+    GroupState.FAILED: frozenset(),
+    GroupState.EXPIRED: frozenset(),
+}
+GROUP_TERMINAL = frozenset(state for state, moves in GROUP_MOVES.items() if not moves)
