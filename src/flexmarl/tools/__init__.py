@@ -1,6 +1,8 @@
 """What an agent may call while it speaks. In: a call found in its text. Out: an observation for its next prompt."""
 
-from typing import TYPE_CHECKING, Annotated, Union
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
