@@ -14,6 +14,7 @@ from flexmarl.records.ids import (
     make_sample_id,
     make_trajectory_id,
     split_sample_id,
+    split_trajectory_id,
 )
 from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
 from flexmarl.records.task import Task, exact_match
@@ -54,4 +55,5 @@ __all__ = [
     "make_sample_id",
     "make_trajectory_id",
     "split_sample_id",
+    "split_trajectory_id",
 ]

@@ -1,5 +1,6 @@
 """Names and identifiers: plain strings and integers with a meaning."""
 
+import re
 from typing import NewType
 
 AgentName = NewType("AgentName", str)
@@ -21,6 +22,19 @@ def make_trajectory_id(group: int, index: int, attempt: int) -> str:
     A replayed group has a higher attempt, so its rows never collide with those of the play it replaces.
     """
     return f"g{group}e{index}a{attempt}"
+
+
+def split_trajectory_id(trajectory_id: str) -> tuple[int, int, int]:
+    """(group, index in the group, attempt) of a trajectory id; ValueError if it is none.
+
+    >>> split_trajectory_id("g12e3a0")
+    (12, 3, 0)
+    """
+    match = re.fullmatch(r"g(\d+)e(\d+)a(\d+)", trajectory_id, re.ASCII)
+    if match is None:
+        raise ValueError(f"trajectory id must look like 'g12e3a0', got {trajectory_id!r}")
+    group, index, attempt = map(int, match.groups())
+    return group, index, attempt
 
 
 def make_sample_id(input_id: str, hop: int, trajectory_id: str) -> SampleId:
