@@ -7,12 +7,22 @@
     assert run_virtual(nap()) == 3600.0      # returns at once
 
 An idle hour is free, the order of events is the same in every run, and a deadlock is an error that names the waiting
-tasks. Threads are refused: what they do takes real time, which virtual time cannot wait for.
+tasks. Threads and sockets are refused: what they do takes real time, which virtual time cannot wait for.
+
+Where asyncio leaves the order open, this loop fixes it: timers of the same instant fire in the order they were set
+(asyncio's heap may swap them), none fires before its instant (asyncio rounds by the clock's resolution), and sets of
+tasks iterate in the same order in every process (so a TaskGroup always cancels its tasks in the same order). What it
+cannot reach: `asyncio.as_completed` shuffles bare coroutines by address, so give it tasks.
 """
 
 import asyncio
+import heapq
+import itertools
+import math
 import selectors
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, NoReturn, TypeVar
 
 from flexmarl.errors import FlexmarlError
@@ -21,7 +31,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(FlexmarlError):
-    """No task can run and no timer is set; the text names the tasks that wait."""
+    """No task can run and no timer will fire; the text names the tasks that wait."""
 
 
 class VirtualTimeError(FlexmarlError):
@@ -36,6 +46,8 @@ class _JumpingSelector(selectors.BaseSelector):
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        if self.loop is not None:  # Until then it is the pipe that every asyncio loop opens to itself.
+            raise VirtualTimeError(f"virtual time has no sockets, but {fileobj!r} was to be watched; use asyncio.Queue")
         key = selectors.SelectorKey(fileobj, fileobj if isinstance(fileobj, int) else fileobj.fileno(), events, data)
         self._keys[key.fd] = key
         return key
@@ -45,48 +57,105 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         assert self.loop is not None
-        if timeout is None:
-            self.loop.report_deadlock()
-        self.loop.advance(timeout)
+        if timeout is None or timeout > 0:
+            self.loop.jump()
         return []
 
     def get_map(self) -> Any:
         return self._keys
 
 
+class _Timer(asyncio.TimerHandle):
+    """A timer that is ordered by its instant, then by when it was set."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: tuple[float, int], callback: Any, args: Any, loop: Any, context: Context | None) -> None:
+        super().__init__(key[0], callback, args, loop, context)
+        self.key = key
+
+    def __lt__(self, other: Any) -> bool:
+        return self.key < other.key
+
+
+class _Task(asyncio.Task[T]):
+    """A task whose hash is its serial number in the loop, not its address."""
+
+    def __init__(self, coro: Any, serial: int, **kwargs: Any) -> None:
+        self._serial = serial
+        super().__init__(coro, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._serial
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Event loop for tests and simulations; its `time()` starts at 0 and counts virtual seconds."""
 
+    _scheduled: list[asyncio.TimerHandle]
+    _thread_id: int | None
+
     def __init__(self) -> None:
         self._now = 0.0
+        self._serials = itertools.count()
         selector = _JumpingSelector()
         super().__init__(selector)
         selector.loop = self
-        self._clock_resolution = 1e-9
+        self._clock_resolution = math.ulp(0.0)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
 
-    def advance(self, seconds: float) -> None:
-        """Moves the clock; called by the selector when nothing is ready."""
-        if seconds > 0:
-            # The timer itself, not now + (when - now): the difference would lose the last bits.
-            scheduled = getattr(self, "_scheduled", [])
-            self._now = max(self._now, scheduled[0].when()) if scheduled else self._now + seconds
+    def jump(self) -> None:
+        """Moves the clock to the next timer; called by the selector when nothing is ready."""
+        if not self._scheduled or math.isinf(self._scheduled[0].when()):
+            self.report_deadlock()
+        # The timer itself, not now + (when - now): the difference would lose the last bits.
+        self._now = self._scheduled[0].when()
+        # asyncio fires what is earlier than now + resolution. One unit in the last place is exactly "not after now";
+        # a constant would fire early near 0, and from some 97 days on it would round away and nothing would fire.
+        self._clock_resolution = math.ulp(self._now)
 
     def report_deadlock(self) -> NoReturn:
         """Raises DeadlockError with the names of all tasks that can never go on."""
         waiting = sorted(task.get_name() for task in asyncio.all_tasks(self) if not task.done())
-        raise DeadlockError(f"deadlock at {self._now:.6g} s: nothing can run; waiting: {', '.join(waiting) or 'nobody'}")
+        raise DeadlockError(
+            f"deadlock at {self._now:.6g} s: nothing can run; waiting: {', '.join(waiting) or 'nobody'}"
+        )
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Sets a timer; after those that are already set for the same instant."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        if math.isnan(when):
+            raise ValueError("a timer must have an instant, got nan; check the duration that was slept")
+        timer = _Timer((when, next(self._serials)), callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True  # type: ignore[attr-defined]  # asyncio counts cancelled timers by it
+        return timer
+
+    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """Starts a task; its hash is its serial number."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        return _Task(coro, next(self._serials), loop=self, **kwargs)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
         """Refuses threads."""
-        raise VirtualTimeError(f"virtual time has no threads, but {func!r} was sent to one; use a coroutine that sleeps")
+        raise VirtualTimeError(
+            f"virtual time has no threads, but {func!r} was sent to one; use a coroutine that sleeps"
+        )
 
-    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses threads."""
-        raise VirtualTimeError("virtual time has no threads, but call_soon_threadsafe was called")
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Refuses other threads. Asyncio itself calls it from ours: to close a dropped async generator, on Ctrl-C."""
+        if self._thread_id not in (None, threading.get_ident()):
+            raise VirtualTimeError(f"virtual time has no threads, but one called back with {callback!r}")
+        return self.call_soon(callback, *args, context=context)
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
