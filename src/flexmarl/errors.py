@@ -49,6 +49,10 @@ class TransitionError(StoreError):
     """A row or group was asked to make a step that its life cycle does not have."""
 
 
+class CreditError(FlexmarlError):
+    """Rewards or tags from which no advantage can be computed; the text names the sample or the group."""
+
+
 class TrainingError(FlexmarlError):
     """A trainer could not accumulate, step or publish."""
 
