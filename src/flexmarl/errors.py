@@ -7,6 +7,7 @@
 | EpisodeError    | a workflow or a tool   | the episode's record; the run goes on     | the admission rule              |
 | EngineError     | an inference engine    | the failed turn's record                  | the pool, then the episode      |
 | StoreError      | the experience store   | the journal; ends the run                 | the user, with `--resume`       |
+| CreditError     | a workflow's rewards   | the journal; ends the run                 | the user, who changes it        |
 | TrainingError   | a trainer              | the journal; ends the run                 | the user, with `--resume`       |
 | CheckpointError | a file                 | printed, exit code 1                      | the user, with an older one     |
 

@@ -1,0 +1,13 @@
+"""Decides advantages as Dr.MAS does: GRPO inside each agent."""
+
+from typing import Literal
+
+from flexmarl.credit.estimators.group_relative import GroupRelative, Singleton
+
+
+class DrMas(GroupRelative):
+    """GRPO with each agent's own mean and deviation, so that agents on other reward scales do not disturb it."""
+
+    type: Literal["drmas"] = "drmas"
+    scale: Literal["none", "std"] = "std"
+    singleton: Singleton = "raw"

@@ -1,0 +1,83 @@
+"""Decides which tasks are worth training on (DAPO's dynamic sampling without refill, ALGORITHMS section 5.2)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flexmarl.credit.effect import Effect, effect_of
+from flexmarl.credit.interface import CreditRow, in_order
+from flexmarl.credit.keys import GroupKey, group_rows
+from flexmarl.records import AgentName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterDecision:
+    """Whether a task is trained on."""
+
+    task: str
+    kept: bool
+    reason: Effect
+    """EFFECTIVE if kept; what all its groups are if they agree; FLAT otherwise."""
+    because: str
+    """The reason in words, for the journal."""
+    effects: Mapping[AgentName, Mapping[Effect, int]]
+    """How many of each agent's groups are what."""
+
+
+class OutcomeFilter(BaseModel):
+    """Keeps a task when at least one trained agent has a group whose rewards differ."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    filter_on: Literal["outcome", "final"] = "outcome"
+    """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""
+    tol: float = Field(default=1e-6, ge=0)
+    """Rewards that differ by no more count as equal."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Worst and best reward: too hard and too easy."""
+
+    @model_validator(mode="after")
+    def _range_is_ordered(self) -> "OutcomeFilter":
+        bottom, top = self.reward_range
+        if bottom >= top:
+            raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
+        return self
+
+    def decide(self, rows: Sequence[CreditRow], *, key: GroupKey = ("task", "agent")) -> tuple[FilterDecision, ...]:
+        """One decision per task of the rows, in the order of the tasks.
+
+        Agents are looked at one by one, in the groups of `key`, the estimator's. A task whose rows hold no sampled
+        token has nothing to teach: FLAT.
+        """
+        ordered = in_order(rows)
+        effects: dict[str, dict[AgentName, Counter[Effect]]] = {row.task: {} for row in ordered}
+        for members in group_rows([row for row in ordered if row.num_tokens], key).values():
+            rewards: dict[AgentName, list[float]] = {}
+            for row in members:
+                rewards.setdefault(row.agent, []).append(self._reward(row))
+            for agent, values in rewards.items():
+                counts = effects[members[0].task].setdefault(agent, Counter())
+                bottom, top = self.reward_range
+                counts[effect_of(values, tol=self.tol, bottom=bottom, top=top)] += 1
+        return tuple(_decision(task, by_agent) for task, by_agent in effects.items())
+
+    def _reward(self, row: CreditRow) -> float:
+        chosen = row.reward if self.filter_on == "final" or row.outcome is None else row.outcome
+        assert chosen is not None, "in_order refuses rows without a reward"
+        return chosen
+
+
+def _decision(task: str, effects: Mapping[AgentName, Counter[Effect]]) -> FilterDecision:
+    total = sum(effects.values(), Counter[Effect]())
+    if total[Effect.EFFECTIVE]:
+        reason = Effect.EFFECTIVE
+        learning = ", ".join(agent for agent, counts in effects.items() if counts[Effect.EFFECTIVE])
+        because = f"rewards differ for {learning}"
+    else:
+        reason = next(iter(total)) if len(total) == 1 else Effect.FLAT
+        counted = ", ".join(f"{count} {effect}" for effect, count in sorted(total.items())) or "no sampled tokens"
+        because = f"no group's rewards differ: {counted}"
+    return FilterDecision(task=task, kept=reason is Effect.EFFECTIVE, reason=reason, because=because, effects=effects)

@@ -1,0 +1,113 @@
+"""What every estimator takes and gives."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from flexmarl.errors import CreditError
+from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
+
+Needs = Literal["row", "group", "batch", "state"]
+"""What an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
+needs a fixed order from step to step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditRow:
+    """One rewarded turn of a trained policy."""
+
+    sample_id: SampleId
+    task: str
+    episode: EpisodeId
+    agent: AgentName
+    policy: PolicyName
+    hop: int
+    """Number of the call in its episode."""
+    reward: float | None
+    """The final reward; None is an error as soon as the row is to be trained."""
+    num_tokens: int
+    """Sampled tokens; a row without any has weight 0 and no part in any statistic."""
+    outcome: float | None = None
+    """The reward before penalties, time and process terms; None if there are none, so that it equals `reward`."""
+    tags: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def tag(self, name: str) -> Scalar:
+        """A field or tag that rows may be grouped by."""
+        if name in ("task", "episode", "agent", "policy", "hop"):
+            return getattr(self, name)
+        if name not in self.tags:
+            known = ", ".join(["task", "episode", "agent", "policy", "hop", *sorted(self.tags)])
+            raise CreditError(f"unknown tag '{name}': sample {self.sample_id} of agent {self.agent} carries {known}")
+        return self.tags[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReport:
+    """What an agent's groups looked like; a group of several agents is counted for each of them."""
+
+    groups: int = 0
+    effective: int = 0
+    """Groups whose rewards differ. Only they teach anything."""
+    too_easy: int = 0
+    """All rewards at the top."""
+    too_hard: int = 0
+    """All rewards at the bottom."""
+    flat: int = 0
+    """All rewards equal, in between."""
+    group_sizes: tuple[int, ...] = ()
+    """Observations of each group."""
+    dropped_singleton: int = 0
+    """Rows with weight 0 because nothing was there to compare them with."""
+    empty: int = 0
+    """Rows with weight 0 because nothing was sampled."""
+
+    def __add__(self, other: "AgentReport") -> "AgentReport":
+        """The report of both."""
+        return AgentReport(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """The answer of an estimator: something for every row it was given."""
+
+    advantages: Mapping[SampleId, float]
+    """The same for every sampled token of the row."""
+    weights: Mapping[SampleId, float]
+    """Row weight w_i of ALGORITHMS section 9: 1, or 0 for rows that stay out of sums and divisors."""
+    report: Mapping[AgentName, AgentReport]
+
+
+class Estimator(Protocol):
+    """Advantages from rewards. Pure: the answer depends on the rows alone, not on the order they come in.
+
+    Raises CreditError for a missing or non-finite reward, an unknown tag, a sample given twice, or a group that breaks
+    a requirement.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        """How much of a step one call must be given."""
+        ...
+
+    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
+        """Advantages of the rows, which are whole groups, or the whole step if `needs` says so."""
+        ...
+
+
+def in_order(rows: Sequence[CreditRow]) -> list[CreditRow]:
+    """The rows by (task, episode, hop), checked: sums taken in this order are bit-equal in every run."""
+    seen = set[SampleId]()
+    for row in rows:
+        if row.sample_id in seen:
+            raise CreditError(f"sample {row.sample_id} of agent {row.agent} was given twice; credit counts a turn once")
+        seen.add(row.sample_id)
+        if row.num_tokens and row.reward is None:
+            raise CreditError(
+                f"sample {row.sample_id} of agent {row.agent} has no reward; the workflow must call "
+                f"`seat.reward(x)` for the agent or `reply.reward(x)` for the turn before it returns"
+            )
+        for name, value in (("reward", row.reward), ("outcome", row.outcome)):
+            if row.num_tokens and value is not None and not math.isfinite(value):
+                raise CreditError(f"sample {row.sample_id} of agent {row.agent} has {name} {value}; it must be finite")
+    return sorted(rows, key=lambda row: (row.task, row.episode, row.hop, row.sample_id))

@@ -1,0 +1,96 @@
+"""What every estimator must satisfy, and rows to try one on.
+
+check_estimator(MyEstimator())
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flexmarl.credit import Credit, CreditRow, Estimator
+from flexmarl.errors import CreditError
+from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
+
+
+def credit_row(
+    reward: float | None,
+    *,
+    task: str = "t0",
+    episode: int = 0,
+    hop: int = 0,
+    agent: str = "solver",
+    num_tokens: int = 3,
+    outcome: float | None = None,
+    tags: Mapping[str, Scalar] | None = None,
+) -> CreditRow:
+    """A row of a policy named as its agent; its tags hold `turn`, half the hop, unless given."""
+    trajectory = f"{task}e{episode}"
+    return CreditRow(
+        sample_id=SampleId(f"{task}_{hop}_{trajectory}"),
+        task=task,
+        episode=EpisodeId(trajectory),
+        agent=AgentName(agent),
+        policy=PolicyName(agent),
+        hop=hop,
+        reward=reward,
+        num_tokens=num_tokens,
+        outcome=outcome,
+        tags={"turn": hop // 2} if tags is None else tags,
+    )
+
+
+def random_credit_rows(seed: int, *, empty_rows: bool = True) -> list[CreditRow]:
+    """A ragged batch: several tasks and agents, lone rows, constant groups, equal rows, empty rows, in any order."""
+    draw = random.Random(seed)
+    palettes = ([0.0, 1.0], [1.0], [0.1 + 0.2, 0.3], [0.0, 0.25, 0.9, 1.0], [0.5])
+    rows = []
+    for task in range(draw.randint(1, 4)):
+        palette = draw.choice(palettes)
+        for episode in range(draw.randint(1, 5)):
+            for hop in range(draw.randint(1, 4)):
+                agent = draw.choice(("solver", "verifier", "router"))
+                num_tokens = draw.randint(0 if empty_rows else 1, 5)
+                reward = draw.choice(palette)
+                rows.append(
+                    credit_row(reward, task=f"t{task}", episode=episode, hop=hop, agent=agent, num_tokens=num_tokens)
+                )
+    draw.shuffle(rows)
+    return rows
+
+
+def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
+    """Raises AssertionError naming the law that the estimator breaks on a random batch (ALGORITHMS section 13)."""
+    for seed in range(num_batches):
+        rows = random_credit_rows(seed)
+        credit = estimator.estimate(rows)
+        ids = {row.sample_id for row in rows}
+        assert set(credit.advantages) == set(credit.weights) == ids, "every row gets an advantage and a weight"
+        for row in rows:
+            if not row.num_tokens:
+                assert credit.weights[row.sample_id] == 0, "a row without sampled tokens has weight 0"
+        shuffled = random.Random(seed).sample(rows, len(rows))
+        assert estimator.estimate(shuffled) == credit, "the order of arrival changes nothing, not even the last bit"
+        padded = [*rows, *(replace(row, sample_id=SampleId(f"pad_{row.sample_id}"), num_tokens=0) for row in rows[:3])]
+        assert _of(ids, estimator.estimate(padded)) == _of(ids, credit), "rows without sampled tokens change nothing"
+        if estimator.needs in ("row", "group"):
+            for task in {row.task for row in rows}:
+                alone = [row for row in rows if row.task == task]
+                kept = {row.sample_id for row in alone}
+                assert _of(kept, estimator.estimate(alone)) == _of(kept, credit), "tasks do not see one another"
+        sampled = next((row for row in rows if row.num_tokens), None)
+        if sampled is not None:
+            _check_missing_reward(estimator, rows, sampled)
+
+
+def _of(ids: set[SampleId], credit: Credit) -> list[tuple[float, float]]:
+    return [(credit.advantages[sample_id], credit.weights[sample_id]) for sample_id in sorted(ids)]
+
+
+def _check_missing_reward(estimator: Estimator, rows: list[CreditRow], victim: CreditRow) -> None:
+    said = ""
+    try:
+        estimator.estimate([replace(row, reward=None) if row is victim else row for row in rows])
+    except CreditError as error:
+        said = str(error)
+    assert said, "a missing reward raises CreditError; it is never 0.0"
+    assert victim.sample_id in said, "the error about a missing reward names the sample"

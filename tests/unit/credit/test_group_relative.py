@@ -1,0 +1,280 @@
+"""Presets, options and laws of the group-relative estimators (ALGORITHMS sections 2, 3.1, 12 and 13)."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from flexmarl.credit import ESTIMATORS, AnyEstimator, CreditRow, CreditSettings
+from flexmarl.credit.estimators import Default, DrGrpo, DrMas, Grpo
+from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.errors import CreditError
+from flexmarl.records import AgentName, EpisodeId, SampleId
+from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
+
+PRESETS = [estimator() for estimator in ESTIMATORS.values()]
+BATCHES = st.builds(random_credit_rows, st.integers(0, 2**32))
+LAW = settings(max_examples=60, deadline=None)
+
+
+def advantages(estimator: GroupRelative, rows: list[CreditRow]) -> list[float]:
+    credit = estimator.estimate(rows)
+    return [credit.advantages[row.sample_id] for row in rows]
+
+
+def scored(*rewards: float, task: str = "t0") -> list[CreditRow]:
+    return [credit_row(reward, task=task, episode=episode) for episode, reward in enumerate(rewards)]
+
+
+W1 = [*scored(1, 0, 0, 1, task="a"), *scored(0.5, 0, task="b"), *scored(0.7, task="c")]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (Grpo(), [0.866024, -0.866024, -0.866024, 0.866024, 0.707105, -0.707105, 0.6999993]),
+        (DrMas(), [0.866024, -0.866024, -0.866024, 0.866024, 0.707105, -0.707105, 0.6999993]),
+        (Grpo(ddof=0), [0.999998, -0.999998, -0.999998, 0.999998, 0.999996, -0.999996, 0.6999993]),
+        (DrGrpo(), [0.5, -0.5, -0.5, 0.5, 0.25, -0.25, 0.7]),
+        (Default(), [0.5, -0.5, -0.5, 0.5, 0.25, -0.25, 0.0]),
+    ],
+)
+def test_the_worked_example_comes_out_to_its_printed_digits(estimator: GroupRelative, expected: list[float]) -> None:
+    assert advantages(estimator, W1) == pytest.approx(expected, abs=6e-7)
+
+
+def test_presets_are_what_their_table_says() -> None:
+    presets = [(name, estimator()) for name, estimator in ESTIMATORS.items()]
+    options = {name: (e.key, e.unit, e.scale, e.ddof, e.eps, e.singleton, e.needs) for name, e in presets}
+    assert options == {
+        "default": (("task", "agent"), "row", "none", 1, 1e-6, "zero", "group"),
+        "grpo": (("task",), "row", "std", 1, 1e-6, "raw", "group"),
+        "drmas": (("task", "agent"), "row", "std", 1, 1e-6, "raw", "group"),
+        "dr_grpo": (("task",), "row", "none", 1, 1e-6, "raw", "group"),
+    }
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_is_chosen_by_its_type(name: str) -> None:
+    assert TypeAdapter(AnyEstimator).validate_python({"type": name}) == ESTIMATORS[name]()
+    assert CreditSettings.model_validate({"estimator": {"type": name}, "filter": None}).filter is None
+
+
+@pytest.mark.parametrize("estimator", PRESETS, ids=list(ESTIMATORS))
+def test_every_preset_passes_the_conformance_check(estimator: GroupRelative) -> None:
+    check_estimator(estimator)
+
+
+@pytest.mark.parametrize("unit", ["row", "trajectory_mean", "trajectory_first"])
+@pytest.mark.parametrize("singleton", ["zero", "raw", "zero_unless_all", "drop"])
+def test_every_combination_of_options_passes_the_conformance_check(unit: str, singleton: str) -> None:
+    check_estimator(Grpo.model_validate({"unit": unit, "singleton": singleton}), num_batches=20)
+
+
+# Singletons (law E5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "advantage", "weight"),
+    [
+        (DrGrpo(singleton="zero"), 0.0, 1.0),
+        (DrGrpo(singleton="raw"), 0.7, 1.0),
+        (Grpo(singleton="raw"), 0.7 / (1 + 1e-6), 1.0),
+        (DrGrpo(singleton="zero_unless_all"), 0.7, 1.0),
+        (DrGrpo(singleton="drop"), 0.0, 0.0),
+    ],
+)
+def test_a_lone_row_gets_what_its_option_says(estimator: GroupRelative, advantage: float, weight: float) -> None:
+    (row,) = scored(0.7)
+    credit = estimator.estimate([row])
+    assert (credit.advantages[row.sample_id], credit.weights[row.sample_id]) == (advantage, weight)
+    assert credit.report[row.agent].dropped_singleton == (weight == 0)
+
+
+def test_zero_unless_all_looks_at_the_whole_batch() -> None:
+    estimator = DrGrpo(singleton="zero_unless_all")
+    assert estimator.needs == "batch"
+    assert advantages(estimator, [*scored(0.7, task="c"), *scored(0.2, task="d")]) == [0.7, 0.2]
+    assert advantages(estimator, [*scored(0.7, task="c"), *scored(1, 0, task="d")]) == [0.0, 0.5, -0.5]
+
+
+def test_a_lone_row_is_an_error_if_asked_for() -> None:
+    with pytest.raises(CreditError, match=r"group \(task=c\) has one observation"):
+        Grpo(singleton="error").estimate(W1)
+
+
+# Units
+
+
+def test_units_differ_in_what_counts_as_one_observation() -> None:
+    rows = [credit_row(1, episode=0, hop=0), credit_row(0, episode=0, hop=1), credit_row(0, episode=1, hop=0)]
+    assert advantages(DrGrpo(), rows) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert advantages(DrGrpo(unit="trajectory_mean"), rows) == [0.25, 0.25, -0.25]
+    assert advantages(DrGrpo(unit="trajectory_first"), rows) == [0.5, -0.5, -0.5]
+
+
+def test_an_episode_of_many_rows_is_one_observation() -> None:
+    rows = [credit_row(0.5, hop=hop) for hop in range(3)]
+    credit = Grpo(unit="trajectory_mean", singleton="drop").estimate(rows)
+    assert set(credit.weights.values()) == {0.0}
+    assert credit.report[AgentName("solver")].group_sizes == (1,)
+
+
+# Spread
+
+
+def test_min_std_and_std_floor_tame_small_spreads() -> None:
+    rows = scored(1, 0.9, 1, 1)
+    assert advantages(Grpo(), rows) == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-4)
+    assert advantages(Grpo(min_std=0.1), rows) == [0, 0, 0, 0]
+    assert advantages(Grpo(std_floor=1.0), rows) == pytest.approx([0.025, -0.075, 0.025, 0.025], abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.1 + 0.2, 1 / 3, -7.7, 1e300])
+@pytest.mark.parametrize("n", [2, 3, 7, 49, 100])
+def test_equal_rewards_give_exactly_zero(value: float, n: int) -> None:
+    for estimator in PRESETS:
+        assert advantages(estimator, scored(*[value] * n)) == [0.0] * n
+
+
+def test_rewards_that_differ_by_rounding_stay_near_zero() -> None:
+    for estimator in PRESETS:
+        assert max(map(abs, advantages(estimator, scored(0.1 + 0.2, 0.3, 0.3)))) < 1e-9
+
+
+# Laws (those for one estimator alone are in check_estimator)
+
+
+@given(BATCHES)
+@LAW
+def test_renaming_tasks_episodes_and_agents_changes_nothing(rows: list[CreditRow]) -> None:
+    renamed = [
+        replace(row, task=row.task[::-1] + "x", episode=EpisodeId(row.episode[::-1]), agent=AgentName(row.agent[::-1]))
+        for row in rows
+    ]
+    for estimator in PRESETS:
+        assert advantages(estimator, renamed) == pytest.approx(advantages(estimator, rows), rel=1e-12, abs=1e-12)
+
+
+@given(BATCHES, st.floats(-5, 5))
+@LAW
+def test_with_the_agent_in_the_key_its_rewards_are_its_own(rows: list[CreditRow], shift: float) -> None:
+    changed = [replace(row, reward=(row.reward or 0) * shift) if row.agent == "verifier" else row for row in rows]
+    for estimator in (Default(), DrMas()):
+        before, after = advantages(estimator, rows), advantages(estimator, changed)
+        assert [a for a, row in zip(before, rows, strict=True) if row.agent != "verifier"] == [
+            a for a, row in zip(after, rows, strict=True) if row.agent != "verifier"
+        ]
+
+
+@given(BATCHES)
+@LAW
+def test_advantages_of_a_group_sum_to_zero(rows: list[CreditRow]) -> None:
+    for estimator in (Grpo(singleton="zero", min_std=1e-9), DrGrpo(singleton="zero")):
+        sums: dict[str, float] = {}
+        for row, advantage in zip(rows, advantages(estimator, rows), strict=True):
+            sums[row.task] = sums.get(row.task, 0.0) + advantage
+        assert all(math.isclose(total, 0, abs_tol=1e-12) for total in sums.values())
+
+
+@given(BATCHES)
+@LAW
+def test_trajectory_means_sum_to_zero_over_episodes(rows: list[CreditRow]) -> None:
+    estimator = DrGrpo(unit="trajectory_mean", singleton="zero")
+    of_episode = {
+        (row.task, row.episode): advantage
+        for row, advantage in zip(rows, advantages(estimator, rows), strict=True)
+        if row.num_tokens
+    }
+    for task in {row.task for row in rows}:
+        assert math.isclose(sum(a for (t, _), a in of_episode.items() if t == task), 0, abs_tol=1e-12)
+
+
+@given(BATCHES, st.sampled_from([-3.0, 0.5, 10.0]))
+@LAW
+def test_a_constant_added_to_all_rewards_changes_nothing(rows: list[CreditRow], constant: float) -> None:
+    shifted = [replace(row, reward=(row.reward or 0) + constant) for row in rows]
+    # min_std keeps differences in the last bit, which shifting makes and unmakes, from being divided by eps.
+    for estimator in (Grpo(singleton="zero", min_std=1e-9), DrMas(singleton="zero", min_std=1e-9), Default()):
+        assert advantages(estimator, shifted) == pytest.approx(advantages(estimator, rows), rel=1e-9, abs=1e-12)
+
+
+@given(BATCHES, st.sampled_from([0.25, 3.0]))
+@LAW
+def test_scaling_rewards_scales_centred_advantages_and_leaves_standardised_ones(
+    rows: list[CreditRow], factor: float
+) -> None:
+    scaled = [replace(row, reward=(row.reward or 0) * factor) for row in rows]
+    centred = [factor * advantage for advantage in advantages(Default(), rows)]
+    assert advantages(Default(), scaled) == pytest.approx(centred, rel=1e-12, abs=1e-12)
+    standardised = DrMas(singleton="zero", eps=0, min_std=1e-9)
+    assert advantages(standardised, scaled) == pytest.approx(advantages(standardised, rows), rel=1e-9, abs=1e-12)
+
+
+# Rows that cannot be credited
+
+
+def test_a_missing_reward_names_the_sample_and_the_agent() -> None:
+    rows = [*scored(1, 0), credit_row(None, episode=2, agent="verifier")]
+    with pytest.raises(CreditError, match="sample t0_0_t0e2 of agent verifier has no reward"):
+        Default().estimate(rows)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    with pytest.raises(CreditError, match="sample t0_0_t0e1 of agent solver has reward"):
+        Default().estimate(scored(1, reward))
+
+
+def test_a_turn_is_counted_once() -> None:
+    with pytest.raises(CreditError, match="given twice"):
+        Default().estimate([*scored(1, 0), *scored(1)])
+
+
+def test_a_row_without_sampled_tokens_needs_no_reward_and_has_no_weight() -> None:
+    empty = credit_row(None, episode=9, num_tokens=0)
+    credit = Default().estimate([*scored(1, 0), empty])
+    assert credit.weights[empty.sample_id] == 0
+    assert [credit.advantages[SampleId(f"t0_0_t0e{episode}")] for episode in (0, 1)] == [0.5, -0.5]
+    assert credit.report[AgentName("solver")].empty == 1
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert Default().estimate([]).advantages == {}
+
+
+# Report and settings
+
+
+def test_the_report_counts_each_agents_groups() -> None:
+    rows = [
+        *scored(1, 1, task="easy"),
+        *scored(0, 0, task="hard"),
+        *scored(0.5, 0.5, 0.5, task="flat"),
+        *scored(1, 0, task="good"),
+        credit_row(1, task="good", episode=0, hop=1, agent="verifier"),
+    ]
+    report = Default(singleton="drop").estimate(rows).report
+    solver = report[AgentName("solver")]
+    assert (solver.groups, solver.effective, solver.too_easy, solver.too_hard, solver.flat) == (4, 1, 1, 1, 1)
+    assert sorted(solver.group_sizes) == [2, 2, 2, 3]
+    assert report[AgentName("verifier")].dropped_singleton == 1
+    total = solver + report[AgentName("verifier")]
+    assert (total.groups, total.too_easy, total.dropped_singleton) == (5, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"key": []}, "names no tag"),
+        ({"reward_range": [1, 0]}, "1.0 is not below 0.0"),
+        ({"singleton": "never"}, "zero_unless_all"),
+        ({"keys": ["task"]}, "Extra inputs"),
+    ],
+)
+def test_a_wrong_setting_says_what_works(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Grpo.model_validate(setting)
