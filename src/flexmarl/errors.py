@@ -1,15 +1,15 @@
 """The error model: whose boundary was crossed, where the error is recorded, and who may try again.
 
-| class           | whose fault            | recorded                                  | retried by                      |
-|-----------------|------------------------|-------------------------------------------|---------------------------------|
-| ConfigError     | the user's settings    | printed, exit code 2                      | nobody: the user changes a key  |
-| MissingExtra    | the installation       | printed, exit code 2                      | nobody: the user installs it    |
-| EpisodeError    | a workflow or a tool   | the episode's record; the run goes on     | the admission rule              |
-| EngineError     | an inference engine    | the failed turn's record                  | the pool, then the episode      |
-| StoreError      | the experience store   | the journal; ends the run                 | the user, with `--resume`       |
-| CreditError     | a workflow's rewards   | the journal; ends the run                 | the user, who changes it        |
-| TrainingError   | a trainer              | the journal; ends the run                 | the user, with `--resume`       |
-| CheckpointError | a file                 | printed, exit code 1                      | the user, with an older one     |
+| class           | whose fault            | recorded                              | retried by                      |
+|-----------------|------------------------|---------------------------------------|---------------------------------|
+| ConfigError     | the user's settings    | printed, exit code 2                  | nobody: the user changes a key  |
+| MissingExtra    | the installation       | printed, exit code 2                  | nobody: the user installs it    |
+| EpisodeError    | a workflow or a tool   | the episode's record; the run goes on | the admission rule              |
+| EngineError     | an inference engine    | the failed turn's record              | the pool, then the episode      |
+| StoreError      | the experience store   | the journal; ends the run             | the user, with `--resume`       |
+| CreditError     | a workflow's rewards   | the journal; ends the run             | the user, who changes it        |
+| TrainingError   | a trainer              | the journal; ends the run             | the user, with `--resume`       |
+| CheckpointError | a file                 | printed, exit code 1                  | the user, with an older one     |
 
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
 """

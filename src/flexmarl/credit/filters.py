@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.credit.effect import Effect, effect_of
-from flexmarl.credit.interface import CreditRow, in_order
-from flexmarl.credit.keys import GroupKey, group_rows
+from flexmarl.credit.interface import CreditRow, GroupKey, in_order
+from flexmarl.credit.keys import group_rows
 from flexmarl.records import AgentName
 
 

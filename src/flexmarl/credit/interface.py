@@ -12,6 +12,9 @@ Needs = Literal["row", "group", "batch", "state"]
 """What an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
 needs a fixed order from step to step."""
 
+GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
+"""Tags; or tags per agent, where `*` is every other: {"proposer": ("episode", "agent"), "*": ("task", "agent")}."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRow:
@@ -84,6 +87,11 @@ class Estimator(Protocol):
     Raises CreditError for a missing or non-finite reward, an unknown tag, a sample given twice, or a group that breaks
     a requirement.
     """
+
+    @property
+    def key(self) -> GroupKey:
+        """What rows are compared by; the filter looks at the same groups."""
+        ...
 
     @property
     def needs(self) -> Needs:

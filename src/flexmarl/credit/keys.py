@@ -3,12 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.interface import CreditRow, GroupKey
 from flexmarl.errors import CreditError
 from flexmarl.records import Scalar
-
-GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
-"""Tags; or tags per agent, where `*` is every other: {"proposer": ("episode", "agent"), "*": ("task", "agent")}."""
 
 Requirement = Literal["one_task", "one_policy", "one_context"]
 REQUIRED_TAG: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from flexmarl.credit.estimators.group_relative import GroupRelative, Singleton
-from flexmarl.credit.keys import GroupKey
+from flexmarl.credit.interface import GroupKey
 
 
 class DrGrpo(GroupRelative):

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flexmarl.credit.effect import Effect, effect_of
-from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Needs, in_order
-from flexmarl.credit.keys import Group, GroupKey, Requirement, group_name, group_rows
+from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
+from flexmarl.credit.keys import Group, Requirement, group_name, group_rows
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 
