@@ -90,7 +90,7 @@ class ExperienceStore(Protocol):
     """
 
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
-        """Opens or fills rows in the agent's table."""
+        """Opens or fills rows in the agent's table; a sample id belongs to one table only."""
         ...
 
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[Row]:
@@ -101,7 +101,7 @@ class ExperienceStore(Protocol):
         ...
 
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
-        """Moves rows; all of them or none."""
+        """Moves rows; all of them or none. READY needs a version: a row without a response is never trained."""
         ...
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:

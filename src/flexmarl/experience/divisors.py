@@ -1,0 +1,19 @@
+"""Decides the numbers that one policy's update is divided by (ALGORITHMS section 9)."""
+
+import math
+from collections.abc import Iterable
+
+from flexmarl.records import Divisors, Sample
+
+
+def divisors_of(samples: Iterable[Sample]) -> Divisors:
+    """Counts the weighted tokens, rows and episodes of one policy's samples, whole groups of them.
+
+    The sums are exact before one rounding, so the order of the samples cannot show in the last bit.
+    """
+    rows = [sample for sample in samples if sample.num_tokens and sample.weight]
+    return Divisors(
+        num_tokens=math.fsum(sample.weight * sample.num_tokens for sample in rows),
+        num_sequences=math.fsum(sample.weight for sample in rows),
+        num_trajectories=float(len({sample.turn.episode for sample in rows})),
+    )

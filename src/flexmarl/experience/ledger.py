@@ -1,0 +1,81 @@
+"""Decides which moves a row may make, which values may be set, and whose turn comes first.
+
+    OPEN -> READY -> CLAIMED (a holder's) -> ACCUMULATED (in a gradient cache) -> TRAINED (into a version)
+
+The table of moves is `records.lifecycle`. Only `claim` makes a row CLAIMED; `settle` makes every other move.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flexmarl.errors import StoreError, TransitionError
+from flexmarl.experience.interface import Outcome
+from flexmarl.experience.schema import Stored
+from flexmarl.records import ROW_MOVES, RowState, SampleId, Version, split_sample_id, split_trajectory_id
+
+
+class ClaimOrder(NamedTuple):
+    """Place of a sample among all others: rows are claimed in this order, never in that of arrival."""
+
+    group_id: int
+    episode_index: int
+    attempt: int
+    hop: int
+
+
+def claim_order(sample_id: SampleId) -> ClaimOrder:
+    """The place that a sample's id gives it.
+
+    >>> claim_order("mul-7_2_g12e3a0")
+    ClaimOrder(group_id=12, episode_index=3, attempt=0, hop=2)
+    """
+    try:
+        if "\0" in sample_id:
+            raise ValueError("it holds a NUL character")
+        _, hop, trajectory_id = split_sample_id(sample_id)
+        return ClaimOrder(*split_trajectory_id(trajectory_id), hop)
+    except ValueError as error:
+        raise StoreError(
+            f"sample id {sample_id!r} must be input, hop and trajectory, as in 'mul-7_2_g12e3a0' ({error}); "
+            f"make_sample_id makes such ids"
+        ) from error
+
+
+def set_once(
+    table: str, sample_id: SampleId, there: Mapping[str, Stored], given: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """The values of `given` that are not there yet; StoreError if one is there and differs."""
+    for column in there.keys() & given.keys():
+        if there[column] != given[column]:
+            raise StoreError(
+                f"table {table!r}, row {sample_id!r}: {column} is {reprlib.repr(there[column])} and cannot become "
+                f"{reprlib.repr(given[column])}; a value is set once, a new play has a new sample id"
+            )
+    return {column: value for column, value in given.items() if column not in there}
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """Checks that an outcome names what its state needs, and nothing else."""
+    state = outcome.state
+    if state is RowState.CLAIMED:
+        raise TransitionError("rows are not settled as claimed: call claim(policy, n, holder=...)")
+    if (outcome.cache is not None) != (state is RowState.ACCUMULATED):
+        raise StoreError(f"outcome {state}: cache is {outcome.cache!r}; accumulated rows need one, others have none")
+    if (outcome.version is not None) != (state is RowState.TRAINED):
+        raise StoreError(f"outcome {state}: version is {outcome.version!r}; trained rows need one, others have none")
+
+
+def check_move(table: str, sample_id: SampleId, state: RowState, version: Version | None, outcome: Outcome) -> None:
+    """Checks one row's move; a row without a version has no response, so it cannot become READY (law 11)."""
+    moves = ROW_MOVES[state]
+    if outcome.state not in moves:
+        raise TransitionError(
+            f"table {table!r}, row {sample_id!r} is {state} and cannot become {outcome.state}; "
+            f"it may become {', '.join(sorted(moves)) or 'nothing else: it has ended'}"
+        )
+    if outcome.state is RowState.READY and version is None:
+        raise TransitionError(
+            f"table {table!r}, row {sample_id!r} has no policy version, so no response: it cannot become ready; "
+            f"put the response first or settle it as failed"
+        )

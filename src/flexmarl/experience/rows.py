@@ -1,0 +1,126 @@
+"""Decides how a turn becomes a row and a row a turn: what rollout writes is, bit for bit, what training reads.
+
+prompt_row      before the call      opens the row: a call that never answers is seen, and never trained
+response_row    after it             the whole turn; where a prompt row was put, the two must agree
+reward_row      when it is known     a reward that is missing is a missing column, never 0.0
+credit_row      with the group       advantage and weight; then the row is settled READY
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexmarl.errors import StoreError
+from flexmarl.experience.interface import Column, ColumnKind, PartialRow, Row
+from flexmarl.records import (
+    EpisodeId,
+    FinishReason,
+    IntArray,
+    PolicyName,
+    Sample,
+    SampleId,
+    Scalar,
+    Turn,
+    Version,
+    VersionRun,
+    split_sample_id,
+)
+
+TURN_COLUMNS = (
+    Column("prompt_ids", ColumnKind.TENSOR),
+    Column("tags", ColumnKind.JSON),
+    Column("parent", ColumnKind.TEXT),  # "" for a turn that extends none
+    Column("response_ids", ColumnKind.TENSOR),
+    Column("logprobs", ColumnKind.TENSOR),
+    Column("raw_logprobs", ColumnKind.TENSOR),
+    Column("version_runs", ColumnKind.JSON),  # [[start, version], ...]
+    Column("finish", ColumnKind.TEXT),
+    Column("text", ColumnKind.TEXT),
+    Column("reward", ColumnKind.FLOAT),
+    Column("advantage", ColumnKind.FLOAT),
+    Column("weight", ColumnKind.FLOAT),
+)
+"""The data columns of every agent's table; a run may add its own."""
+
+
+def prompt_row(
+    sample_id: SampleId,
+    policy: PolicyName,
+    prompt_ids: IntArray,
+    *,
+    tags: Mapping[str, Scalar],
+    parent: SampleId | None = None,
+) -> PartialRow:
+    """Opens the row of a call that is about to be made. Tags are final: the turn must carry the same."""
+    values = {"prompt_ids": prompt_ids, "tags": dict(tags), "parent": parent or ""}
+    return PartialRow(sample_id=sample_id, policy=policy, values=values)
+
+
+def response_row(turn: Turn) -> PartialRow:
+    """The turn as the engine sampled it, with the version that began it."""
+    if turn.episode != split_sample_id(turn.sample_id)[2]:
+        raise StoreError(f"turn {turn.sample_id!r} says it is of episode {turn.episode!r}; its id names another")
+    values = {
+        "prompt_ids": turn.prompt_ids,
+        "tags": dict(turn.tags),
+        "parent": turn.parent or "",
+        "response_ids": turn.response_ids,
+        "logprobs": turn.logprobs,
+        "raw_logprobs": turn.raw_logprobs,
+        "version_runs": [[run.start, run.version] for run in turn.versions],
+        "finish": turn.finish,
+        "text": turn.text,
+    }
+    return PartialRow(sample_id=turn.sample_id, policy=turn.policy, values=values, version=turn.version)
+
+
+def next_agent_row(sample_id: SampleId, policy: PolicyName, next_agent_id: int) -> PartialRow:
+    """Whose turn this one fed, as an index in the team's order."""
+    return PartialRow(sample_id=sample_id, policy=policy, next_agent_id=next_agent_id)
+
+
+def reward_row(sample_id: SampleId, policy: PolicyName, reward: float) -> PartialRow:
+    """The reward that the workflow gave this turn."""
+    return PartialRow(sample_id=sample_id, policy=policy, values={"reward": reward})
+
+
+def credit_row(sample_id: SampleId, policy: PolicyName, *, advantage: float, weight: float) -> PartialRow:
+    """What credit made of the group for this turn."""
+    return PartialRow(sample_id=sample_id, policy=policy, values={"advantage": advantage, "weight": weight})
+
+
+def turn_from_row(row: Row) -> Turn:
+    """The turn that `response_row` wrote; StoreError if the response is not there."""
+    return Turn(
+        sample_id=row.sample_id,
+        episode=EpisodeId(split_sample_id(row.sample_id)[2]),
+        agent=row.agent,
+        policy=row.policy,
+        prompt_ids=_value(row, "prompt_ids"),
+        response_ids=_value(row, "response_ids"),
+        logprobs=_value(row, "logprobs"),
+        raw_logprobs=_value(row, "raw_logprobs"),
+        versions=tuple(VersionRun(start, Version(version)) for start, version in _value(row, "version_runs")),
+        finish=FinishReason(_value(row, "finish")),
+        text=_value(row, "text"),
+        parent=_value(row, "parent") or None,
+        tags=_value(row, "tags"),
+    )
+
+
+def sample_from_row(row: Row) -> Sample:
+    """The row as training sees it; StoreError if its turn, reward, advantage or weight is not there."""
+    return Sample(
+        turn=turn_from_row(row),
+        advantage=_value(row, "advantage"),
+        weight=_value(row, "weight"),
+        reward=_value(row, "reward"),
+    )
+
+
+def _value(row: Row, column: str) -> Any:
+    if column not in row.values:
+        raise StoreError(
+            f"table {row.agent!r}, row {row.sample_id!r} ({row.state}) has no {column}; there are: "
+            f"{', '.join(row.values) or 'none'}"
+        )
+    return row.values[column]

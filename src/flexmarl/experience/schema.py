@@ -1,0 +1,190 @@
+"""Decides how a value is stored and what tables and columns may be called (FlexMARL section 4.2).
+
+    numbers                   INT, FLOAT, BOOL      by value, in the row of the agent's table
+    strings, lists, tensors   TEXT, JSON, TENSOR    by reference: the row holds a key, the table `payloads` the value
+
+Every stored value comes back equal to the last bit. None is not a value: a column that has none yet is left out.
+"""
+
+import ast
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from flexmarl.errors import StoreError
+from flexmarl.experience.interface import Column, ColumnKind
+from flexmarl.records import AgentName
+
+Stored = int | float | str | bytes
+"""What a database cell holds."""
+
+META_COLUMNS = (
+    "sample_id",
+    "group_id",
+    "episode_index",
+    "attempt",
+    "hop",
+    "policy",
+    "policy_version",
+    "state",
+    "is_processing",
+    "next_agent_id",
+    "holder",
+    "cache",
+    "settled_version",
+    "reason",
+)
+SHARED_TABLES = ("payloads", "samples", "tally")
+"""Beside the agents' tables: the values kept by reference, the table of every sample, the count of every state."""
+
+
+def quote(name: str) -> str:
+    """A name as an SQL identifier, whatever characters it has.
+
+    >>> quote("math solver")
+    '"math solver"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+def status_column(name: str) -> str:
+    """The status column beside a data column."""
+    return f"{name}_status"
+
+
+def check_names(agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
+    """Refuses names that are no identifiers or that collide; SQL does not tell upper from lower case."""
+    _check_distinct("agent", agents, SHARED_TABLES)
+    _check_distinct("column", [name for c in columns for name in (c.name, status_column(c.name))], META_COLUMNS)
+    if not agents:
+        raise StoreError("a store needs at least one agent, got none")
+    for agent in agents:
+        if agent.lower().startswith("sqlite_"):
+            raise StoreError(f"agent {agent!r} cannot have a table: SQLite keeps 'sqlite_'; choose another name")
+
+
+def _check_distinct(what: str, names: Sequence[str], reserved: Sequence[str]) -> None:
+    owner = {name: f"the store's own {name!r}" for name in reserved}
+    for name in names:
+        if not name or "\0" in name or name != name.encode(errors="replace").decode():
+            raise StoreError(f"{what} {name!r} is no name; use one or more characters, none of them NUL")
+        if name.lower() in owner:
+            raise StoreError(
+                f"{what} {name!r} collides with {owner[name.lower()]}; choose another (case does not count)"
+            )
+        owner[name.lower()] = f"the {what} {name!r}"
+
+
+def encode(table: str, column: Column, value: Any) -> Stored:
+    """The cell for a value; StoreError if the column's kind does not take it."""
+    codec = CODECS[column.kind]
+    try:
+        return codec.encode(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise StoreError(
+            f"table {table!r}, column {column.name!r}: {column.kind} does not take {reprlib.repr(value)}"
+            f"{f' ({error})' if str(error) else ''}; it takes {codec.takes}"
+        ) from error
+
+
+def decode(kind: ColumnKind, stored: Stored) -> Any:
+    """The value in a cell. Arrays are fresh copies that the caller owns."""
+    return CODECS[kind].decode(stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How one kind of column is stored."""
+
+    sql_type: str
+    by_reference: bool
+    takes: str
+    """What would work, for the error."""
+    encode: Callable[[Any], Stored]
+    """Raises ValueError, TypeError or OverflowError for a value that it does not take."""
+    decode: Callable[[Any], Any]
+
+
+def _encode_int(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError
+    return int(value)
+
+
+def _encode_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError
+    if float(value) != value:  # NaN, which SQLite would turn into NULL, or an integer that a float cannot hold
+        raise ValueError
+    return float(value)
+
+
+def _encode_bool(value: Any) -> int:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError
+    return int(value)
+
+
+def _encode_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()
+    return str(value)
+
+
+def _encode_json(value: Any) -> str:
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    if json.loads(text) != value:
+        raise ValueError(f"it would come back as {reprlib.repr(text)}")
+    return text
+
+
+def _encode_tensor(value: Any) -> bytes:
+    if not isinstance(value, np.ndarray):
+        raise TypeError
+    return f"{_dtype_header(value.dtype)};{','.join(map(str, value.shape))}\n".encode() + value.tobytes()
+
+
+def _decode_tensor(stored: bytes) -> np.ndarray:
+    header, _, _ = stored.partition(b"\n")
+    dtype, _, shape = header.decode().rpartition(";")
+    values = np.frombuffer(stored, _dtype_from(dtype), offset=len(header) + 1) if len(stored) > len(header) + 1 else []
+    return np.array(values, _dtype_from(dtype)).reshape([int(size) for size in shape.split(",") if size])
+
+
+@lru_cache
+def _dtype_header(dtype: np.dtype) -> str:
+    header = repr(np.lib.format.dtype_to_descr(dtype))
+    if dtype.hasobject or "\n" in header or _dtype_from(header) != dtype:
+        raise ValueError(f"dtype {dtype}")
+    return header
+
+
+@lru_cache
+def _dtype_from(header: str) -> np.dtype:
+    return np.lib.format.descr_to_dtype(ast.literal_eval(header))
+
+
+CODECS: Mapping[ColumnKind, Codec] = {
+    ColumnKind.INT: Codec("INTEGER", False, "an integer of at most 64 bits", _encode_int, int),
+    ColumnKind.FLOAT: Codec("REAL", False, "a number that is not NaN", _encode_float, float),
+    ColumnKind.BOOL: Codec("BOOLEAN", False, "True or False", _encode_bool, bool),
+    ColumnKind.TEXT: Codec("INTEGER", True, "a string that UTF-8 can encode", _encode_text, str),
+    ColumnKind.JSON: Codec(
+        "INTEGER",
+        True,
+        "lists and dicts of strings, booleans and finite numbers, with strings as keys",
+        _encode_json,
+        json.loads,
+    ),
+    ColumnKind.TENSOR: Codec(
+        "INTEGER", True, "a numpy array of numbers (for types numpy lacks, a view)", _encode_tensor, _decode_tensor
+    ),
+}

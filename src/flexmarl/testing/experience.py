@@ -1,0 +1,330 @@
+"""Conformance suite of the experience store: what every backend must do, one sentence per check."""
+# ruff: noqa: D103  (the name of a check is its sentence)
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flexmarl.errors import StoreError, TransitionError
+from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow, Row
+from flexmarl.records import (
+    AgentName,
+    PolicyName,
+    RowState,
+    SampleId,
+    Version,
+    make_sample_id,
+    make_trajectory_id,
+)
+
+MakeStore = Callable[[Sequence[AgentName], Sequence[Column]], ExperienceStore]
+"""Makes a new, empty store with a table per agent and these data columns."""
+
+SOLVER, VERIFIER = AgentName("solver"), AgentName("math verifier-2")
+SHARED, OTHER = PolicyName("shared"), PolicyName("other")
+AGENTS = (SOLVER, VERIFIER)
+COLUMNS = (*(Column(kind.value, kind) for kind in ColumnKind), Column("reward", ColumnKind.FLOAT))
+READY = Outcome(state=RowState.READY)
+
+
+async def check_experience_store(make_store: MakeStore) -> None:
+    """Runs every check on a store of its own; raises AssertionError or the store's own error, noting the check."""
+    for check in CHECKS:
+        store = make_store(AGENTS, COLUMNS)
+        try:
+            await check(store)
+        except Exception as error:
+            error.add_note(f"in the conformance check: {check.__name__.replace('_', ' ')}")
+            raise
+        finally:
+            await store.close()
+
+
+def sample(group: int, *, episode: int = 0, hop: int = 0, attempt: int = 0, task: str = "t_1") -> SampleId:
+    """A sample id of the given place in the order of claims."""
+    return make_sample_id(task, hop, make_trajectory_id(group, episode, attempt))
+
+
+def partial(sample_id: SampleId, *, policy: PolicyName = SHARED, version: int | None = 0, **values: Any) -> PartialRow:
+    """A row, by default with a version and no values."""
+    return PartialRow(
+        sample_id=sample_id, policy=policy, values=values, version=None if version is None else Version(version)
+    )
+
+
+async def ready(store: ExperienceStore, agent: AgentName, *ids: SampleId, policy: PolicyName = SHARED) -> None:
+    """Puts rows and settles them READY."""
+    await store.put(agent, [partial(i, policy=policy) for i in ids])
+    await store.settle(ids, READY)
+
+
+async def refuses(call: Any, kind: type[StoreError], *words: str) -> None:
+    """Asserts that awaiting `call` raises `kind` with all the words in its text."""
+    text = ""
+    try:
+        await call
+    except kind as error:
+        text = str(error)
+    assert text, f"expected {kind.__name__}, nothing was raised"
+    assert all(word in text for word in words), f"the error should name {words}: {text}"
+
+
+async def state_of(store: ExperienceStore, sample_id: SampleId) -> RowState:
+    """The state of one row."""
+    return (await store.get([sample_id]))[0].state
+
+
+async def a_row_is_filled_piece_by_piece(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), version=None, text="you are cute")])
+    (row,) = await store.get([sample(0)])
+    assert (row.agent, row.policy, row.state, row.version) == (SOLVER, SHARED, RowState.OPEN, None)
+    assert dict(row.values) == {"text": "you are cute"}
+    await store.put(SOLVER, [partial(sample(0), version=3, int=7)])
+    await store.put(SOLVER, [PartialRow(sample_id=sample(0), policy=SHARED, next_agent_id=1)])
+    (row,) = await store.get([sample(0)])
+    assert (row.version, row.next_agent_id) == (3, 1)
+    assert dict(row.values) == {"text": "you are cute", "int": 7}
+
+
+async def values_of_every_kind_come_back_as_they_were(store: ExperienceStore) -> None:
+    tensor = np.array([[0.1, -0.0], [np.nan, np.inf]], np.float32)
+    values = {"int": -(2**63), "float": 0.1, "bool": False, "text": "é\0🙂", "json": {"a": [1, 2.5, True, None, "x"]}}
+    await store.put(SOLVER, [partial(sample(0), **values, tensor=tensor)])
+    (row,) = await store.get([sample(0)])
+    assert {name: row.values[name] for name in values} == values
+    assert row.values["bool"] is False
+    back = row.values["tensor"]
+    assert (back.dtype, back.shape, back.tobytes()) == (tensor.dtype, tensor.shape, tensor.tobytes())
+
+
+async def a_missing_value_is_a_state_and_never_zero(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0)), partial(sample(1), reward=0.0)])
+    unknown, zero = await store.get([sample(0), sample(1)])
+    assert "reward" not in unknown.values
+    assert zero.values["reward"] == 0.0
+    table = await store.query("SELECT reward, reward_status FROM solver ORDER BY sample_id")
+    assert table.rows == ((None, 0), (0.0, 1))
+    for nothing in (None, float("nan")):
+        await refuses(store.put(SOLVER, [partial(sample(0), reward=nothing)]), StoreError, "solver", "reward")
+
+
+async def a_value_that_is_there_is_not_overwritten(store: ExperienceStore) -> None:
+    tensor = np.arange(3)
+    await store.put(SOLVER, [partial(sample(0), text="a", float=1.0, tensor=tensor)])
+    await store.put(SOLVER, [partial(sample(0), text="a", float=1.0, tensor=tensor.copy())])
+    await refuses(store.put(SOLVER, [partial(sample(0), text="b")]), StoreError, "solver", sample(0), "text")
+    await refuses(store.put(SOLVER, [partial(sample(0), float=2.0)]), StoreError, "float")
+    await refuses(store.put(SOLVER, [partial(sample(0), tensor=tensor.astype(np.int32))]), StoreError, "tensor")
+    await refuses(store.put(SOLVER, [partial(sample(0), version=1)]), StoreError, "policy_version")
+    await refuses(store.put(SOLVER, [partial(sample(0), policy=OTHER)]), StoreError, "policy")
+    await refuses(store.put(SOLVER, [partial(sample(1), int=1), partial(sample(1), int=2)]), StoreError, "int")
+    (row,) = await store.get([sample(0)])
+    assert (row.values["text"], row.values["float"], row.version, row.policy) == ("a", 1.0, 0, SHARED)
+
+
+async def a_refused_put_changes_nothing(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), int=1)])
+    for bad in (partial(sample(0), int=2), partial(sample(3), int="two"), partial(SampleId("no-such-form"))):
+        await refuses(store.put(SOLVER, [partial(sample(1)), partial(sample(0), text="late"), bad]), StoreError)
+    assert await store.counts(SHARED) == {RowState.OPEN: 1}
+    assert dict((await store.get([sample(0)]))[0].values) == {"int": 1}
+
+
+async def what_is_not_there_is_named(store: ExperienceStore) -> None:
+    await refuses(store.put(AgentName("critic"), [partial(sample(0))]), StoreError, "critic", "solver")
+    await refuses(store.put(SOLVER, [partial(sample(0), rewrad=1.0)]), StoreError, "rewrad", "reward")
+    await refuses(store.get([sample(4)]), StoreError, sample(4))
+    await refuses(store.settle([sample(4)], READY), StoreError, sample(4))
+
+
+async def a_sample_id_belongs_to_one_table(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0))])
+    await refuses(store.put(VERIFIER, [partial(sample(0))]), StoreError, sample(0), SOLVER)
+
+
+async def claims_follow_group_episode_and_hop_over_all_tables(store: ExperienceStore) -> None:
+    order = [
+        sample(2, episode=9),
+        sample(2, episode=10, hop=2),
+        sample(2, episode=10, hop=10),
+        sample(10, task="a"),
+        sample(10, attempt=1),
+        sample(11),
+    ]
+    await ready(store, VERIFIER, order[5], order[1], order[3])
+    await ready(store, SOLVER, order[4], order[2], order[0])
+    first = await store.claim(SHARED, 4, holder="trainer")
+    second = await store.claim(SHARED, 4, holder="trainer")
+    assert [row.sample_id for row in [*first, *second]] == order
+    assert {row.state for row in first} == {RowState.CLAIMED}
+
+
+async def a_claim_takes_only_ready_rows_of_its_policy(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0))
+    await ready(store, SOLVER, sample(1), policy=OTHER)
+    await store.put(SOLVER, [partial(sample(2))])
+    assert [row.sample_id for row in await store.claim(OTHER, 9)] == [sample(1)]
+    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(0)]
+    assert await store.claim(SHARED, 9) == []
+    assert await store.claim(SHARED, 0) == []
+
+
+async def a_claim_shows_the_values(store: ExperienceStore) -> None:
+    await store.put(VERIFIER, [partial(sample(0), tensor=np.arange(4), text="yes", reward=0.5)])
+    await store.settle([sample(0)], READY)
+    (row,) = await store.claim(SHARED, 1)
+    assert (row.agent, row.values["text"], row.values["reward"]) == (VERIFIER, "yes", 0.5)
+    assert row.values["tensor"].tolist() == [0, 1, 2, 3]
+
+
+async def claims_at_the_same_time_share_no_row(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, *(sample(group) for group in range(12)))
+    claims: list[list[Row]] = await asyncio.gather(*(store.claim(SHARED, 3, holder=str(i)) for i in range(5)))
+    claimed = [row.sample_id for rows in claims for row in rows]
+    assert len(claimed) == len(set(claimed)) == 12
+
+
+async def a_failed_row_is_never_claimed(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), version=None, text="prompt"), partial(sample(1))])
+    await refuses(store.settle([sample(0)], READY), TransitionError, sample(0), "version")
+    await store.settle([sample(0)], Outcome(state=RowState.FAILED, reason="timeout"))
+    await store.put(SOLVER, [partial(sample(0), text="prompt", int=1)])  # what comes late is kept, and changes no state
+    await store.settle([sample(1)], READY)
+    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(1)]
+    await refuses(store.settle([sample(0)], READY), TransitionError, sample(0), "failed")
+    assert (await store.get([sample(0)]))[0].reason == "timeout"
+
+
+async def settling_moves_all_rows_or_none(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0))
+    await store.put(VERIFIER, [partial(sample(1))])
+    filtered = Outcome(state=RowState.FILTERED, reason="zero variance")
+    await refuses(store.settle([sample(1), sample(0)], filtered), TransitionError, sample(0), "ready", "filtered")
+    await refuses(store.settle([sample(1), sample(9)], filtered), StoreError, sample(9))
+    assert await state_of(store, sample(1)) is RowState.OPEN
+    await store.settle([sample(1)], filtered)
+    assert (await store.get([sample(1)]))[0].reason == "zero variance"
+
+
+async def a_row_lives_until_it_is_trained_into_a_version(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0))
+    await store.claim(SHARED, 1, holder="trainer")
+    await store.settle([sample(0)], Outcome(state=RowState.ACCUMULATED, cache="c0"))
+    (row,) = await store.get([sample(0)])
+    assert (row.state, row.cache) == (RowState.ACCUMULATED, "c0")
+    assert (await store.query("SELECT is_processing FROM solver")).rows == ((1,),)
+    await store.settle([sample(0)], Outcome(state=RowState.TRAINED, version=Version(1)))
+    (row,) = await store.get([sample(0)])
+    assert (row.state, row.cache, row.settled_version, row.version) == (RowState.TRAINED, None, 1, 0)
+    assert (await store.query("SELECT is_processing FROM solver")).rows == ((0,),)
+
+
+async def an_outcome_names_what_its_state_needs(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0))
+    await store.claim(SHARED, 1)
+    await refuses(store.settle([sample(0)], Outcome(state=RowState.ACCUMULATED)), StoreError, "cache")
+    await refuses(store.settle([sample(0)], Outcome(state=RowState.TRAINED)), StoreError, "version")
+    await refuses(store.settle([sample(0)], Outcome(state=RowState.CLAIMED)), TransitionError, "claim")
+    await refuses(store.settle([sample(0)], Outcome(state=RowState.EXPIRED, cache="c")), StoreError, "cache")
+    assert await state_of(store, sample(0)) is RowState.CLAIMED
+
+
+async def losing_a_holder_returns_exactly_its_claimed_rows(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0), sample(2))
+    await ready(store, VERIFIER, sample(1), sample(3))
+    await store.claim(SHARED, 3, holder="lost")
+    await store.claim(SHARED, 1, holder="alive")
+    await store.settle([sample(0)], Outcome(state=RowState.ACCUMULATED, cache="c0"))
+    assert await store.release(holder="lost") == [sample(1), sample(2)]
+    assert await store.release(holder="lost") == []
+    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(1), sample(2)]
+    assert await state_of(store, sample(3)) is RowState.CLAIMED
+
+
+async def losing_a_cache_returns_exactly_its_rows(store: ExperienceStore) -> None:
+    await ready(store, SOLVER, sample(0), sample(1), sample(2), sample(3))
+    await store.claim(SHARED, 4, holder="trainer")
+    await store.settle([sample(2), sample(0)], Outcome(state=RowState.ACCUMULATED, cache="lost"))
+    await store.settle([sample(1)], Outcome(state=RowState.ACCUMULATED, cache="kept"))
+    assert await store.release(cache="lost") == [sample(0), sample(2)]
+    assert await store.counts(SHARED) == {RowState.READY: 2, RowState.ACCUMULATED: 1, RowState.CLAIMED: 1}
+    await refuses(store.release(), StoreError, "holder", "cache")
+    await refuses(store.release(holder="a", cache="b"), StoreError, "holder", "cache")
+
+
+async def every_row_is_counted_in_one_state(store: ExperienceStore) -> None:
+    assert await store.counts(SHARED) == {}
+    await store.put(SOLVER, [partial(sample(group)) for group in range(3)])
+    await ready(store, VERIFIER, sample(3))
+    await ready(store, VERIFIER, sample(4), policy=OTHER)
+    await store.settle([sample(0)], Outcome(state=RowState.EXPIRED, reason="deadline"))
+    assert await store.counts(SHARED) == {RowState.OPEN: 2, RowState.READY: 1, RowState.EXPIRED: 1}
+    assert await store.counts(OTHER) == {RowState.READY: 1}
+
+
+async def rows_are_read_in_the_order_asked(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0)), partial(sample(2))])
+    await store.put(VERIFIER, [partial(sample(1))])
+    asked = [sample(2), sample(0), sample(1)]
+    assert [row.sample_id for row in await store.get(asked)] == asked
+    assert await store.get([]) == []
+
+
+async def a_query_reads_and_never_writes(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), text="hello", json={"hop": 2})])
+    table = await store.query(
+        "SELECT t.value AS text, json_extract(j.value, '$.hop') AS hop, text_status, float_status FROM solver s "
+        "JOIN payloads t ON t.key = s.text JOIN payloads j ON j.key = s.json"
+    )
+    assert table.columns == ("text", "hop", "text_status", "float_status")
+    assert table.rows == (("hello", 2, 1, 0),)
+    assert (await store.query(f'SELECT count(*) FROM "{VERIFIER}"')).rows == ((0,),)
+    for sql in (
+        "DELETE FROM solver",
+        "UPDATE solver SET state = 'ready'",
+        "INSERT INTO payloads VALUES (99, 'x')",
+        "DROP TABLE solver",
+        "CREATE TABLE mine (x)",
+        "PRAGMA query_only = OFF",
+        "ATTACH DATABASE ':memory:' AS aside",
+        "BEGIN IMMEDIATE",
+        "COMMIT",
+        "SELECT 1; DELETE FROM solver",
+        "SELECT nonsense FROM nowhere",
+    ):
+        await refuses(store.query(sql), StoreError, sql, "SELECT")
+    await store.put(SOLVER, [partial(sample(1))])
+    assert (await store.query("SELECT count(*) FROM solver WHERE state = 'open'")).rows == ((2,),)
+
+
+async def closing_twice_is_no_error_and_ends_the_store(store: ExperienceStore) -> None:
+    await store.close()
+    await store.close()
+    await refuses(store.counts(SHARED), StoreError, "closed")
+
+
+CHECKS = (
+    a_row_is_filled_piece_by_piece,
+    values_of_every_kind_come_back_as_they_were,
+    a_missing_value_is_a_state_and_never_zero,
+    a_value_that_is_there_is_not_overwritten,
+    a_refused_put_changes_nothing,
+    what_is_not_there_is_named,
+    a_sample_id_belongs_to_one_table,
+    claims_follow_group_episode_and_hop_over_all_tables,
+    a_claim_takes_only_ready_rows_of_its_policy,
+    a_claim_shows_the_values,
+    claims_at_the_same_time_share_no_row,
+    a_failed_row_is_never_claimed,
+    settling_moves_all_rows_or_none,
+    a_row_lives_until_it_is_trained_into_a_version,
+    an_outcome_names_what_its_state_needs,
+    losing_a_holder_returns_exactly_its_claimed_rows,
+    losing_a_cache_returns_exactly_its_rows,
+    every_row_is_counted_in_one_state,
+    rows_are_read_in_the_order_asked,
+    a_query_reads_and_never_writes,
+    closing_twice_is_no_error_and_ends_the_store,
+)
