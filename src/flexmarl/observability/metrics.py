@@ -1,0 +1,123 @@
+"""Metrics of one step: counters, means and gauges that loops write to and the end of the step empties.
+
+Names are paths; curves, tables and the live screen find them by the first part:
+
+| name                          | kind    | meaning                                                             |
+|-------------------------------|---------|---------------------------------------------------------------------|
+| `team/success`                | mean    | share of the step's episodes that succeeded                         |
+| `team/{metric}`               | mean    | whatever else the workflow reports                                  |
+| `team/{metric}/{member}`      | mean    | the same by member, e.g. `team/tool_use/level_5`: one panel         |
+| `reward/{agent}`              | mean    | reward per turn                                                     |
+| `agent/{agent}/{metric}`      | mean    | other figures of one agent                                          |
+| `eval/...`                    | mean    | any of the above on held-out tasks, e.g. `eval/success`             |
+| `rollout/tokens`              | counter | sampled tokens                                                      |
+| `train/{policy}/{metric}`     | mean    | loss, gradient norm, ...                                            |
+| `version/{policy}`            | gauge   | updates so far                                                      |
+| `time/{phase}_s`              | counter | seconds in which somebody was in the phase; phases may overlap      |
+| `time/step_s`                 | counter | seconds since the last flush                                        |
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flexmarl.observability.sinks import Sink
+
+
+@dataclass(slots=True)
+class _Mean:
+    total: float = 0.0
+    weight: float = 0.0
+
+
+@dataclass(slots=True)
+class _Phase:
+    inside: int = 0
+    since: float = 0.0
+
+
+class Metrics:
+    """Accumulates between two flushes. Called from one event loop; time is that loop's."""
+
+    def __init__(self, clock: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
+        self._clock = clock
+        self._sinks = tuple(sinks)
+        self._kinds: dict[str, str] = {}
+        self._sums: dict[str, float] = {}
+        self._means: dict[str, _Mean] = {}
+        self._gauges: dict[str, float] = {}
+        self._phases: dict[str, _Phase] = {}
+        self._flushed_at = clock()
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Counts; the step's value is the sum."""
+        self._claim(name, "counter")
+        self._sums[name] = self._sums.get(name, 0.0) + float(amount)
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Averages; the step's value is the weighted mean, absent when the step had none."""
+        self._claim(name, "mean")
+        mean = self._means.setdefault(name, _Mean())
+        mean.total += float(value) * weight
+        mean.weight += weight
+
+    def gauge(self, name: str, value: float) -> None:
+        """Sets a level, which holds until it is set again, over any number of steps."""
+        self._claim(name, "gauge")
+        self._gauges[name] = float(value)
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Times the block as `time/{phase}_s`.
+
+        Blocks of one phase that overlap count once, so a phase never takes longer than the step; blocks of different
+        phases are independent. A block that is open at a flush is split between the two steps.
+        """
+        clocked = self._phases.setdefault(phase, _Phase())
+        if clocked.inside == 0:
+            clocked.since = self._clock()
+        clocked.inside += 1
+        try:
+            yield
+        finally:
+            clocked.inside -= 1
+            if clocked.inside == 0:
+                self.add(f"time/{phase}_s", self._clock() - clocked.since)
+
+    def flush(self, step: int) -> dict[str, float]:
+        """Ends the step: writes its values to the sinks, returns them, and starts over."""
+        now = self._clock()
+        for name, phase in self._phases.items():
+            if phase.inside:
+                self.add(f"time/{name}_s", now - phase.since)
+                phase.since = now
+        self.add("time/step_s", now - self._flushed_at)
+        means = {name: mean.total / mean.weight for name, mean in self._means.items() if mean.weight}
+        values = dict(sorted({**self._sums, **means, **self._gauges}.items()))
+        self._sums.clear()
+        self._means.clear()
+        self._flushed_at = now
+        for sink in self._sinks:
+            sink.write(step, values)
+        return values
+
+    def close(self) -> None:
+        """Closes the sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _claim(self, name: str, kind: str) -> None:
+        first = self._kinds.setdefault(name, kind)
+        if first != kind:
+            raise ValueError(f"metric {name!r} is a {first} and was written as a {kind}; give one of them another name")
+
+
+def time_shares(values: Mapping[str, float]) -> dict[str, float]:
+    """Share of the step that each phase took, from what `flush` returned; overlapping phases add up to more than 1.
+
+    >>> time_shares({"time/step_s": 4.0, "time/rollout_s": 3.0, "time/train_s": 2.0})
+    {'rollout': 0.75, 'train': 0.5}
+    """
+    step_s = values.get("time/step_s", 0.0)
+    phases = {name[5:-2]: value for name, value in values.items() if name.startswith("time/") and name != "time/step_s"}
+    return {phase: value / step_s for phase, value in phases.items()} if step_s > 0 else {}

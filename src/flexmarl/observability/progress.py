@@ -1,0 +1,248 @@
+"""Progress on a terminal, live; and on anything else, a log file say, one plain line per step."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+REFRESH_INTERVAL_S = 0.2
+"""Faster is not seen, and each drawing takes about 2 ms from the loop."""
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressView:
+    """Everything that is shown, at one moment."""
+
+    step: int
+    """Steps completed."""
+    steps: int
+    elapsed_s: float
+    phase: str = ""
+    """What goes on right now, e.g. `rollout 31/64 episodes`."""
+    success: float | None = None
+    """Of the last completed step."""
+    success_curve: Sequence[float] = ()
+    """One value per completed step, 0 to 1."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By agent, of the last completed step."""
+    tokens_per_s: float = 0.0
+    running: Mapping[str, int] = field(default_factory=dict)
+    """Calls in the engines, by policy."""
+    queued: Mapping[str, int] = field(default_factory=dict)
+    """Calls that wait for an engine, by policy."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """By policy."""
+    time_shares: Mapping[str, float] = field(default_factory=dict)
+    """By phase, of the last completed step; they may overlap."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Time to go at the average pace so far; None before the first step."""
+        return self.elapsed_s / self.step * (self.steps - self.step) if self.step else None
+
+
+class Progress(Protocol):
+    """What a run shows of itself. Called from one event loop; cheap enough to call at every event."""
+
+    def start(self, run_name: str, steps: int) -> None:
+        """Begins."""
+        ...
+
+    def update(self, view: ProgressView) -> None:
+        """Takes the newest view; it is drawn when it is due."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Says one thing that stays on screen: a long phase begins or ends, a checkpoint was written."""
+        ...
+
+    def stop(self) -> None:
+        """Draws the last view and gives the terminal back. Calling it twice is no error."""
+        ...
+
+
+class NullProgress:
+    """Progress that nobody watches."""
+
+    def start(self, run_name: str, steps: int) -> None:
+        """Shows nothing."""
+
+    def update(self, view: ProgressView) -> None:
+        """Shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Shows nothing."""
+
+    def stop(self) -> None:
+        """Shows nothing."""
+
+
+class LineProgress:
+    """One line per completed step, in plain ASCII: for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown = 0
+
+    def start(self, run_name: str, steps: int) -> None:
+        """Prints the run's name."""
+        self.note(f"{run_name}: {steps} steps")
+
+    def update(self, view: ProgressView) -> None:
+        """Prints a line when a step was completed since the last one."""
+        if view.step > self._shown:
+            self._shown = view.step
+            self.note(line(view))
+
+    def note(self, text: str) -> None:
+        """Prints the text."""
+        self._console.out(text, highlight=False)
+
+    def stop(self) -> None:
+        """Nothing to give back."""
+
+
+class LiveProgress:
+    """A few lines at the bottom of the terminal, redrawn at most five times a second and at every completed step.
+
+    Drawn by the caller's thread, when it calls, by the caller's clock: nothing runs in the background.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._name = ""
+        self._view: ProgressView | None = None
+        self._drawn_at = -math.inf
+        self._drawn_step = -1
+
+    def start(self, run_name: str, steps: int) -> None:
+        """Takes the bottom of the terminal."""
+        self._name = run_name
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+        self.update(ProgressView(step=0, steps=steps, elapsed_s=0.0, phase="starting"))
+
+    def update(self, view: ProgressView) -> None:
+        """Keeps the view, and draws it when the last drawing is old enough or a step was completed."""
+        self._view = view
+        if view.step != self._drawn_step or self._clock() - self._drawn_at >= REFRESH_INTERVAL_S:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """Prints the text above the live lines."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """Leaves the last view on screen."""
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = None
+
+    def _draw(self) -> None:
+        if self._live is None or self._view is None:
+            return
+        self._drawn_at, self._drawn_step = self._clock(), self._view.step
+        self._live.update(screen(self._name, self._view), refresh=True)
+
+
+def progress_on(console: Console, clock: Callable[[], float]) -> Progress:
+    """Live on a terminal that can move its cursor, lines elsewhere."""
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveProgress(console, clock) if live else LineProgress(console)
+
+
+def line(view: ProgressView) -> str:
+    """The view as one line.
+
+    >>> line(ProgressView(step=2, steps=8, elapsed_s=30, success=0.5, rewards={"solver": 0.45}, tokens_per_s=3120))
+    'step 2/8 | success 0.50 | reward solver 0.45 | 3120 tokens/s | 0:30, left 1:30'
+    """
+    parts = [f"step {view.step}/{view.steps}"]
+    if view.success is not None:
+        parts.append(f"success {view.success:.2f}")
+    if view.rewards:
+        parts.append("reward " + ", ".join(f"{agent} {reward:.2f}" for agent, reward in view.rewards.items()))
+    if view.tokens_per_s:
+        parts.append(f"{view.tokens_per_s:.0f} tokens/s")
+    parts.append(duration(view.elapsed_s) + (f", left {duration(view.left_s)}" if view.left_s else ""))
+    return " | ".join(parts)
+
+
+def screen(name: str, view: ProgressView) -> RenderableType:
+    """The view as live lines: progress, success, agents, policies, time."""
+    head = Table.grid(padding=(0, 2))
+    left = "" if view.left_s is None else f"left {duration(view.left_s)}"
+    head.add_row(
+        Text(name, "bold"),
+        ProgressBar(total=max(view.steps, 1), completed=view.step, width=28, complete_style="cyan"),
+        f"step {view.step}/{view.steps}",
+        Text(f"{duration(view.elapsed_s)}  {left}", "dim"),
+        Text(view.phase, "cyan"),
+    )
+    success = Text("success  ", "dim")
+    success.append(sparkline(view.success_curve, width=48), "green")
+    success.append("" if view.success is None else f" {view.success:.2f}", "bold green")
+    success.append(f"   {view.tokens_per_s:,.0f} tokens/s", "dim")
+    policies = sorted({*view.versions, *view.running, *view.queued})
+    tables = [
+        _table(("agent", "reward"), ([agent, f"{reward:.3f}"] for agent, reward in view.rewards.items())),
+        _table(
+            ("policy", "version", "running", "queued"),
+            ([p, *(str(column.get(p, 0)) for column in (view.versions, view.running, view.queued))] for p in policies),
+        ),
+        _table(
+            ("time", "share of step"),
+            ([phase, f"{bar(share, 12)} {share:4.0%}"] for phase, share in view.time_shares.items()),
+        ),
+    ]
+    return Group(head, success, Columns([table for table in tables if table.row_count], padding=(0, 4)))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values between 0 and 1 as blocks, the newest last; more values than blocks are averaged.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=8)
+    '▁▅█'
+    """
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    return "".join(SPARKS[min(7, max(0, int(value * 8)))] if math.isfinite(value) else " " for value in values)
+
+
+def bar(share: float, width: int) -> str:
+    """A share as a bar of this width.
+
+    >>> bar(0.5, 4)
+    '██  '
+    """
+    filled = round(min(1.0, max(0.0, share)) * width)
+    return "█" * filled + " " * (width - filled)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours when there are some: `3:07`, `1:02:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column.startswith("share") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,79 @@
+"""Run folder on disk: everything that one run leaves behind.
+
+runs/math_team-20260131-142530/
+  config.yaml      the settings, every default filled in
+  journal.jsonl    every event and decision, with its reason
+  metrics.jsonl    one line per step
+  tensorboard/     the same for TensorBoard
+  checkpoints/     what --resume needs
+  summary.json     before, after, times, versions
+  curve.png        the run at a glance
+"""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from flexmarl.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run. An existing folder is opened by naming it: `RunFolder(Path("runs/..."))`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Settings of the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        """Events and decisions."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """Values by step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's folder."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def summary(self) -> Path:
+        """Figures of the whole run."""
+        return self.path / "summary.json"
+
+    @property
+    def curve(self) -> Path:
+        """Picture of the whole run."""
+        return self.path / "curve.png"
+
+
+def make_run_folder(root: Path, name: str, now: datetime) -> RunFolder:
+    """Makes `{root}/{name}-{yyyymmdd-hhmmss}`; two runs of the same second get `-2`, `-3`, ... and never share one."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name must be letters, digits, '.', '_' and '-', got {name!r}; use for example 'math_team'")
+    stem = f"{name}-{now:%Y%m%d-%H%M%S}"
+    number = 1
+    while True:
+        folder = RunFolder(root / (stem if number == 1 else f"{stem}-{number}"))
+        try:
+            folder.path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            folder.checkpoints.mkdir()
+            return folder

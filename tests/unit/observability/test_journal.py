@@ -1,0 +1,200 @@
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, SecretStr
+
+from flexmarl.errors import EngineError, FlexmarlError
+from flexmarl.observability.journal import Journal, MemoryJournal, read_journal
+from flexmarl.observability.plain import MAX_ARRAY, MAX_TEXT, plain
+from flexmarl.observability.secrets import is_secret_key, masked
+
+SECRET = "TOPSECRET5f3a9c"
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Move:
+    instance: int
+    to: str
+    token: str = "x"
+
+
+class Remote(BaseModel):
+    url: str
+    api_key: str
+    password: SecretStr
+
+
+def journal_on(path, clock=lambda: 0.0):
+    return Journal(path, clock)
+
+
+def test_an_event_is_one_line_with_its_time_and_its_reason(tmp_path):
+    now = [12.25]
+    journal = journal_on(tmp_path / "journal.jsonl", lambda: now[0])
+    journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
+    now[0] = 13.0000004
+    journal.event("stopped")
+    assert (tmp_path / "journal.jsonl").read_text().splitlines() == [
+        '{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1}',
+        '{"t":13.0,"event":"stopped"}',
+    ]
+
+
+def test_an_event_is_in_the_file_before_the_journal_is_closed(tmp_path):
+    journal = journal_on(tmp_path / "journal.jsonl")
+    journal.event("a")
+    assert [entry["event"] for entry in read_journal(tmp_path / "journal.jsonl")] == ["a"]
+    journal.close()
+    journal.close()
+
+
+def test_values_of_every_kind_are_written_plainly():
+    values = {
+        "enum": Colour.RED,
+        "path": Path("runs") / "a",
+        "record": Move(instance=2, to="solver"),
+        "settings": Remote(url="http://x", api_key="abc", password=SecretStr("abc")),
+        "numpy": (np.float32(0.5), np.int64(3), np.bool_(True), np.array([[1, 2]], dtype=np.int32)),
+        "large": np.zeros((MAX_ARRAY, 2), dtype=np.float32),
+        "set": {3, 1},
+        "bytes": b"1234",
+        "error": EngineError("it broke"),
+        "not finite": [float("nan"), float("-inf"), np.float64("nan")],
+        "keys": {1: "one", Colour.RED: 2, ("a", 1): 3},
+        "long": "x" * (MAX_TEXT + 1),
+        "nothing": None,
+    }
+    journal = MemoryJournal()
+    journal.event("all", **values)
+    written = journal.events()[0]
+    assert {key: written[key] for key in values} == {
+        "enum": "red",
+        "path": "runs/a",
+        "record": {"instance": 2, "to": "solver", "token": "***"},
+        "settings": {"url": "http://x", "api_key": "***", "password": "***"},
+        "numpy": [0.5, 3, True, [[1, 2]]],
+        "large": "float32[1024, 2]",
+        "set": [1, 3],
+        "bytes": "4 bytes",
+        "error": "EngineError: it broke",
+        "not finite": ["nan", "-inf", "nan"],
+        "keys": {"1": "one", "red": 2, "('a', 1)": 3},
+        "long": "x" * MAX_TEXT + "... (10001 characters)",
+        "nothing": None,
+    }
+
+
+def test_what_holds_itself_is_written_to_a_bounded_depth():
+    loop: list = []
+    loop.append(loop)
+    assert "..." in json.dumps(plain(loop))
+
+
+def test_text_of_any_language_survives(tmp_path):
+    journal = journal_on(tmp_path / "journal.jsonl")
+    text = "naïve 团队 \u2028 \n \x00 \ud800"
+    journal.event("said", text=text)
+    assert journal.events("said")[0]["text"] == text
+
+
+@pytest.mark.parametrize("torn", [b'{"t":1,"ev', b'{"t":1,"event":"b"}', b"\xff\x00", b"x" * 10_000])
+def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_run(tmp_path, torn):
+    path = tmp_path / "journal.jsonl"
+    journal_on(path).event("a")
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    assert [entry["event"] for entry in read_journal(path)] == ["a"]
+    journal_on(path).event("c")
+    assert [entry["event"] for entry in read_journal(path)] == ["a", "c"]
+
+
+@given(cut=st.integers(min_value=0, max_value=400))
+@settings(max_examples=60, deadline=None)
+def test_a_file_cut_anywhere_gives_all_whole_events(tmp_path_factory, cut):
+    path = tmp_path_factory.mktemp("cut") / "journal.jsonl"
+    journal = journal_on(path)
+    for index in range(10):
+        journal.event("e", index=index)
+    kept = path.read_bytes()[:cut]
+    path.write_bytes(kept)
+    assert [entry["index"] for entry in read_journal(path)] == list(range(kept.count(b"\n")))
+
+
+def test_a_spoiled_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"t":1,"event":"a"}\nnonsense\n{"t":2,"event":"b"}\n')
+    with pytest.raises(FlexmarlError, match=r"journal.jsonl, line 2: not JSON"):
+        list(read_journal(path))
+
+
+def test_a_field_cannot_hide_the_time():
+    with pytest.raises(ValueError, match="'t' of event 'a'"):
+        MemoryJournal().event("a", t=3)
+
+
+def test_events_are_found_by_name():
+    journal = MemoryJournal(clock=iter([1.0, 2.0, 3.0]).__next__)
+    journal.event("a", n=1)
+    journal.event("b", n=2)
+    journal.event("a", n=3)
+    assert [(entry["t"], entry["n"]) for entry in journal.events("a")] == [(1.0, 1), (3.0, 3)]
+
+
+secret_keys = st.sampled_from(
+    ["token", "api_key", "password", "authorization", "HF_TOKEN", "X-Api-Key", "apiKey", "aws_secret_access_key"]
+)
+secret_texts = st.sampled_from(
+    [f"Bearer {SECRET}", f"bearer  {SECRET}", f"hf_{SECRET}", f"sk-{SECRET}", f"sk-proj-{SECRET}", f"api_key={SECRET}",
+     f"HF_TOKEN='{SECRET} {SECRET}'", repr({"password": SECRET}), f"\nhf_{SECRET}", f"?access_token={SECRET}&x=1"]
+)  # fmt: skip
+filler = st.text(alphabet=" \n\t'\"{}=:é", max_size=12)
+leaf = (
+    st.tuples(filler | st.sampled_from(["", "(", "a "]), secret_texts, st.sampled_from(["", " ", "\n", ", x"])).map(
+        "".join
+    )
+    | st.dictionaries(secret_keys, st.just(SECRET) | st.just([SECRET]) | st.just({"a": SECRET}), max_size=2)
+    | st.builds(Move, instance=st.just(1), to=st.just("a"), token=st.just(SECRET))
+    | st.builds(EngineError, secret_texts)
+    | st.integers()
+    | st.floats()
+)
+nested = st.recursive(
+    leaf,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.dictionaries(filler | secret_texts, inner, max_size=3)
+        | st.just("x" * MAX_TEXT).flatmap(lambda pad: secret_texts.map(lambda text: pad[: MAX_TEXT - 8] + " " + text))
+    ),
+    max_leaves=12,
+)
+
+
+@given(value=nested, because=secret_texts)
+@settings(max_examples=300, deadline=None)
+def test_a_secret_is_never_in_the_file(tmp_path_factory, value, because):
+    path = tmp_path_factory.mktemp("secret") / "journal.jsonl"
+    journal = journal_on(path)
+    journal.event("e", because=because, value=value, api_key=SECRET)
+    assert SECRET not in path.read_text()
+    assert len(list(read_journal(path))) == 1
+
+
+@pytest.mark.parametrize("key", ["num_tokens", "tokens", "max_tokens", "tokenizer", "tokens_per_s", "key", "monkey"])
+def test_counts_of_tokens_are_no_secrets(key):
+    assert not is_secret_key(key)
+
+
+@pytest.mark.parametrize("text", ["x = 12", "risk-averse", "a task-specific-adapter-with-a-long-name", "12 tokens"])
+def test_harmless_text_is_left_alone(text):
+    assert masked(text) == text

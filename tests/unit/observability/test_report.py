@@ -1,0 +1,136 @@
+import io
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from rich.console import Console
+
+from flexmarl.observability.curve import panels_of, smooth, spread
+from flexmarl.observability.report import Summary, render_summary, summarise, summary_table
+from flexmarl.observability.run_folder import RunFolder
+from flexmarl.observability.sinks import JsonlSink, read_metrics
+
+
+def play(folder: Path, steps: int = 20) -> None:
+    """Writes the metrics of a run whose figures can be checked by eye: success goes from 0.40 to 0.80."""
+    sink = JsonlSink(folder / "metrics.jsonl")
+    for step in range(steps + 1):
+        done = step / steps
+        values = {"time/step_s": 2.0}
+        if step:
+            values |= {
+                "team/success": 0.4 + 0.4 * done,
+                "team/verifier_accuracy": 0.6 + 0.3 * done,
+                "team/rounds": 2.0 - done,
+                "reward/solver": 0.3 + 0.4 * done,
+                "reward/verifier": 0.5 + 0.4 * done,
+                "rollout/tokens": 5000.0,
+                "time/rollout_s": 1.5,
+                "time/train_s": 1.0,
+                "version/solver": step,
+                "version/verifier": step,
+            }
+            values |= {f"team/tool_use/level_{level}": abs(0.5 - level / 12 * done) for level in (1, 2, 10)}
+        if step in (0, steps):
+            values |= {
+                "eval/team/success": 0.4 + 0.4 * done,
+                "eval/team/tool_use/level_10": 0.5 + 0.4 * done,
+                "eval/reward/solver": 0.3 + 0.4 * done,
+                "eval/agent/verifier/accuracy": 0.6 + 0.3 * done,
+                "time/evaluate_s": 1.0,
+            }
+        sink.write(step, values)
+    sink.close()
+
+
+def shown(summary: Summary) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(summary))
+    return out.getvalue()
+
+
+def test_the_summary_says_before_after_and_what_it_took(tmp_path):
+    play(tmp_path)
+    summary = render_summary(tmp_path, wall_s=45.25)
+    written = json.loads(RunFolder(tmp_path).summary.read_text())
+    assert written["eval"]["before"]["success"] == pytest.approx(0.4)
+    assert written["eval"]["after"]["success"] == pytest.approx(0.8)
+    assert written["eval"]["after"]["tool_use/level_10"] == pytest.approx(0.9)
+    assert written["agents"]["solver"] == pytest.approx({"reward_before": 0.3, "reward_after": 0.7})
+    # The verifier's reward was not evaluated: first and last tenth of 20 training steps.
+    assert written["agents"]["verifier"] == pytest.approx(
+        {"accuracy_before": 0.6, "accuracy_after": 0.9, "reward_before": 0.53, "reward_after": 0.89}
+    )
+    assert written["policies"] == {"solver": {"version": 20}, "verifier": {"version": 20}}
+    assert written["time"] == {"evaluate": 2.0, "rollout": 30.0, "train": 20.0}
+    assert (written["wall_s"], written["steps"], written["tokens"]) == (45.25, 20, 100_000)
+    assert set(written) == {"eval", "agents", "policies", "wall_s", "time", "steps", "tokens"}
+
+    text = shown(summary)
+    assert "success" in text
+    assert "+0.400" in text
+    assert "20 steps, 100,000 tokens in 0:45" in text
+
+
+def test_without_a_clock_of_the_command_the_steps_add_up(tmp_path):
+    play(tmp_path)
+    assert render_summary(tmp_path).wall_s == 42.0
+
+
+def test_the_curve_is_a_picture_of_the_run(tmp_path):
+    play(tmp_path)
+    render_summary(tmp_path)
+    picture = imread(tmp_path / "curve.png")
+    assert picture.shape[0] > 600
+    assert picture.shape[1] > 1000
+    assert picture[..., :3].std() > 0.05
+
+
+def test_metrics_find_their_panels_by_their_names(tmp_path):
+    play(tmp_path)
+    panels = {panel.title: panel for panel in panels_of(read_metrics(tmp_path / "metrics.jsonl"))}
+    assert {title: panel.names for title, panel in panels.items()} == {
+        "Success (share of episodes)": ["success"],
+        "Reward per agent (mean per turn)": ["solver", "verifier"],
+        "Verifier accuracy": ["verifier_accuracy"],
+        "Accuracy (by agent)": ["verifier"],
+        "Rounds": ["rounds"],
+        "Tool use": ["level_1", "level_2", "level_10"],
+        "Time (share of step; phases overlap)": ["evaluate", "rollout", "train"],
+        "Speed (sampled tokens per second)": ["tokens"],
+    }
+    assert panels["Success (share of episodes)"].held_out == {"success": [(0, 0.4), (20, 0.8)]}
+    assert panels["Speed (sampled tokens per second)"].train["tokens"][0] == (1, 2500.0)
+
+
+@pytest.mark.parametrize("lines", ["", '{"step":0,"eval/team/success":0.5}\n', '{"step":7,"reward/a":-1.5}\n'])
+def test_a_run_that_ended_early_has_its_curve_and_summary(tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    summary = render_summary(tmp_path)
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+    assert summary.tokens == 0
+    assert "0 tokens" in shown(summary)
+
+
+def test_a_run_without_evaluation_has_empty_before_and_after():
+    assert summarise({1: {"team/success": 0.5}}).eval == {"before": {}, "after": {}}
+
+
+@given(st.lists(st.floats(min_value=-1, max_value=2), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_labels_keep_their_distance_and_their_order(places):
+    moved = spread(places, 0.1)
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    gaps = [moved[b] - moved[a] for a, b in pairwise(order)]
+    assert all(gap >= 0.1 - 1e-9 for gap in gaps)
+    assert math.isclose(sum(moved), sum(places), abs_tol=1e-9)
+
+
+def test_smoothing_leaves_constants_and_lengths_alone():
+    assert smooth([0.25] * 100) == [0.25] * 100
+    assert smooth([]) == []
