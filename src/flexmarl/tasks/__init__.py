@@ -1,0 +1,22 @@
+"""Where questions come from. In: generators, files, datasets. Out: tasks by position; environments to play them in."""
+
+from flexmarl.tasks.disjoint import check_disjoint
+from flexmarl.tasks.environment import Environment, StepResult
+from flexmarl.tasks.generator import TaskGenerator, task_generator
+from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource
+from flexmarl.tasks.scorers import SCORERS, scorer
+from flexmarl.tasks.settings import TaskSettings
+
+__all__ = [
+    "Environment",
+    "SCORERS",
+    "SourceExhausted",
+    "Split",
+    "StepResult",
+    "TaskGenerator",
+    "TaskSettings",
+    "TaskSource",
+    "check_disjoint",
+    "scorer",
+    "task_generator",
+]

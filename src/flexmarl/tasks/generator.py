@@ -1,0 +1,95 @@
+"""Task source on a function: endless, and nothing to download.
+
+@task_generator("products")
+def product(seed: int, index: int, split: Split, *, digits: int = 2) -> Task: ...
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexmarl.errors import ConfigError, boundary
+from flexmarl.records import Task
+from flexmarl.tasks.interface import Split
+
+
+class TaskGenerator(Protocol):
+    """Makes task number `index` of a split from its arguments alone; keyword-only parameters come from the config."""
+
+    def __call__(self, seed: int, index: int, split: Split, **params: Any) -> Task:
+        """The task. No prompt may be in both splits."""
+        ...
+
+
+GENERATORS: dict[str, TaskGenerator] = {}
+F = TypeVar("F", bound=Callable[..., Task])
+
+
+def task_generator(name: str) -> Callable[[F], F]:
+    """Decorator that makes a function the task generator `name`. A name is given once."""
+
+    def register(function: F) -> F:
+        if GENERATORS.get(name, function) is not function:
+            raise ConfigError(f"two task generators are called '{name}'; give one of them another name")
+        GENERATORS[name] = function
+        return function
+
+    return register
+
+
+class GeneratorTasks(BaseModel):
+    """Tasks from a function registered with `@task_generator`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["generator"] = "generator"
+    name: str = Field(min_length=1)
+    """Of the generator; its file is listed under `code`."""
+    params: Mapping[str, Any] = Field(default={})
+    """Its keyword parameters."""
+
+    def open(self, *, seed: int, base: Path = Path(".")) -> "GeneratorSource":
+        """The source. Raises ConfigError for an unknown generator or parameter."""
+        return GeneratorSource(self, seed=seed)
+
+
+class GeneratorSource:
+    """The tasks of one generator."""
+
+    num_train = None
+
+    def __init__(self, settings: GeneratorTasks, *, seed: int) -> None:
+        if settings.name not in GENERATORS:
+            known = ", ".join(sorted(GENERATORS)) or "none; list the file that has it under `code`"
+            raise ConfigError(f"tasks.name: there is no task generator '{settings.name}'; there are: {known}")
+        self._generate = GENERATORS[settings.name]
+        self._settings = settings
+        self._seed = seed
+        _check_params(settings, self._generate)
+
+    def train(self, index: int) -> Task:
+        """Training task number `index`."""
+        return self._make(index, "train")
+
+    def held_out(self, n: int) -> tuple[Task, ...]:
+        """Held-out tasks number 0 to n - 1."""
+        return tuple(self._make(index, "held_out") for index in range(n))
+
+    def _make(self, index: int, split: Split) -> Task:
+        with boundary(ConfigError, f"tasks: generator '{self._settings.name}', {split} task {index}"):
+            return self._generate(self._seed, index, split, **self._settings.params)
+
+
+def _check_params(settings: GeneratorTasks, function: TaskGenerator) -> None:
+    parameters = list(inspect.signature(function).parameters.values())[3:]
+    known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    takes_any = len(known) < len(parameters)
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & known
+    there_are = f"'{settings.name}' takes {', '.join(sorted(known)) or 'none'}"
+    if (unknown := sorted(set(settings.params) - known)) and not takes_any:
+        raise ConfigError(f"tasks.params.{unknown[0]}: unknown; {there_are}")
+    if missing := sorted(required - set(settings.params)):
+        raise ConfigError(f"tasks.params.{missing[0]}: missing; {there_are}")

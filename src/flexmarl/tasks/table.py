@@ -1,0 +1,129 @@
+"""Task source on rows: which are held out, in which order the others come, and how a row becomes a task."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexmarl.errors import ConfigError
+from flexmarl.records import Task
+from flexmarl.tasks.interface import SourceExhausted
+from flexmarl.tasks.scorers import find_scorer
+
+
+class Table(BaseModel):
+    """What all sources on rows have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str = "prompt"
+    """Field with the question, a text."""
+    reference: str | None = "reference"
+    """Field with the reference answer, a text or number; null: the tasks have none."""
+    input_id: str | None = None
+    """Field that names a task, unique; null: the place of the row."""
+    scorer: str = "exact"
+    """`exact`, `number` (the last number in the answer is that in the reference), or one registered with `@scorer`."""
+    held_out_share: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """Share of the prompts that is held out where no file or split is. The choice depends on the prompts alone."""
+    shuffle: bool = True
+    """A new order in each epoch, by the run's seed."""
+    epochs: int | None = Field(default=None, ge=1)
+    """How often the rows are repeated; null: for ever."""
+
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it is, for errors and ids, e.g. `train.jsonl:12`; and its fields."""
+
+
+class TableSource:
+    """Tasks of rows in memory, all checked when it is made."""
+
+    def __init__(
+        self, settings: Table, *, name: str, rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int
+    ) -> None:
+        """`held_out` None: a share of `rows`. `name` begins the ids of tasks that have none."""
+        if not rows:
+            raise ConfigError(f"tasks: {name} has no rows")
+        self._settings = settings
+        self._seed = seed
+        if held_out is None:
+            tasks = _tasks(settings, name, rows)
+            chosen = _choose_held_out([task.prompt for task in tasks], settings.held_out_share)
+            self._train = [task for task in tasks if task.prompt not in chosen]
+            self._held_out = tuple(task for task in tasks if task.prompt in chosen)
+            if not self._train:
+                raise ConfigError(
+                    f"tasks.held_out_share: {settings.held_out_share} of the {len(chosen)} prompts of {name} leaves none "
+                    f"to train on; use a smaller share, or a separate file or split"
+                )
+        else:
+            self._train = _tasks(settings, name, rows)
+            self._held_out = tuple(_tasks(settings, f"{name}-held-out", held_out))
+        self._order: tuple[int, Sequence[int]] = (-1, ())
+
+    @property
+    def num_train(self) -> int | None:
+        """Rows times epochs."""
+        return None if self._settings.epochs is None else len(self._train) * self._settings.epochs
+
+    def train(self, index: int) -> Task:
+        """The task at position `index` of the epochs, one after the other."""
+        epoch, place = divmod(index, len(self._train))
+        if self.num_train is not None and index >= self.num_train:
+            raise SourceExhausted(
+                f"tasks: position {index} is past the end: {len(self._train)} tasks, {self._settings.epochs} epoch(s); "
+                f"raise tasks.epochs, or set it to null to repeat for ever"
+            )
+        if not self._settings.shuffle:
+            return self._train[place]
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._train)).tolist())
+        return self._train[self._order[1][place]]
+
+    def held_out(self, n: int) -> tuple[Task, ...]:
+        """The first n held-out rows, in their order."""
+        return self._held_out[:n]
+
+
+def _tasks(settings: Table, name: str, rows: Sequence[Row]) -> list[Task]:
+    score = find_scorer(settings.scorer)
+    named = {field for field in (settings.prompt, settings.reference, settings.input_id) if field is not None}
+    tasks: dict[str, Task] = {}
+    for number, (where, row) in enumerate(rows):
+        own_id, reference = settings.input_id, settings.reference
+        task = Task(
+            input_id=f"{name}-{number}" if own_id is None else str(_field(row, where, "input_id", own_id)),
+            prompt=_text(row, where, settings.prompt),
+            reference="" if reference is None else str(_field(row, where, "reference", reference)),
+            scorer=score,
+            data={field: value for field, value in row.items() if field not in named},
+        )
+        if task.input_id in tasks:
+            raise ConfigError(
+                f"{where}: a second task has the {own_id} '{task.input_id}'; tasks.input_id must be unique"
+            )
+        tasks[task.input_id] = task
+    return list(tasks.values())
+
+
+def _field(row: Mapping[str, Any], where: str, key: str, field: str) -> Any:
+    if row.get(field) is None:
+        there = ", ".join(sorted(row)) or "none"
+        raise ConfigError(f"{where}: no field '{field}' (set by tasks.{key}); there are: {there}")
+    return row[field]
+
+
+def _text(row: Mapping[str, Any], where: str, field: str) -> str:
+    value = _field(row, where, "prompt", field)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: '{field}' must be a text, got {value!r}")
+    return value
+
+
+def _choose_held_out(prompts: Sequence[str], share: float) -> set[str]:
+    """Equal prompts stay together, so that no prompt is on both sides."""
+    unique = sorted(set(prompts), key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=16).digest())
+    return set(unique[: max(1, round(share * len(unique))) if share else 0])

@@ -1,0 +1,99 @@
+"""What every environment must satisfy, and a small one to write tests with.
+
+check_environment(FakeEnvironment, actions=["left", "right"])
+"""
+
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flexmarl.errors import EpisodeError
+from flexmarl.tasks import Environment, StepResult
+
+
+def check_environment(
+    make: Callable[[], Environment[Any]], *, actions: Sequence[str], num_plays: int = 20, max_steps: int = 50
+) -> None:
+    """Raises AssertionError naming the law that the environment breaks in random plays of `actions` and nonsense."""
+    for seed in range(num_plays):
+        rng = random.Random(seed)
+        script = [rng.choice((*actions, "", "no such action \N{SNOWMAN}")) for _ in range(max_steps)]
+        environment, other = make(), make()
+        environment.reset(seed)
+        assert environment.observe() == environment.observe(), "observe changes nothing"
+        play = _play(environment, script)
+        environment.reset(seed)
+        assert _play(environment, script) == play, "the same seed and actions give the same play, in the same instance"
+        other.reset(seed)
+        assert _play(other, script) == play, "the same seed and actions give the same play, in another instance"
+        cut = rng.randrange(len(play))
+        environment.reset(seed)
+        _play(environment, script[:cut])
+        _check_snapshot(environment, make(), script[cut:], play[cut:])
+
+
+def _check_snapshot(
+    environment: Environment[Any], other: Environment[Any], script: Sequence[str], future: Sequence[object]
+) -> None:
+    snapshot, now = environment.snapshot(), environment.observe()
+    digest, frozen = hash(snapshot), pickle.dumps(snapshot)
+    assert _play(environment, script) == future, "taking a snapshot changes nothing"
+    environment.restore(snapshot)
+    assert environment.observe() == now, "a restored play looks as it did"
+    assert _play(environment, script) == future, "a restored play has the same future"
+    other.restore(pickle.loads(frozen))
+    assert other.observe() == now, "a snapshot restored elsewhere looks as it did"
+    assert _play(other, script) == future, "a snapshot restored elsewhere has the same future"
+    assert (hash(snapshot), pickle.dumps(snapshot)) == (digest, frozen), "playing on changes no snapshot"
+
+
+def _play(environment: Environment[Any], script: Sequence[str]) -> list[tuple[StepResult, str]]:
+    """What each action led to and what was seen then, to the end of the play or of the script."""
+    seen = []
+    for action in script:
+        result = environment.step(action)
+        seen.append((result, environment.observe()))
+        if result.done:
+            break
+    return seen
+
+
+class FakeEnvironment:
+    """A corridor: `left` and `right` move, a seeded wind sometimes blows back; reaching either end finishes the play.
+
+    The right end pays 1, anything not understood costs 0.1.
+    """
+
+    LENGTH = 7
+
+    def __init__(self) -> None:
+        self.reset(0)
+
+    def reset(self, seed: int) -> None:
+        """In the middle, wind from the seed."""
+        self._state = (seed, 0, self.LENGTH // 2, "")
+
+    def observe(self) -> str:
+        """Where the agent is, and what was wrong with its last action."""
+        _, _, place, complaint = self._state
+        return f"You are at {place} of {self.LENGTH}.{complaint}"
+
+    def step(self, action: str) -> StepResult:
+        """Moves one place."""
+        seed, time, place, _ = self._state
+        if place in (0, self.LENGTH):
+            raise EpisodeError("the play is over; reset or restore the environment")
+        move = {"left": -1, "right": 1}.get(action, 0)
+        wind = -move if random.Random(f"{seed}/{time}").random() < 0.2 else 0
+        place += move + wind
+        self._state = (seed, time + 1, place, "" if move else " Say left or right.")
+        return StepResult(float(place == self.LENGTH) - (0.0 if move else 0.1), place in (0, self.LENGTH))
+
+    def snapshot(self) -> tuple[int, int, int, str]:
+        """The state is one immutable tuple."""
+        return self._state
+
+    def restore(self, snapshot: tuple[int, int, int, str]) -> None:
+        """Takes it as it is."""
+        self._state = snapshot

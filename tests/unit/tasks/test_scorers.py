@@ -1,0 +1,49 @@
+"""Answers are scored as their text means."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.errors import ConfigError
+from flexmarl.tasks.scorers import SCORERS, find_scorer, same_number, scorer
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("42", "42", 1.0),
+        ("6*7 = 42.", "#### 42", 1.0),
+        ("1,234", "1234", 1.0),
+        ("42.0", "42", 1.0),
+        ("it is -5", "-5", 1.0),
+        ("\N{MINUS SIGN}5", "-5", 1.0),
+        ("1e3", "1000", 1.0),
+        ("42 or 43", "42", 0.0),
+        ("none", "42", 0.0),
+        ("", "", 0.0),
+        ("4 2", "42", 0.0),
+        ("1e999999999999999999999", "1", 0.0),
+    ],
+)
+def test_the_last_number_decides(answer: str, reference: str, score: float) -> None:
+    assert same_number(answer, reference) == score
+
+
+@given(st.text(max_size=40), st.integers())
+def test_no_answer_makes_a_scorer_raise(answer: str, reference: int) -> None:
+    for score in SCORERS.values():
+        assert score(answer, str(reference)) in (0.0, 1.0)
+
+
+@given(st.integers(), st.text(alphabet="ab .:", max_size=5))
+def test_a_number_is_found_behind_any_words(number: int, words: str) -> None:
+    assert same_number(f"{words} {number}", str(number)) == 1.0
+
+
+def test_scorers_cross_processes_and_have_one_name_each() -> None:
+    for name, score in SCORERS.items():
+        assert pickle.loads(pickle.dumps(score)) is score is find_scorer(name)
+    with pytest.raises(ConfigError, match="two scorers are called 'number'"):
+        scorer("number")(lambda answer, reference: 0.0)

@@ -1,0 +1,177 @@
+"""Files and datasets become tasks by position, and say where they are wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.tasks import SourceExhausted, check_disjoint
+from flexmarl.tasks.huggingface import HuggingFaceTasks
+from flexmarl.tasks.jsonl import JsonlTasks
+from flexmarl.tasks.table import Table, TableSource
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", "utf-8")
+    return path
+
+
+def products(n: int, start: int = 0) -> list[dict]:
+    return [{"prompt": f"{i}*7", "reference": i * 7, "level": "easy"} for i in range(start, start + n)]
+
+
+def table(rows: list[dict], *, seed: int = 0, held_out: list[dict] | None = None, **options) -> TableSource:
+    def places(some: list[dict]) -> list[tuple[str, dict]]:
+        return [(f"row {number}", row) for number, row in enumerate(some)]
+
+    held = None if held_out is None else places(held_out)
+    return TableSource(Table(**options), name="t", rows=places(rows), held_out=held, seed=seed)
+
+
+def test_a_file_becomes_tasks(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", products(20))
+    source = JsonlTasks(file=Path("train.jsonl"), held_out_share=0.25).open(seed=1, base=tmp_path)
+    task = source.train(0)
+    assert task.input_id.startswith("train-")
+    assert task.score(str(int(task.prompt.split("*")[0]) * 7)) == 1.0
+    assert task.data == {"level": "easy"}
+    assert len(source.held_out(100)) == 5
+    assert source.held_out(2) == source.held_out(100)[:2]
+
+
+def test_a_separate_file_is_held_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", products(3))
+    write(tmp_path / "b.jsonl", products(2, start=3))
+    tasks = JsonlTasks(file=Path("a.jsonl"), held_out_file=Path("b.jsonl"), epochs=1)
+    source = tasks.open(seed=0, base=tmp_path)
+    assert source.num_train == 3
+    assert [task.prompt for task in source.held_out(9)] == ["3*7", "4*7"]
+
+
+def test_fields_have_the_names_that_the_config_gives() -> None:
+    rows = [
+        {"question": "2+2?", "answer": "#### 4", "id": "gsm-1"},
+        {"question": "1+1?", "answer": "#### 2", "id": "x"},
+    ]
+    source = table(rows, prompt="question", reference="answer", input_id="id", scorer="number", held_out_share=0.0)
+    tasks = {task.input_id: task for task in (source.train(0), source.train(1))}
+    assert tasks["gsm-1"].score("it is 4") == 1.0
+    assert source.held_out(5) == ()
+
+
+@given(n=st.integers(2, 30), seed=st.integers(0, 9), epochs=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_each_epoch_holds_every_task_once_and_positions_alone_decide(n: int, seed: int, epochs: int) -> None:
+    source = table(products(n), seed=seed, epochs=epochs)
+    size, rest = divmod(source.num_train or 0, epochs)
+    assert rest == 0
+    played = [source.train(index).prompt for index in range(size * epochs)]
+    for epoch in range(epochs):
+        assert len(set(played[epoch * size : (epoch + 1) * size])) == size
+    fresh = table(products(n), seed=seed, epochs=epochs)
+    assert [fresh.train(index).prompt for index in reversed(range(size * epochs))] == played[::-1]
+    with pytest.raises(SourceExhausted, match=rf"position {size * epochs} is past the end: {size} tasks"):
+        source.train(size * epochs)
+
+
+def test_epochs_have_different_orders_and_so_do_seeds() -> None:
+    source = table(products(50), held_out_share=0.0)
+    orders = {tuple(source.train(epoch * 50 + place).prompt for place in range(50)) for epoch in range(3)}
+    orders.add(tuple(table(products(50), held_out_share=0.0, seed=1).train(place).prompt for place in range(50)))
+    assert len(orders) == 4
+
+
+def test_without_shuffling_tasks_come_as_they_stand_for_ever() -> None:
+    source = table(products(3), shuffle=False, held_out_share=0.0)
+    assert source.num_train is None
+    assert [source.train(index).prompt for index in range(5)] == ["0*7", "1*7", "2*7", "0*7", "1*7"]
+
+
+@given(
+    prompts=st.lists(st.text(min_size=1, max_size=3), min_size=2, max_size=40).filter(lambda p: len(set(p)) > 1),
+    share=st.floats(0.01, 0.5),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_share_never_splits_equal_prompts_and_ignores_seed_and_order(
+    prompts: list[str], share: float, seed: int
+) -> None:
+    rows = [{"prompt": prompt, "reference": ""} for prompt in prompts]
+    source = table(rows, seed=seed, epochs=1, held_out_share=share)
+    held_out = {task.prompt for task in source.held_out(len(prompts))}
+    assert len(held_out) == max(1, round(share * len(set(prompts))))
+    assert held_out == {task.prompt for task in table(rows[::-1], held_out_share=share).held_out(len(prompts))}
+    check_disjoint(source, num_train=10**6, num_held_out=len(prompts))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "1", "reference": 1}\n\n{"prompt": ', r"tasks.jsonl:3: not JSON"),
+        ("[1]", r"tasks.jsonl:1: a task is a JSON object, got '\[1\]'"),
+        (
+            '{"question": "1", "answer": 1}',
+            r"tasks.jsonl:1: no field 'prompt' \(set by tasks.prompt\); there are: answer",
+        ),
+        ('{"prompt": "1", "reference": null}', r"tasks.jsonl:1: no field 'reference' \(set by tasks.reference\)"),
+        ('{"prompt": 1, "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text, got 1"),
+        ("\n", "tasks has no rows"),
+        ('{"prompt": "1", "reference": 1}', r"held_out_share: 0.1 of the 1 prompts of tasks leaves none to train on"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name_and_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        JsonlTasks(file=Path("tasks.jsonl")).open(seed=0, base=tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere.jsonl"):
+        JsonlTasks(file=Path("nowhere.jsonl")).open(seed=0, base=tmp_path)
+
+
+def test_ids_must_be_unique() -> None:
+    rows = [{"prompt": "1", "reference": 1, "id": "a"}, {"prompt": "2", "reference": 2, "id": "a"}]
+    with pytest.raises(ConfigError, match="row 1: a second task has the id 'a'"):
+        table(rows, input_id="id")
+
+
+def test_an_unknown_scorer_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"tasks.scorer: there is no 'exakt'; use one of exact, number"):
+        table(products(2), scorer="exakt")
+
+
+def test_a_dataset_becomes_tasks(tmp_path: Path) -> None:
+    asked = []
+
+    def load(path: str, name: str | None, **options: object) -> list[dict]:
+        asked.append((path, name, options))
+        return products(4) if options["split"] == "train" else products(2, start=4)
+
+    tasks = HuggingFaceTasks(dataset="parquet", data_files=("a.parquet",), held_out_split="test", epochs=1)
+    source = tasks.open(seed=0, base=tmp_path, load=load)
+    assert (source.num_train, [task.prompt for task in source.held_out(9)]) == (4, ["4*7", "5*7"])
+    assert source.held_out(1)[0].input_id == "parquet-held-out-0"
+    files = [str(tmp_path / "a.parquet")]
+    assert asked == [
+        ("parquet", None, {"split": "train", "data_files": files, "revision": None}),
+        ("parquet", None, {"split": "test", "data_files": files, "revision": None}),
+    ]
+
+
+def test_a_dataset_that_does_not_load_is_a_config_error() -> None:
+    def load(*_: object, **__: object) -> None:
+        raise FileNotFoundError("no such dataset")
+
+    with pytest.raises(ConfigError, match="loading the split 'train' of nobody/nothing: FileNotFoundError"):
+        HuggingFaceTasks(dataset="nobody/nothing").open(seed=0, load=load)
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"tasks of type huggingface needs the extra 'datasets'"):
+        HuggingFaceTasks(dataset="openai/gsm8k").open(seed=0)
