@@ -121,7 +121,8 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_run(tmp_path, t
 @given(cut=st.integers(min_value=0, max_value=400))
 @settings(max_examples=60, deadline=None)
 def test_a_file_cut_anywhere_gives_all_whole_events(tmp_path_factory, cut):
-    path = tmp_path_factory.mktemp("cut") / "journal.jsonl"
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.unlink(missing_ok=True)
     journal = journal_on(path)
     for index in range(10):
         journal.event("e", index=index)
@@ -183,7 +184,8 @@ nested = st.recursive(
 @given(value=nested, because=secret_texts)
 @settings(max_examples=300, deadline=None)
 def test_a_secret_is_never_in_the_file(tmp_path_factory, value, because):
-    path = tmp_path_factory.mktemp("secret") / "journal.jsonl"
+    path = tmp_path_factory.getbasetemp() / "secret.jsonl"
+    path.unlink(missing_ok=True)
     journal = journal_on(path)
     journal.event("e", because=because, value=value, api_key=SECRET)
     assert SECRET not in path.read_text()
