@@ -5,15 +5,16 @@ def product(seed: int, index: int, split: Split, *, digits: int = 2) -> Task: ..
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.records import Task
 from flexmarl.tasks.interface import Split
+from flexmarl.tasks.registry import Registry
 
 
 class TaskGenerator(Protocol):
@@ -24,20 +25,9 @@ class TaskGenerator(Protocol):
         ...
 
 
-GENERATORS: dict[str, TaskGenerator] = {}
-F = TypeVar("F", bound=Callable[..., Task])
-
-
-def task_generator(name: str) -> Callable[[F], F]:
-    """Decorator that makes a function the task generator `name`. A name is given once."""
-
-    def register(function: F) -> F:
-        if GENERATORS.get(name, function) is not function:
-            raise ConfigError(f"two task generators are called '{name}'; give one of them another name")
-        GENERATORS[name] = function
-        return function
-
-    return register
+GENERATORS: Registry[TaskGenerator] = Registry("task generator", setting="tasks.name")
+task_generator = GENERATORS.register
+"""Decorator that makes a function the task generator of that name: `@task_generator("products")`."""
 
 
 class GeneratorTasks(BaseModel):
@@ -62,9 +52,6 @@ class GeneratorSource:
     num_train = None
 
     def __init__(self, settings: GeneratorTasks, *, seed: int) -> None:
-        if settings.name not in GENERATORS:
-            known = ", ".join(sorted(GENERATORS)) or "none; list the file that has it under `code`"
-            raise ConfigError(f"tasks.name: there is no task generator '{settings.name}'; there are: {known}")
         self._generate = GENERATORS[settings.name]
         self._settings = settings
         self._seed = seed

@@ -4,34 +4,20 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
-from flexmarl.errors import ConfigError
 from flexmarl.records import exact_match
+from flexmarl.tasks.registry import Registry
 
 Scorer = Callable[[str, str], float]
 """(answer, reference) -> score; 1.0 is a full success. Module-level, so that tasks can cross processes."""
 
-SCORERS: dict[str, Scorer] = {"exact": exact_match}
+# A minus after a digit or word subtracts or joins; commas group thousands and nothing else.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 
-_NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+SCORERS: Registry[Scorer] = Registry("scorer", setting="tasks.scorer")
+scorer = SCORERS.register
+"""Decorator that makes a function the scorer of that name: `@scorer("close_enough")`."""
 
-
-def scorer(name: str) -> Callable[[Scorer], Scorer]:
-    """Decorator that makes a function the scorer `name`. A name is given once."""
-
-    def register(function: Scorer) -> Scorer:
-        if SCORERS.get(name, function) is not function:
-            raise ConfigError(f"two scorers are called '{name}'; give one of them another name")
-        SCORERS[name] = function
-        return function
-
-    return register
-
-
-def find_scorer(name: str) -> Scorer:
-    """The scorer of that name. Raises ConfigError with the names there are."""
-    if name not in SCORERS:
-        raise ConfigError(f"tasks.scorer: there is no '{name}'; use one of {', '.join(sorted(SCORERS))}")
-    return SCORERS[name]
+scorer("exact")(exact_match)
 
 
 @scorer("number")

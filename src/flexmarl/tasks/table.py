@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flexmarl.errors import ConfigError
 from flexmarl.records import Task
 from flexmarl.tasks.interface import SourceExhausted
-from flexmarl.tasks.scorers import find_scorer
+from flexmarl.tasks.scorers import SCORERS
 
 
 class Table(BaseModel):
@@ -56,8 +56,8 @@ class TableSource:
             self._held_out = tuple(task for task in tasks if task.prompt in chosen)
             if not self._train:
                 raise ConfigError(
-                    f"tasks.held_out_share: {settings.held_out_share} of the {len(chosen)} prompts of {name} leaves none "
-                    f"to train on; use a smaller share, or a separate file or split"
+                    f"tasks.held_out_share: {settings.held_out_share} of the {len(chosen)} prompts of {name} leaves "
+                    f"none to train on; use a smaller share, or a separate file or split"
                 )
         else:
             self._train = _tasks(settings, name, rows)
@@ -89,7 +89,7 @@ class TableSource:
 
 
 def _tasks(settings: Table, name: str, rows: Sequence[Row]) -> list[Task]:
-    score = find_scorer(settings.scorer)
+    score = SCORERS[settings.scorer]
     named = {field for field in (settings.prompt, settings.reference, settings.input_id) if field is not None}
     tasks: dict[str, Task] = {}
     for number, (where, row) in enumerate(rows):

@@ -1,5 +1,6 @@
 """A function is a source of tasks, and its parameters come from the config."""
 
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -56,6 +57,9 @@ def test_a_generator_may_take_any_parameter() -> None:
 
 
 def test_a_name_is_given_once() -> None:
+    task_generator("test-sum")(make_sum)
+    again = FunctionType(make_sum.__code__, {}, make_sum.__name__)
+    task_generator("test-sum")(again)  # As when its file is imported under a second name.
     task_generator("test-sum")(make_sum)
     with pytest.raises(ConfigError, match="two task generators are called 'test-sum'"):
         task_generator("test-sum")(lambda *_, **__: Task(input_id="", prompt=""))
