@@ -1,0 +1,30 @@
+"""What one episode is played with."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from flexmarl.agents.recorder import NoRecorder, Recorder
+from flexmarl.records import EpisodeId, Generation, GenerationRequest, GroupId, Task
+
+Generate = Callable[[GenerationRequest], Awaitable[Generation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext:
+    """One play of one task: which, and what its seats reach the world through."""
+
+    task: Task
+    group: GroupId
+    trajectory_id: str
+    """From `make_trajectory_id`; group, episode and attempt are in it, so seeds need no more."""
+    run_seed: int
+    generate: Generate
+    """Serves one call, any number at once. A call that cannot be served comes back with finish `error`."""
+    recorder: Recorder = field(default_factory=NoRecorder)
+    sampling: Mapping[str, int | float] = field(default_factory=dict)
+    """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
+
+    @property
+    def episode(self) -> EpisodeId:
+        """The trajectory id, as the episode's name."""
+        return EpisodeId(self.trajectory_id)

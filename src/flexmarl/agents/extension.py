@@ -1,0 +1,184 @@
+"""Decides whether a chat template lets a conversation grow by its new tokens alone.
+
+A conversation may be extended after a response by a message of some role if, whatever went before,
+
+1. the text of the longer conversation begins with the shorter one's and the response (nothing is rewritten or dropped),
+2. the rest of it, the suffix, depends on the new message alone,
+3. the suffix begins with a special token, and its ids are the same alone and behind the response.
+
+Templates are programs, so this is tried, not proved: with and without a system message, over several rounds of user and
+tool messages, with plain responses and with thoughts. White space around a response, which some templates trim, is not
+counted as rewriting: the sampled ids stand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from flexmarl.errors import ConfigError
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+
+
+Render = Callable[[list[dict[str, Any]], bool], str]
+"""(messages, with generation prompt) -> text: a tokenizer's chat template."""
+
+SYSTEM = Message("system", "Be brief.")
+QUESTION = Message("user", "What is 3 + 4?")
+RESPONSE = "zqxresponsezqx"
+"""Stands for a sampled response; a word that no template holds."""
+ROUNDS = ("u", "t", "uuuuuu", "tttttt", "tu", "ttutu", "utut")
+"""Roles of the messages after each response, u(ser) or t(ool), in the conversations that are tried."""
+RESPONSES: Mapping[bool, str] = {
+    False: "The answer\nis {}.",
+    True: "<think>\nLet me count {}.\n</think>\n\nThe answer is {}.",
+}
+"""By whether it holds a thought."""
+
+
+class Template:
+    """A chat template as text. What it has no role for is said in the user's: tools' results, the role prompt."""
+
+    def __init__(self, render: Render, name: str = "") -> None:
+        self._render = render
+        self._name = name
+        self._has_system = self._says((SYSTEM, QUESTION), SYSTEM.content)
+        result = Message("tool", "zqxresultzqx")
+        self._has_tool = self._says((QUESTION, Message("assistant", RESPONSE), result), result.content)
+        if not self._says((QUESTION,), QUESTION.content):
+            raise ConfigError(
+                f"the chat template of {name!r} cannot say {self._plain([QUESTION])!r}; "
+                "it must render the `content` string of a message with role `user`"
+            )
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The conversation and the generation prompt."""
+        try:
+            return self._render(self._plain(messages), True)
+        except Exception as error:  # Whatever a template raises: it is a program of its own.
+            raise ConfigError(
+                f"the chat template of {self._name!r} cannot render the roles "
+                f"{[message.role for message in messages]}: {type(error).__name__}: {error}"
+            ) from error
+
+    def suffix(self, message: Message) -> str:
+        """What follows a response: the end of its turn, the message, the generation prompt."""
+        return self.text((QUESTION, Message("assistant", RESPONSE), message)).partition(RESPONSE)[2]
+
+    def _says(self, messages: Sequence[Message], content: str) -> bool:
+        try:
+            plain = [{"role": message.role, "content": message.content} for message in messages]
+            return content in self._render(plain, True)
+        except Exception:  # The usual way of templates to say that they lack a role.
+            return False
+
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        role_prompt = ""
+        for role, content in messages:
+            if role == "system" and not self._has_system:
+                role_prompt = f"{content}\n\n"
+            elif role == "user" or (role == "tool" and not self._has_tool):
+                said.append({"role": "user", "content": role_prompt + content})
+                role_prompt = ""
+            else:
+                said.append({"role": role, "content": content})
+        return said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """What was found about one tokenizer and its template."""
+
+    refused: Mapping[tuple[str, bool], str]
+    """(role of the next message, whether a response held a thought) -> why the prompt must be rendered anew."""
+    end_ids: frozenset[int]
+    """The special tokens that end an assistant's turn."""
+
+    def why_not(self, role: str, *, thinking: bool = False) -> str:
+        """Why a message of this role cannot extend the conversation; empty if it can."""
+        return self.refused.get((role, thinking), "")
+
+    @property
+    def summary(self) -> str:
+        """One line for `flexmarl check` and the journal."""
+        cases: dict[str, list[str]] = {}
+        for (role, thinking), why in self.refused.items():
+            cases.setdefault(why, []).append(f"{role} message{' after a thought' if thinking else ''}")
+        anew = "; ".join(f"{', '.join(refused)} ({why})" for why, refused in cases.items())
+        return f"rendered anew: {anew}" if anew else "every prompt extends the one before"
+
+
+def check_extension(template: Template, encode: Callable[[str], list[int]], special: Set[str]) -> Extension:
+    """Tries the template on the conversations above.
+
+    `encode`: text -> ids, adding none; `special`: the texts of the special tokens.
+    """
+    refused: dict[tuple[str, bool], str] = {}
+    for thinking in (False, True):
+        for start in ((QUESTION,), (SYSTEM, QUESTION)):
+            for rounds in ROUNDS:
+                _try_rounds(template, encode, special, start, rounds, thinking, refused)
+    return Extension(refused=refused, end_ids=frozenset(_ends(template, encode, special)))
+
+
+def _ends(template: Template, encode: Callable[[str], list[int]], special: Set[str]) -> Iterator[int]:
+    for role in ("user", "tool"):
+        if end := _leading(template.suffix(Message(role, "next")), special):
+            yield encode(end)[0]
+
+
+def _try_rounds(
+    template: Template,
+    encode: Callable[[str], list[int]],
+    special: Set[str],
+    start: Sequence[Message],
+    rounds: str,
+    thinking: bool,
+    refused: dict[tuple[str, bool], str],
+) -> None:
+    messages = [*start]
+    for index, kind in enumerate(rounds):
+        response = RESPONSES[thinking].format(index, index)
+        message = Message("user" if kind == "u" else "tool", f"It says {index}.")
+        longer = [*messages, Message("assistant", response), message]
+        key = (message.role, thinking)
+        if key not in refused and (why := _difference(template, encode, special, messages, response, message, longer)):
+            refused[key] = why
+        messages = longer
+
+
+def _difference(
+    template: Template,
+    encode: Callable[[str], list[int]],
+    special: Set[str],
+    messages: Sequence[Message],
+    response: str,
+    message: Message,
+    longer: Sequence[Message],
+) -> str:
+    try:
+        before, after, suffix = template.text(messages) + response, template.text(longer), template.suffix(message)
+    except ConfigError as error:
+        return str(error)
+    if not after.startswith(before):
+        return "the template rewrites the conversation before it"
+    if after != before + suffix:
+        return "what the template says after a response depends on more than the message"
+    if not _leading(suffix, special):
+        return "no special token ends the response, so the ids would depend on its last words"
+    if any(encode(before + space + suffix) != encode(before + space) + encode(suffix) for space in ("", " ", "\n")):
+        return "the ids after a response depend on its last words"
+    return ""
+
+
+def _leading(text: str, special: Set[str]) -> str:
+    """The special token that a text begins with; the longest, if several fit."""
+    return max((token for token in special if token and text.startswith(token)), key=len, default="")

@@ -1,0 +1,172 @@
+"""Workflows that need no code: a settings class each, chosen by `type`; the class is the workflow."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from string import Formatter
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flexmarl.agents.reply import Reply
+from flexmarl.agents.team import Team
+from flexmarl.agents.workflow import WORKFLOWS, Workflow
+from flexmarl.records import Task
+
+
+class Pattern(BaseModel):
+    """A workflow with settings. Its templates are `str.format` strings over named fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    template_fields: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Setting that is a template -> the fields it may name."""
+
+    @model_validator(mode="after")
+    def _templates_name_known_fields(self) -> "Pattern":
+        for setting, allowed in self.template_fields.items():
+            template = getattr(self, setting)
+            try:
+                named = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+            except ValueError as error:
+                raise ValueError(f"{setting}: {template!r} is no template ({error}); write {{{{ for a brace") from None
+            if unknown := named - allowed:
+                raise ValueError(
+                    f"{setting}: {template!r} names {', '.join(sorted(map(repr, unknown)))}; "
+                    f"it may name {', '.join(sorted(allowed))}"
+                )
+        return self
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """The agents it needs."""
+        return ()
+
+    def resolve(self) -> Workflow:
+        """What plays an episode."""
+        return self.run
+
+    @abstractmethod
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+
+
+class Sequential(Pattern):
+    """The agents answer in order; each sees the task and what the ones before it said. The last answer is the team's.
+
+    Every agent is rewarded with the score of the last answer.
+    """
+
+    type: Literal["sequential"] = "sequential"
+    agents: tuple[str, ...] = Field(min_length=1)
+    """In the order of speaking."""
+    first: str = "{task}"
+    """What the first agent sees. Fields: task."""
+    then: str = "{task}\n\n{answers}"
+    """What the others see. Fields: task; answer (the last one); work (the last one, with its tool calls); answers (all,
+    a line each: `name: answer`)."""
+
+    template_fields: ClassVar[Mapping[str, frozenset[str]]] = {
+        "first": frozenset({"task"}),
+        "then": frozenset({"task", "answer", "work", "answers"}),
+    }
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Those of `agents`."""
+        return self.agents
+
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+        reply = await team[self.agents[0]].act(self.first.format(task=task.prompt))
+        answers = [f"{self.agents[0]}: {reply.answer}"]
+        for name in self.agents[1:]:
+            seen = self.then.format(
+                task=task.prompt, answer=reply.answer, work=reply.transcript, answers="\n".join(answers)
+            )
+            reply = await team[name].act(seen)
+            answers.append(f"{name}: {reply.answer}")
+        score = task.score(reply.answer)
+        for name in dict.fromkeys(self.agents):
+            team[name].reward(score)
+        team.report(success=score)
+
+
+class Iterative(Pattern):
+    """A solver answers, a verifier approves or sends it back with feedback, for at most `max_rounds` rounds.
+
+    The solver is rewarded with the score of its last answer, in all its rounds; the verifier in each round with 1 if it
+    was right to approve or to reject, else 0.
+    """
+
+    type: Literal["iterative"] = "iterative"
+    solver: str = "solver"
+    verifier: str = "verifier"
+    max_rounds: int = Field(default=3, ge=1)
+    question: str = "{task}"
+    """What the solver sees first. Fields: task."""
+    retry: str = "{task}\n\nYour answer was rejected:\n{feedback}"
+    """What it sees after a rejection. Fields: task, answer, work, feedback."""
+    review: str = "{task}\n\nProposed answer:\n{answer}"
+    """What the verifier sees. Fields: task, answer, work (the answer with its tool calls)."""
+    approval: str = Field(default="approve", min_length=1)
+    """The verifier approves if its answer begins with this word, whatever its case."""
+
+    template_fields: ClassVar[Mapping[str, frozenset[str]]] = {
+        "question": frozenset({"task"}),
+        "retry": frozenset({"task", "answer", "work", "feedback"}),
+        "review": frozenset({"task", "answer", "work"}),
+    }
+
+    @model_validator(mode="after")
+    def _two_agents(self) -> "Iterative":
+        if self.solver == self.verifier:
+            raise ValueError(f"verifier: {self.verifier!r} is the solver too; name another agent")
+        return self
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Solver and verifier."""
+        return (self.solver, self.verifier)
+
+    def approves(self, verdict: Reply) -> bool:
+        """Whether a verdict is an approval."""
+        return verdict.answer.strip().casefold().startswith(self.approval.casefold())
+
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+        solver, verifier = team[self.solver], team[self.verifier]
+        seen, right, rounds = self.question.format(task=task.prompt), 0, 0
+        while True:
+            rounds += 1
+            proposal = await solver.act(seen)
+            said = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
+            verdict = await verifier.act(self.review.format(**said))
+            score, approved = task.score(proposal.answer), self.approves(verdict)
+            agrees = approved == (score >= 1.0)
+            verdict.reward(float(agrees))
+            right += agrees
+            if approved or rounds == self.max_rounds:
+                break
+            seen = self.retry.format(**said, feedback=verdict.text)
+        solver.reward(score)
+        team.report(success=score, rounds=rounds, approved=float(approved), verifier_accuracy=right / rounds)
+
+
+class Custom(Pattern):
+    """A workflow of the user's own, registered with `@workflow(name)` in a file that `code` lists."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    """As registered."""
+
+    def resolve(self) -> Workflow:
+        """The registered function; ConfigError with the nearest names if there is none."""
+        return WORKFLOWS[self.name]
+
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+        await self.resolve()(task, team)
+
+
+AnyWorkflow = Annotated[Sequential | Iterative | Custom, Field(discriminator="type")]
+"""Settings field of a workflow, chosen by its `type`."""

@@ -1,0 +1,298 @@
+"""Seat: one agent in one episode, with its memory, its tools and its rewards.
+
+The tool-integrated loop of an act, its budget being `max_tool_calls`:
+
+    observation ──► prompt ──► generate ──► call? ── no, or budget spent ──► Reply
+                      ▲                       │ yes
+                      └── result, as prompt ◄─┘
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flexmarl.agents.chat import ChatRenderer, Message
+from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.conversation import Conversation
+from flexmarl.agents.ledger import Ledger
+from flexmarl.agents.memory import Memory, recall
+from flexmarl.agents.parsers import Parser
+from flexmarl.agents.reply import Reply, ToolUse
+from flexmarl.agents.seeds import call_seed, context_hash
+from flexmarl.agents.tool_loop import Ending, Next, next_move
+from flexmarl.errors import EngineError, EpisodeError, boundary
+from flexmarl.records import (
+    AgentName,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PolicyName,
+    Sampling,
+    Scalar,
+    Turn,
+    make_sample_id,
+)
+from flexmarl.tools import Parsed, Tool, ToolCall
+from flexmarl.tools.syntax import Syntax
+
+OURS = frozenset({"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid"})
+"""Tags that a workflow cannot give; `turn` and `branch` it can."""
+_FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What an agent is, in every episode."""
+
+    name: AgentName
+    policy: PolicyName
+    renderer: ChatRenderer
+    sampling: Sampling
+    """Its own; the stops of the tool syntax and of the chat template are added to each call."""
+    parser: Parser
+    system: str = ""
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """By name."""
+    syntax: Syntax | None = None
+    max_tool_calls: int = 0
+    memory: Memory = "none"
+
+    def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
+        """Sampling with the overrides and with all that generation must stop at."""
+        return replace(
+            self.sampling,
+            stop=(*self.sampling.stop, *(self.syntax.stop if self.syntax else ())),
+            stop_ids=self.renderer.stop_ids,
+            **overrides,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that was answered and is not yet recorded."""
+
+    request: GenerationRequest
+    tags: dict[str, Scalar]
+    generation: Generation
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What the agent said in one message; it took one call, or several."""
+
+    turns: tuple[Turn, ...]
+    text: str
+    call: Parsed
+    follows: Next
+    parsed: Any
+
+
+class Seat:
+    """An agent at the table. Lives for one episode."""
+
+    def __init__(self, agent: AgentSpec, context: EpisodeContext, ledger: Ledger) -> None:
+        self.name = agent.name
+        self.policy = agent.policy
+        self.last: Reply | None = None
+        """What it answered last."""
+        self.state: dict[str, Any] = {}
+        """For the workflow's own use."""
+        self._agent = agent
+        self._renderer = agent.renderer
+        self._context = context
+        self._ledger = ledger
+        self._sampling = agent.full_sampling(context.sampling)
+        self._acts: list[tuple[Message, ...]] = []
+        self._conversation: Conversation | None = None
+        self._branches = 0
+        self._acting = False
+
+    async def act(self, observation: str, **tags: Scalar) -> Reply:
+        """Answers an observation, with as many tool calls as it takes and the budget allows.
+
+        `tags` go onto the turns. Acts of one seat may overlap only if it has no memory. Raises EngineError if a call
+        could not be served, EpisodeError if it was aborted, a tool broke or the act was not allowed.
+        """
+        self._check_tags(tags)
+        if self._agent.memory == "none":
+            self.last = await self._answer(self._open(), observation, tags)
+            return self.last
+        if self._acting:
+            raise EpisodeError(
+                f"agent {self.name!r} was asked to act while it acts, and it has a memory; "
+                "await the first act, or set its `memory` to none"
+            )
+        conversation, self._conversation, self._acting = self._open(), None, True
+        before = len(conversation.messages)
+        try:
+            self.last = await self._answer(conversation, observation, tags)
+        finally:
+            self._acting = False
+        # Only now: of an act that failed nothing is remembered.
+        self._acts.append(tuple(conversation.messages[before:]))
+        self._conversation = conversation
+        return self.last
+
+    def reward(self, reward: float) -> None:
+        """Adds to the reward of each turn that this agent has at the end of the episode."""
+        self._ledger.reward_agent(self.name, reward)
+
+    def _open(self) -> Conversation:
+        """The conversation so far, or a new one if something of it must be forgotten."""
+        kept = recall(self._agent.memory, self._acts)
+        if self._conversation is not None and len(kept) == len(self._acts):
+            return self._conversation
+        system = [Message("system", self._agent.system)] if self._agent.system else []
+        return Conversation(self._renderer, [*system, *(said for act in kept for said in act)], self._next_branch)
+
+    def _next_branch(self) -> int:
+        self._branches += 1
+        return self._branches - 1
+
+    async def _answer(self, conversation: Conversation, observation: str, tags: Mapping[str, Scalar]) -> Reply:
+        """The loop of the picture above."""
+        tags = {"turn": self._ledger.next_act(), **tags}
+        turns: list[Turn] = []
+        uses: list[ToolUse] = []
+        transcript: list[str] = []
+        conversation.hear(Message("user", observation))
+        while True:
+            said = await self._speak(conversation, tags, may_call=len(uses) < self._agent.max_tool_calls)
+            turns += said.turns
+            transcript.append(said.text)
+            if said.follows is Next.STAND:
+                break
+            uses.append(await self._use_tool(said))
+            transcript.append(uses[-1].result)
+            conversation.hear(Message("tool", uses[-1].result))
+        return Reply(
+            text=said.text,
+            parsed=said.parsed,
+            turns=tuple(turns),
+            calls=tuple(uses),
+            transcript="\n".join(transcript),
+            finish=turns[-1].finish,
+            unresolved=said.call is not None,
+            give=self._ledger.reward_turns,
+        )
+
+    async def _speak(self, conversation: Conversation, tags: Mapping[str, Scalar], *, may_call: bool) -> _Message:
+        """One message of at most `max_tokens`; where a stop string ended no tool call, the agent goes on in another."""
+        turns: list[Turn] = []
+        left = self._sampling.max_tokens
+        while True:
+            call = await self._call(conversation, tags, left)
+            left -= len(call.generation.response_ids)
+            text = self._joined(turns, call)
+            found = self._agent.syntax.parse(text) if self._agent.syntax else None
+            follows = next_move(found, self._ending(call, left), may_call=may_call)
+            parsed = self._agent.parser(text) if follows is Next.STAND else None
+            valid = {
+                Next.GO_ON: True,
+                Next.USE_TOOL: isinstance(found, ToolCall) and found.name in self._agent.tools,
+                Next.STAND: found is None and parsed is not None,
+            }[follows]
+            turn = await self._record(call, conversation, valid)
+            turns.append(turn)
+            conversation.answer(turn)
+            if follows is not Next.GO_ON:
+                conversation.end_message(text)
+                return _Message(tuple(turns), text, found, follows, parsed)
+
+    def _joined(self, turns: list[Turn], call: _Call) -> str:
+        if not turns:
+            return call.text
+        # Decoded together: a character may lie across two calls.
+        return self._renderer.decode(
+            np.concatenate([*(turn.response_ids for turn in turns), call.generation.response_ids])
+        )
+
+    def _ending(self, call: _Call, left: int) -> Ending:
+        ids = call.generation.response_ids
+        if len(ids) == 0 or int(ids[-1]) in self._sampling.stop_ids:
+            return Ending.OWN
+        if call.generation.finish is FinishReason.LENGTH or left <= 0:
+            return Ending.LENGTH
+        own = any(stop in call.text for stop in self._agent.sampling.stop)
+        return Ending.OWN if own or self._agent.syntax is None else Ending.SYNTAX
+
+    async def _call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> _Call:
+        """One call, from the conversation's prompt to the engine's answer."""
+        agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
+        hashed = context_hash(agent.policy, prompt_ids)
+        # Numbered before anything is awaited: in the order in which the workflow sends.
+        numbers = self._ledger.next_call(agent.name, hashed)
+        tags = {
+            "task": context.task.input_id,
+            "episode": context.episode,
+            "agent": agent.name,
+            "policy": agent.policy,
+            "group": context.group,
+            "hop": numbers.hop,
+            "call": numbers.call,
+            "branch": conversation.branch,
+            "context_hash": hashed,
+            **tags,
+        }
+        sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)
+        full = self._sampling
+        request = GenerationRequest(
+            request_id=sample_id,
+            policy=agent.policy,
+            prompt_ids=prompt_ids,
+            sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
+            seed=call_seed(context.run_seed, context.trajectory_id, agent.name, hashed, numbers.nth),
+            conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
+        )
+        await context.recorder.prompt(
+            sample_id=sample_id, agent=agent.name, policy=agent.policy, prompt_ids=prompt_ids, tags=tags
+        )
+        generation = await context.generate(request)
+        if generation.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            kind, ended = _FAILURES[generation.finish]
+            raise kind(f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}")
+        return _Call(request, tags, generation, self._renderer.decode(generation.response_ids))
+
+    async def _record(self, call: _Call, conversation: Conversation, valid: bool) -> Turn:
+        generation = call.generation
+        turn = Turn(
+            sample_id=make_sample_id(self._context.task.input_id, int(call.tags["hop"]), self._context.trajectory_id),
+            episode=self._context.episode,
+            agent=self.name,
+            policy=self.policy,
+            prompt_ids=call.request.prompt_ids,
+            response_ids=generation.response_ids,
+            logprobs=generation.logprobs,
+            raw_logprobs=generation.raw_logprobs,
+            versions=generation.versions,
+            finish=generation.finish,
+            text=call.text,
+            parent=conversation.parent,
+            tags={**call.tags, "valid": valid},
+        )
+        self._ledger.add(int(call.tags["hop"]), turn)
+        await self._context.recorder.turn(turn)
+        return turn
+
+    async def _use_tool(self, said: _Message) -> ToolUse:
+        """Runs the call; what is wrong with it is told to the agent as the result."""
+        call = said.call
+        if not isinstance(call, ToolCall):
+            assert call is not None
+            return ToolUse("", said.text, call.observation)
+        tool = self._agent.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._agent.tools) or "none"
+            return ToolUse(call.name, call.argument, f"error: there is no tool {call.name!r}; there are: {known}")
+        with boundary(EpisodeError, f"tool {call.name!r} of agent {self.name!r}"):
+            return ToolUse(call.name, call.argument, await tool(call.argument))
+
+    def _check_tags(self, tags: Mapping[str, Scalar]) -> None:
+        for name, value in tags.items():
+            if name in OURS:
+                raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
+            if not isinstance(value, str | int | float | bool):
+                raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {value!r}")

@@ -1,0 +1,100 @@
+"""Settings of a team: its agents, and how they interact."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from flexmarl.agents.memory import Memory
+from flexmarl.agents.parsers import Choice
+from flexmarl.agents.patterns import AnyWorkflow
+from flexmarl.agents.team import reserved_names
+from flexmarl.records import Sampling
+from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
+
+
+class SamplingSettings(BaseModel):
+    """How an agent's tokens are drawn. Filters apply in the order temperature, top-k, top-p, min-p."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest message."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    """0 is off."""
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    stop: tuple[str, ...] = ()
+    """Texts that end a message, besides the chat template's end of turn."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("stop: '' would end every message at once; leave it out")
+        return stop
+
+    def record(self) -> Sampling:
+        """What a call carries."""
+        return Sampling(**self.model_dump())
+
+
+class AgentSettings(BaseModel):
+    """One seat of the team."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str
+    """Name of the policy it acts with."""
+    system: str = ""
+    """Role prompt."""
+    tools: tuple[AnyTool, ...] = ()
+    """What it may call."""
+    syntax: AnySyntax | None = None
+    """How it writes a call."""
+    max_tool_calls: int = Field(default=4, ge=0)
+    """Calls per act; the text of one more stands as the reply."""
+    memory: Memory = "none"
+    """Acts of the episode it remembers: none, full, or the number of the last ones."""
+    parser: str | Choice = "text"
+    """What reads its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
+    sampling: SamplingSettings = SamplingSettings()
+
+    @model_validator(mode="after")
+    def _tools_can_be_called(self) -> "AgentSettings":
+        names = [tool.name for tool in self.tools]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"tools: two are called {min(repeated)!r}; give each its own `name`")
+        if names and self.syntax is None:
+            raise ValueError(f"syntax: an agent with tools ({', '.join(names)}) needs one; use type: function or tag")
+        if isinstance(self.syntax, FunctionSyntax) and (silent := set(names) - set(self.syntax.names.values())):
+            raise ValueError(
+                f"syntax.names: {dict(self.syntax.names)} has no word for the tool {min(silent)!r}; "
+                f"add one, e.g. {{{min(silent)}: {min(silent)}}}"
+            )
+        return self
+
+
+class TeamSettings(BaseModel):
+    """The agents, in the team's order, and the workflow they play."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    agents: Mapping[str, AgentSettings] = Field(min_length=1)
+    """By name."""
+    workflow: AnyWorkflow
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> "TeamSettings":
+        for name in self.agents:
+            if not name.isidentifier() or name.startswith("_") or name in reserved_names():
+                raise ValueError(
+                    f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "
+                    f"{', '.join(sorted(reserved_names()))}"
+                )
+        if absent := [seat for seat in self.workflow.seats if seat not in self.agents]:
+            raise ValueError(
+                f"workflow: {self.workflow.type} needs the agent {absent[0]!r}; the team has {', '.join(self.agents)}"
+            )
+        return self

@@ -1,0 +1,89 @@
+"""TeamSpec: the team of a run; seats one Team per episode."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexmarl.agents.chat import ChatRenderer
+from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.parsers import PARSERS
+from flexmarl.agents.seat import AgentSpec
+from flexmarl.agents.settings import AgentSettings, TeamSettings
+from flexmarl.agents.team import Team
+from flexmarl.agents.workflow import Workflow
+from flexmarl.errors import ConfigError
+from flexmarl.records import AgentName, PolicyName
+
+
+class Level(NamedTuple):
+    """How far the agents are specialised."""
+
+    name: str
+    """L0: nothing is trained. L1: all share one trained policy. L3: each trains its own. Else: mixed."""
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamSpec:
+    """The agents, the policy of each, and the workflow they play."""
+
+    agents: Mapping[AgentName, AgentSpec]
+    trained: frozenset[PolicyName]
+    """Policies that learn; the others are frozen."""
+    run: Workflow
+
+    @classmethod
+    def build(
+        cls, settings: TeamSettings, renderers: Mapping[PolicyName, ChatRenderer], trained: Collection[PolicyName]
+    ) -> "TeamSpec":
+        """Joins the settings with the policies that there are. ConfigError if one is missing."""
+        agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
+        if idle := set(trained) - {agent.policy for agent in agents.values()}:
+            raise ConfigError(f"policies.{min(idle)} is trained, but no agent acts with it; freeze or remove it")
+        return cls(agents=agents, trained=frozenset(trained), run=settings.workflow.resolve())
+
+    @property
+    def level(self) -> Level:
+        """The level of the team, and what makes it so."""
+        acting = [agent.policy for agent in self.agents.values()]
+        learning = [policy for policy in acting if policy in self.trained]
+        because = ", ".join(
+            f"{name} {'trains' if agent.policy in self.trained else 'uses the frozen'} {agent.policy}"
+            for name, agent in self.agents.items()
+        )
+        if not learning:
+            return Level("L0", because)
+        if len(learning) < len(acting):
+            return Level("mixed", because)
+        distinct = len(set(learning))
+        if distinct == 1:
+            return Level("L1", because)
+        return Level("L3" if distinct == len(acting) else "mixed", because)
+
+    def seat(self, context: EpisodeContext) -> Team:
+        """The team at the table of one episode."""
+        return Team(self.agents, context)
+
+
+def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, ChatRenderer]) -> AgentSpec:
+    policy = PolicyName(settings.policy)
+    if policy not in renderers:
+        raise ConfigError(
+            f"team.agents.{name}.policy: there is no policy {policy!r}; there are: {', '.join(sorted(renderers))}"
+        )
+    try:
+        parser = PARSERS[settings.parser] if isinstance(settings.parser, str) else settings.parser
+    except ConfigError as error:
+        raise ConfigError(f"team.agents.{name}.parser: {error}") from None
+    return AgentSpec(
+        name=AgentName(name),
+        policy=policy,
+        renderer=renderers[policy],
+        sampling=settings.sampling.record(),
+        parser=parser,
+        system=settings.system,
+        tools={tool.name: tool for tool in settings.tools},
+        syntax=settings.syntax,
+        max_tool_calls=settings.max_tool_calls if settings.tools else 0,
+        memory=settings.memory,
+    )

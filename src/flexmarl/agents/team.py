@@ -1,0 +1,67 @@
+"""Team: the agents of one episode at one table; what a workflow is given."""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.ledger import Ledger
+from flexmarl.agents.seat import AgentSpec, Seat
+from flexmarl.agents.seeds import episode_seed
+from flexmarl.errors import EpisodeError
+from flexmarl.records import AgentName, SampleId, Turn
+
+
+class Team:
+    """Seats by name: `team.solver` or `team["solver"]`; iterating gives all, in the team's order."""
+
+    def __init__(self, agents: Mapping[AgentName, AgentSpec], context: EpisodeContext) -> None:
+        self.context = context
+        self.rng = random.Random(episode_seed(context.run_seed, context.trajectory_id))
+        """For the workflow's own chances: the same in every play of this trajectory."""
+        self._ledger = Ledger()
+        self._seats = {name: Seat(agent, context, self._ledger) for name, agent in agents.items()}
+
+    def __getitem__(self, name: str) -> Seat:
+        try:
+            return self._seats[AgentName(name)]
+        except KeyError:
+            raise EpisodeError(f"the team has no agent {name!r}; it has: {', '.join(self._seats)}") from None
+
+    def __getattr__(self, name: str) -> Seat:
+        # Copying and pickling probe for underscored names before there are any seats.
+        if name.startswith("_") or name not in self._seats:
+            seats = ", ".join(self.__dict__.get("_seats", ()))
+            raise AttributeError(f"the team has no agent {name!r}; it has: {seats}")
+        return self._seats[AgentName(name)]
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._seats.values())
+
+    def report(self, **metrics: float) -> None:
+        """Figures of this episode; `success` is the team's score. A name reported again replaces its value."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise EpisodeError(f"the metric {name!r} must be a finite number, got {value!r}")
+            self._ledger.metrics[name] = float(value)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was reported so far."""
+        return dict(self._ledger.metrics)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns so far, in hop order."""
+        return self._ledger.turns
+
+    def rewards(self) -> dict[SampleId, float | None]:
+        """Reward of every turn so far, in hop order; None where the workflow gave none."""
+        return self._ledger.rewards()
+
+
+def reserved_names() -> frozenset[str]:
+    """Names that no agent can have, because `team.name` means something else."""
+    instance: Any = {"context", "rng"}
+    return frozenset({name for name in vars(Team) if not name.startswith("_")} | instance)

@@ -1,0 +1,85 @@
+"""Fakes and checks for agents: a model that answers by a script, and what holds of the turns of every episode."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from flexmarl.agents.seeds import context_hash
+from flexmarl.records import FinishReason, Generation, GenerationRequest, SampleId, Turn, Version, VersionRun
+
+Script = Callable[[str, GenerationRequest], str]
+"""(prompt as text, special tokens included; request) -> what the model wants to say, its end token left out."""
+
+
+class ScriptedModel:
+    """Generate function whose words come from a script; it obeys `max_tokens` and all stops, token by token.
+
+    A response that begins with `!` is an engine's failure: its text is the reason. Calls wait `delay_s` first.
+    """
+
+    def __init__(
+        self, tokenizer: Any, script: Script, *, delay_s: Callable[[GenerationRequest], float] = lambda request: 0.0
+    ) -> None:
+        self.requests: list[GenerationRequest] = []
+        """In the order they came."""
+        self._tokenizer = tokenizer
+        self._script = script
+        self._delay_s = delay_s
+
+    async def __call__(self, request: GenerationRequest) -> Generation:
+        """Answers one call."""
+        self.requests.append(request)
+        await asyncio.sleep(self._delay_s(request))
+        said = self._script(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False), request)
+        if said.startswith("!"):
+            return self._generation(request, [], FinishReason.ERROR, said[1:])
+        wanted = [*self._tokenizer(said, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
+        ids: list[int] = []
+        for token in wanted[: request.sampling.max_tokens]:
+            ids.append(token)
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            if token in request.sampling.stop_ids or any(stop in text for stop in request.sampling.stop):
+                return self._generation(request, ids, FinishReason.STOP)
+        return self._generation(request, ids, FinishReason.LENGTH)
+
+    def _generation(
+        self, request: GenerationRequest, ids: list[int], finish: FinishReason, error: str = ""
+    ) -> Generation:
+        # Made up, but of this call alone: a mix-up of two responses would show.
+        logprobs = -np.random.default_rng(request.seed).random(len(ids)).astype(np.float32)
+        return Generation(
+            request_id=request.request_id,
+            response_ids=np.asarray(ids, dtype=np.int32),
+            logprobs=logprobs,
+            raw_logprobs=logprobs,
+            versions=(VersionRun(0, Version(0)),),
+            finish=finish,
+            error=error,
+        )
+
+
+def check_turns(turns: Iterable[Turn]) -> None:
+    """Checks what holds of the turns of one episode, whoever played it.
+
+    Hops are distinct, calls count from 0 per agent, a turn with a parent extends the parent's exact ids, the context
+    hash is that of policy and prompt, and no failed call is among them.
+    """
+    turns = sorted(turns, key=lambda turn: int(turn.tags["hop"]))
+    by_id: dict[SampleId, Turn] = {turn.sample_id: turn for turn in turns}
+    assert len(by_id) == len(turns), "two turns have one sample id"
+    assert len({turn.tags["hop"] for turn in turns}) == len(turns), "two turns have one hop"
+    for agent in {turn.agent for turn in turns}:
+        calls = [turn.tags["call"] for turn in turns if turn.agent == agent]
+        assert calls == sorted(set(calls)), f"calls of {agent} do not count up: {calls}"
+    for turn in turns:
+        assert turn.finish in (FinishReason.STOP, FinishReason.LENGTH), f"{turn.sample_id} is a failed call"
+        assert turn.tags["context_hash"] == context_hash(turn.policy, turn.prompt_ids), f"{turn.sample_id}: wrong hash"
+        if turn.parent is not None:
+            parent = by_id[turn.parent]
+            history = np.concatenate((parent.prompt_ids, parent.response_ids))
+            assert parent.agent == turn.agent, f"{turn.sample_id} extends another agent's turn"
+            assert parent.tags["branch"] == turn.tags["branch"], f"{turn.sample_id} extends another branch"
+            extends = np.array_equal(turn.prompt_ids[: len(history)], history)
+            assert extends, f"{turn.sample_id} does not extend the exact ids of its parent"
