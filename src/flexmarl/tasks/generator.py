@@ -1,7 +1,9 @@
 """Task source on a function: endless, and nothing to download.
 
-@task_generator("products")
-def product(seed: int, index: int, split: Split, *, digits: int = 2) -> Task: ...
+    @task_generator("products")
+    def product(seed: int, index: int, split: Split, *, digits: int = 2) -> Task: ...
+
+The same arguments must give the same task, and no prompt may be in both splits.
 """
 
 import inspect
@@ -21,7 +23,7 @@ class TaskGenerator(Protocol):
     """Makes task number `index` of a split from its arguments alone; keyword-only parameters come from the config."""
 
     def __call__(self, seed: int, index: int, split: Split, **params: Any) -> Task:
-        """The task. No prompt may be in both splits."""
+        """The task."""
         ...
 
 

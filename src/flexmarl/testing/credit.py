@@ -1,6 +1,8 @@
 """What every estimator must satisfy, and rows to try one on.
 
-check_estimator(MyEstimator())
+    check_estimator(MyEstimator())
+
+Both run without a test framework.
 """
 
 import random

@@ -1,6 +1,8 @@
 """What every environment must satisfy, and a small one to write tests with.
 
-check_environment(FakeEnvironment, actions=["left", "right"])
+    check_environment(FakeEnvironment, actions=["left", "right"])
+
+Both run without a test framework.
 """
 
 import pickle

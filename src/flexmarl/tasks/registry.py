@@ -1,0 +1,51 @@
+"""Table of functions that users write and a config names."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from flexmarl.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+G = TypeVar("G", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Functions of one kind by name; filled by a decorator when the user's files are imported."""
+
+    def __init__(self, kind: str, *, setting: str) -> None:
+        """`setting` is the key of the config that names one, for errors."""
+        self._kind = kind
+        self._setting = setting
+        self._table: dict[str, Any] = {}
+
+    def register(self, name: str) -> Callable[[G], G]:
+        """Decorator that gives a function its name. A name is given once; a file imported twice gives it again."""
+
+        def add(function: G) -> G:
+            there = self._table.get(name, function)
+            if there is not function and _place(there) != _place(function):
+                raise ConfigError(f"two {self._kind}s are called '{name}': {_place(there)} and {_place(function)}")
+            self._table[name] = function
+            return function
+
+        return add
+
+    def __getitem__(self, name: str) -> F:
+        """The function of that name. Raises ConfigError with the nearest names and those there are."""
+        if name not in self._table:
+            near = difflib.get_close_matches(name, self._table, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            known = ", ".join(self) or "none; list the file that has it under `code`"
+            raise ConfigError(f"{self._setting}: there is no {self._kind} '{name}'; {hint}there are: {known}")
+        return self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, sorted."""
+        return iter(sorted(self._table))
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
