@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from flexmarl.testing.tools import check_tool
 from flexmarl.tools import TOOLS, AnyTool, Calculator
 
 NUMBERS = st.integers(0, 10**6).map(str)
@@ -108,3 +109,12 @@ def test_the_widest_limits_still_print(digits: int) -> None:
 def test_every_tool_of_the_table_is_chosen_by_its_type() -> None:
     for name, tool in TOOLS.items():
         assert isinstance(TypeAdapter(AnyTool).validate_python({"type": name}), tool)
+
+
+def test_the_calculator_passes_the_conformance_check() -> None:
+    check_tool(Calculator(), good=["12*(3+4)", "-2**2"])
+
+
+def test_a_tool_that_refuses_what_it_should_understand_is_caught() -> None:
+    with pytest.raises(AssertionError, match="'7/2' is understood, but the tool said 'error: 7/2 is no integer"):
+        check_tool(Calculator(), good=["7/2"])

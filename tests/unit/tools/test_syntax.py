@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flexmarl.tools import FunctionSyntax, Incomplete, Malformed, TagSyntax, ToolCall
+from flexmarl.testing.tools import check_syntax
+from flexmarl.tools import FunctionSyntax, Incomplete, Malformed, Parsed, TagSyntax, ToolCall
+from flexmarl.tools.syntax import Syntax
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,19 @@ def test_no_text_makes_a_syntax_raise(text: str) -> None:
     for syntax in (FunctionSyntax(), TagSyntax()):
         syntax.parse(text)
         syntax.parse(f"<tool_call>{text}</tool_call> calc({text}")
+
+
+@pytest.mark.parametrize("syntax", [FunctionSyntax(), TagSyntax()])
+def test_every_syntax_passes_the_conformance_check(syntax: Syntax) -> None:
+    check_syntax(syntax, call=ToolCall("calculator", "(1+2)*3"))
+
+
+def test_a_syntax_that_forgets_nesting_is_caught() -> None:
+    class FirstParenthesis(FunctionSyntax):
+        def parse(self, text: str) -> Parsed:
+            _, opened, rest = text.partition("calc(")
+            argument, closed, _ = rest.partition(")")
+            return ToolCall("calculator", argument) if opened and closed else None
+
+    with pytest.raises(AssertionError, match="what is rendered is parsed back"):
+        check_syntax(FirstParenthesis(), call=ToolCall("calculator", "(1+2)*3"))
