@@ -1,0 +1,41 @@
+"""`flexmarl eval`: plays held-out tasks, without training."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flexmarl.assemble import evaluate_once
+from flexmarl.cli.options import Overrides, load_run_folder
+from flexmarl.config import load_run
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(help="A run folder (its newest checkpoint) or a YAML file (its models as they are).")
+    ],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
+) -> None:
+    """Evaluate a trained team, or an untrained one, on held-out tasks."""
+    if source.is_dir():
+        settings, folder = load_run_folder(source, overrides)
+        evaluation = evaluate_once(settings, folder.checkpoints)
+    else:
+        evaluation = evaluate_once(load_run(source, overrides or ()), None)
+    if as_json:
+        typer.echo(json.dumps(asdict(evaluation)))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
+    table.add_column("mean", justify="right")
+    for name, value in evaluation.metrics.items():
+        table.add_row(name, f"{value:.3f}")
+    for agent, reward in evaluation.rewards.items():
+        table.add_row(f"{agent}: reward", f"{reward:.3f}")
+    Console().print(table)

@@ -1,0 +1,19 @@
+"""`flexmarl export`: writes trained policies as Hugging Face folders."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexmarl.assemble import export_policies
+from flexmarl.cli.options import load_run_folder
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder; its newest checkpoint is exported.")],
+    out: Annotated[Path, typer.Argument(help="Where to write; each policy gets a folder of its own.")],
+) -> None:
+    """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
+    settings, folder = load_run_folder(run)
+    for path in export_policies(settings, folder.checkpoints, out):
+        typer.echo(str(path))

@@ -1,0 +1,85 @@
+"""The settings of one run: composed of those that live beside the code they configure."""
+
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flexmarl.agents.settings import TeamSettings
+from flexmarl.cluster.settings import ClusterSettings, InlineCluster
+from flexmarl.credit.settings import CreditSettings
+from flexmarl.experience.settings import StoreSettings
+from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
+from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode
+from flexmarl.rollout.settings import RolloutSettings
+from flexmarl.tasks.settings import TaskSettings
+from flexmarl.training.settings import TrainingSettings
+
+
+if TYPE_CHECKING:
+    EngineSettings = EmbeddedSettings
+else:
+    EngineSettings = Annotated[reduce(or_, engine_settings_types()), Field(discriminator="type")]
+"""Settings field of any engine in the table, chosen by its `type`."""
+
+
+class PolicySettings(BaseModel):
+    """Weights, how they are served, and how they are trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="A Hugging Face folder (relative to the config) or the name of a model on the hub.")
+    trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
+    instances: int = Field(default=1, ge=1, description="Inference replicas.")
+    engine: EngineSettings = EmbeddedSettings()
+    training: TrainingSettings = TrainingSettings()
+
+
+class RunSettings(BaseModel):
+    """One run, from tasks to checkpoints."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", description="Names the run folder.")
+    seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")
+    steps: int = Field(default=100, ge=0, description="Updates per policy.")
+    deterministic: bool = Field(
+        False, description="Same seed, same weights, bit for bit: fixed batching and ordered consumption; 15-20% slower."
+    )
+    out: Path = Field(default=Path("runs"), description="Where run folders go, relative to the working directory.")
+    base: Path = Field(default=Path("."), description="What other relative paths start from; set to the config's folder.")
+    code: list[Path] = Field(default_factory=list, description="Python files with workflows, task generators, scorers.")
+    mode: Mode = Mode.MICROBATCH
+    cluster: ClusterSettings = InlineCluster()
+    tasks: TaskSettings
+    policies: dict[str, PolicySettings]
+    team: TeamSettings
+    batch: BatchSettings = BatchSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    store: StoreSettings = StoreSettings()
+    credit: CreditSettings = CreditSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = ", ".join(sorted(self.policies)) or "none"
+        for agent, seat in self.team.agents.items():
+            if seat.policy not in self.policies:
+                raise ValueError(f"team.agents.{agent}.policy '{seat.policy}' is not one of the policies: {names}")
+        used = {seat.policy for seat in self.team.agents.values()}
+        unused = sorted(set(self.policies) - used)
+        if unused:
+            raise ValueError(f"policies.{unused[0]} is used by no agent; remove it or name it in team.agents")
+        return self
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Policies that are updated."""
+        return frozenset(name for name, policy in self.policies.items() if policy.trainable)
+
+    def path(self, relative: Path | str) -> Path:
+        """A path of the config, made absolute."""
+        return self.base / relative

@@ -1,0 +1,98 @@
+"""Runs evaluation: held-out tasks, played against pinned versions, recorded nowhere.
+
+    consumes    held-out tasks
+    waits for   their episodes
+    produces    means of what the workflow reported, and of each agent's reward
+    unblocked by the end of an episode (its time limit bounds it)
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flexmarl.errors import TrainingError
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Task, Version
+from flexmarl.rollout.player import Player
+
+EVALUATION_GROUPS = 1_000_000_000
+"""Group ids of evaluations start here: the seeds of their calls never meet those of training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What held-out tasks showed, at one set of versions."""
+
+    versions: Mapping[PolicyName, Version]
+    episodes: int
+    failed: int
+    """Failed episodes: left out of every mean but `success`, where they count 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each number the workflow reported, over the episodes that reported it."""
+    rewards: Mapping[AgentName, float] = field(default_factory=dict)
+    """Mean reward of each agent, over its turns."""
+    tokens: int = 0
+
+
+class Evaluator:
+    """Plays the same held-out tasks with the same seeds every time, so that two evaluations differ by weights only."""
+
+    def __init__(self, *, player: Player, versions: Versions, tasks: Sequence[Task], episodes: int, parallel: int) -> None:
+        self._player = player
+        self._versions = versions
+        self._tasks = tasks
+        self._episodes = episodes
+        self._parallel = parallel
+
+    async def run(self, num_tasks: int | None = None) -> Evaluation:
+        """Evaluates the first `num_tasks` held-out tasks (default: all)."""
+        pinned = self._versions.served
+        slots = asyncio.Semaphore(self._parallel)
+
+        async def play(number: int, task: Task, index: int) -> Episode:
+            async with slots:
+                group = GroupRecord(group=GroupId(EVALUATION_GROUPS + number), task=task, step=-1)
+                return await self._player.play(group, index)
+
+        async with asyncio.TaskGroup() as tasks:
+            playing = [
+                tasks.create_task(play(number, task, index), name=f"evaluate/{task.input_id}/{index}")
+                for number, task in enumerate(self._tasks[:num_tasks])
+                for index in range(self._episodes)
+            ]
+        episodes = [task.result() for task in playing]
+        if self._versions.served != pinned:
+            raise TrainingError(f"weights changed during an evaluation pinned to {dict(pinned)}")
+        self._versions.check_strict(turn for episode in episodes for turn in episode.turns)
+        return Evaluation(
+            versions=pinned,
+            episodes=len(episodes),
+            failed=sum(not episode.finished for episode in episodes),
+            metrics=mean_metrics(episodes),
+            rewards=mean_rewards(episodes),
+            tokens=sum(len(turn.response_ids) for episode in episodes for turn in episode.turns),
+        )
+
+
+def mean_metrics(episodes: Iterable[Episode]) -> dict[str, float]:
+    """Means of the reported numbers; a failed episode is no success."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        if episode.finished:
+            for name, value in episode.metrics.items():
+                values[name].append(value)
+        else:
+            values["success"].append(0.0)
+    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+
+
+def mean_rewards(episodes: Iterable[Episode]) -> dict[AgentName, float]:
+    """Mean reward over the turns of each agent in finished episodes."""
+    values: dict[AgentName, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for turn in episode.turns if episode.finished else ():
+            reward = episode.rewards.get(turn.sample_id)
+            if reward is not None:
+                values[turn.agent].append(reward)
+    return {agent: sum(numbers) / len(numbers) for agent, numbers in sorted(values.items())}

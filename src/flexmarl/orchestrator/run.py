@@ -1,0 +1,172 @@
+"""Runs the joint orchestrator: one step after another, with synchronous semantics.
+
+      feed ──► rollout ──► collect ──► training sessions ──► update ──► publish ──► next step
+               (groups)    (credit)    (micro-batches)       (one per policy)
+
+    consumes    tasks
+    waits for   the step's groups to end, its ready samples to be accumulated, its weights to be acknowledged
+    produces    one update per active policy and step; evaluations; checkpoints
+    unblocked by every part in turn; any failure ends the step, and with it the run, as an exception
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexmarl.errors import EpisodeError
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
+from flexmarl.orchestrator.collect import Collector
+from flexmarl.orchestrator.evaluate import Evaluation, Evaluator
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import Divisors, GroupRecord, PolicyName, Version
+from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.rollout import Rollout
+from flexmarl.training.interface import Trainer
+from flexmarl.training.session import TrainingSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the orchestrator joins; `assemble` makes them."""
+
+    feed: Feed
+    admission: Admission
+    rollout: Rollout
+    collector: Collector
+    trainers: Mapping[PolicyName, Trainer]
+    sessions: Mapping[PolicyName, TrainingSession]
+    publisher: Publisher
+    versions: Versions
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    journal: Journal
+    monitor: Monitor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a whole run showed."""
+
+    before: Evaluation | None
+    after: Evaluation | None
+    steps: int
+
+
+class Orchestrator:
+    """One run."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        steps: int,
+        evaluate: EvaluateSettings,
+        checkpoint: CheckpointSettings,
+        start: RunState | None = None,
+    ) -> None:
+        """`start` is where a resumed run goes on; its trainers hold that state already."""
+        self._parts = parts
+        self._steps = steps
+        self._evaluate = evaluate
+        self._checkpoint = checkpoint
+        self._before = start.before if start else None
+        self.step = start.step if start else 0
+        """Steps done."""
+        self._failures: list[str] = []
+
+    async def run(self) -> Outcome:
+        """Trains to the last step."""
+        parts = self._parts
+        for policy, session in parts.sessions.items():
+            await parts.publisher.publish(policy, session.version)
+        if self.step == 0:
+            self._before = await self._evaluated("before")
+            parts.monitor.flush(self.step)
+        while self.step < self._steps:
+            await self._step()
+            await self._between_steps()
+        after = await self._evaluated("after") if self.step else self._before
+        parts.monitor.flush(self.step)
+        return Outcome(before=self._before, after=after, steps=self.step)
+
+    async def _step(self) -> None:
+        """Rollout, collection and training side by side; then one update per policy, published."""
+        parts = self._parts
+        parts.journal.event("step_started", step=self.step, versions=parts.versions.served)
+        parts.monitor.begin(self.step, "rollout and training")
+        parts.collector.open()
+        self._failures = []
+        async with asyncio.TaskGroup() as tasks:
+            for policy, session in parts.sessions.items():
+                tasks.create_task(session.accumulate(), name=f"train/{policy}")
+            with parts.monitor.time("rollout"):
+                await parts.rollout.play(parts.feed.groups(self.step), self._finished)
+            divisors = await parts.collector.close()
+            for session in parts.sessions.values():
+                session.close_step()
+        self._check_alive()
+        await self._update(divisors)
+        trained = parts.collector.settle_trained()
+        self.step += 1
+        parts.journal.event("step_ended", step=self.step - 1, trained=len(trained), versions=parts.versions.served)
+
+    async def _finished(self, group: GroupRecord) -> None:
+        self._parts.monitor.group_finished(group)
+        self._failures += [] if group.finished else [group.episodes[-1].reason]
+        await self._parts.collector.take(group)
+
+    def _check_alive(self) -> None:
+        """A step in which every group failed would repeat for ever: a workflow, tool or engine is broken."""
+        if len(self._failures) == self._parts.feed.num_groups:
+            raise EpisodeError(
+                f"step {self.step}: none of its {len(self._failures)} groups had a finished episode; "
+                f"the last reason: {self._failures[-1]}"
+            )
+
+    async def _update(self, divisors: Mapping[PolicyName, Divisors]) -> None:
+        parts = self._parts
+        for policy, session in parts.sessions.items():
+            old = session.version
+            with parts.monitor.time("train"):
+                new = await session.finish(divisors[policy])
+            report = parts.trainers[policy].last_update
+            if new == old or report is None:
+                parts.journal.event("update_skipped", policy=policy, because="no weighted token in the step")
+                continue
+            parts.monitor.updated(policy, report)
+            parts.journal.event("updated", policy=policy, version=new, report=report)
+            with parts.monitor.time("publish"):
+                await parts.publisher.publish(policy, new)
+
+    async def _between_steps(self) -> None:
+        parts, settings = self._parts, self._evaluate
+        last = self.step == self._steps
+        if settings.every and self.step % settings.every == 0 and not last:
+            await self._evaluated("between", settings.every_tasks)
+        if self._checkpoint.every and (last or self.step % self._checkpoint.every == 0):
+            state = RunState(
+                step=self.step,
+                next_group=parts.admission.next_group,
+                versions=dict(parts.versions.served),
+                before=self._before,
+            )
+            with parts.monitor.time("checkpoint"):
+                path = await parts.checkpoints.save(state, parts.trainers)
+            parts.journal.event("checkpoint", step=self.step, path=path)
+        parts.monitor.flush(self.step)
+
+    async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
+        parts = self._parts
+        if not self._evaluate.tasks:
+            return None
+        parts.monitor.begin(self.step, f"evaluating {when} training")
+        with parts.monitor.time("evaluate"):
+            evaluation = await parts.evaluator.run(num_tasks)
+        parts.monitor.evaluated(when, evaluation)
+        parts.journal.event("evaluated", when=when, step=self.step, evaluation=evaluation)
+        return evaluation

@@ -1,0 +1,92 @@
+"""Runs one episode: the workflow on one task, with a time limit, into a record that never raises.
+
+    consumes    a group and the index of the episode in it
+    waits for   the workflow, and through it for engines and tools
+    produces    an Episode: finished, failed or timed out, failed ones with a reason
+    unblocked by the end of the workflow, or the time limit
+"""
+
+import asyncio
+
+from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
+from flexmarl.errors import EpisodeError, FlexmarlError, StoreError, boundary
+from flexmarl.experience.interface import ExperienceStore
+from flexmarl.records import Episode, EpisodeStatus, GroupRecord, make_trajectory_id
+from flexmarl.rollout.recorder import StoreRecorder
+
+
+class Player:
+    """Plays episodes of one team; holds no state between them."""
+
+    def __init__(
+        self,
+        *,
+        team: TeamSpec,
+        generate: Generate,
+        run_seed: int,
+        timeout_s: float,
+        store: ExperienceStore | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """`store` None records nowhere; `temperature` replaces the agents' own. Evaluation uses both."""
+        self._team = team
+        self._generate = generate
+        self._run_seed = run_seed
+        self._timeout_s = timeout_s
+        self._store = store
+        self._sampling = {} if temperature is None else {"temperature": temperature}
+
+    async def play(self, group: GroupRecord, index: int) -> Episode:
+        """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out."""
+        recorder = StoreRecorder(self._store) if self._store is not None else None
+        context = EpisodeContext(
+            task=group.task,
+            group=group.group,
+            trajectory_id=make_trajectory_id(group.group, index, group.attempt),
+            run_seed=self._run_seed,
+            generate=self._generate,
+            recorder=recorder or NoRecorder(),
+            sampling=self._sampling,
+        )
+        team = self._team.seat(context)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        status, reason = await self._run(team, context)
+        episode = Episode(
+            episode=context.episode,
+            group=group.group,
+            task=group.task.input_id,
+            status=status,
+            reason=reason,
+            turns=team.turns,
+            rewards=team.rewards(),
+            metrics=team.metrics,
+            duration_s=clock() - started,
+        )
+        if recorder is not None:
+            await recorder.finish(episode)
+        return episode
+
+    async def _run(self, team: Team, context: EpisodeContext) -> tuple[EpisodeStatus, str]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
+                    await self._team.run(context.task, team)
+        except TimeoutError:
+            return EpisodeStatus.TIMED_OUT, f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
+        except StoreError:
+            raise
+        except FlexmarlError as error:
+            return EpisodeStatus.FAILED, str(error)
+        return self._judge(team)
+
+    def _judge(self, team: Team) -> tuple[EpisodeStatus, str]:
+        """A turn of a trained policy without a reward cannot be trained on, and 0.0 would be a lie."""
+        rewards = team.rewards()
+        for turn in team.turns:
+            if turn.policy in self._team.trained and rewards[turn.sample_id] is None:
+                return EpisodeStatus.FAILED, (
+                    f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
+                    f"`team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
+                )
+        return EpisodeStatus.FINISHED, ""

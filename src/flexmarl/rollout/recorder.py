@@ -1,0 +1,45 @@
+"""Recorder on the experience store: each turn is there as it happens, prompt first, then response, then reward."""
+
+from collections.abc import Mapping
+
+from flexmarl.experience.interface import ExperienceStore, Outcome
+from flexmarl.experience.rows import prompt_row, response_row, reward_row
+from flexmarl.records import AgentName, Episode, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
+
+
+class StoreRecorder:
+    """Writes one episode's turns into its agents' tables, and closes their rows if the episode fails."""
+
+    def __init__(self, store: ExperienceStore) -> None:
+        self._store = store
+        self._opened: dict[SampleId, tuple[AgentName, PolicyName]] = {}
+
+    async def prompt(
+        self,
+        *,
+        sample_id: SampleId,
+        agent: AgentName,
+        policy: PolicyName,
+        prompt_ids: IntArray,
+        tags: Mapping[str, Scalar],
+    ) -> None:
+        """Opens the row, before the call is sent."""
+        await self._store.put(agent, [prompt_row(sample_id, policy, prompt_ids)])
+        self._opened[sample_id] = (agent, policy)
+
+    async def turn(self, turn: Turn) -> None:
+        """Adds what was sampled, with its version."""
+        await self._store.put(turn.agent, [response_row(turn)])
+
+    async def finish(self, episode: Episode) -> None:
+        """Adds the rewards of a finished episode, or ends every row of a failed one (law 11)."""
+        if not episode.finished:
+            await self._store.settle(list(self._opened), Outcome(state=RowState.FAILED, reason=episode.reason))
+            return
+        for sample_id, reward in episode.rewards.items():
+            if reward is not None:
+                agent, policy = self._opened[sample_id]
+                await self._store.put(agent, [reward_row(sample_id, policy, reward)])
+        unfinished = [sample_id for sample_id in self._opened if sample_id not in episode.rewards]
+        if unfinished:
+            await self._store.settle(unfinished, Outcome(state=RowState.FAILED, reason="the call did not end"))

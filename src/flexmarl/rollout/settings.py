@@ -1,0 +1,15 @@
+"""How many episodes play at once, and how long one may take."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutSettings(BaseModel):
+    """Parallel sampling of FlexMARL section 5.1; its defaults are the paper's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    inter_query: int = Field(default=4, ge=1, description="Groups (tasks) that play at the same time.")
+    intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")
+    episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
+    call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
+    group_retries: int = Field(default=1, ge=0, description="How often a group without any finished episode is played again.")
