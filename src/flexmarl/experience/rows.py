@@ -6,7 +6,6 @@ reward_row      when it is known     a reward that is missing is a missing colum
 credit_row      with the group       advantage and weight; then the row is settled READY
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flexmarl.errors import StoreError
@@ -18,7 +17,6 @@ from flexmarl.records import (
     PolicyName,
     Sample,
     SampleId,
-    Scalar,
     Turn,
     Version,
     VersionRun,
@@ -42,17 +40,9 @@ TURN_COLUMNS = (
 """The data columns of every agent's table; a run may add its own."""
 
 
-def prompt_row(
-    sample_id: SampleId,
-    policy: PolicyName,
-    prompt_ids: IntArray,
-    *,
-    tags: Mapping[str, Scalar],
-    parent: SampleId | None = None,
-) -> PartialRow:
-    """Opens the row of a call that is about to be made. Tags are final: the turn must carry the same."""
-    values = {"prompt_ids": prompt_ids, "tags": dict(tags), "parent": parent or ""}
-    return PartialRow(sample_id=sample_id, policy=policy, values=values)
+def prompt_row(sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray) -> PartialRow:
+    """Opens the row of a call that is about to be made; the turn must carry the same prompt."""
+    return PartialRow(sample_id=sample_id, policy=policy, values={"prompt_ids": prompt_ids})
 
 
 def response_row(turn: Turn) -> PartialRow:

@@ -1,26 +1,28 @@
 """The life of rows against a dictionary: whatever is done in whatever order, no row is lost, doubled or half-moved."""
 
+import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flexmarl.errors import StoreError, TransitionError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Column, ColumnKind, Outcome, PartialRow
 from flexmarl.experience.ledger import claim_order
 from flexmarl.records import ROW_MOVES, AgentName, PolicyName, RowState, SampleId, Version
-from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.simulator.virtual_time import VirtualTimeLoop
 
 AGENTS = {
     AgentName("solver"): PolicyName("p"),
     AgentName("critic"): PolicyName("p"),
     AgentName("judge"): PolicyName("q"),
 }
-IDS = [SampleId(f"t_{hop}_g{group}e{episode}a0") for group in (2, 10) for episode in (0, 11) for hop in (3, 20)]
-OWNER = dict(zip(IDS, [*AGENTS, *AGENTS, *AGENTS], strict=False))
+IDS = [SampleId(f"t_{hop}_g{group}e{episode}a0") for group in (2, 10) for episode in (0, 3, 11) for hop in (1, 3, 20)]
+OWNER = dict(zip(IDS, [*AGENTS] * len(IDS), strict=False))
+READY = Outcome(state=RowState.READY)
 NAMES = st.sampled_from(["a", "b"])
 OUTCOMES = st.one_of(
     st.sampled_from([state for state in RowState if state not in (RowState.ACCUMULATED, RowState.TRAINED)]).map(
@@ -44,27 +46,31 @@ class Modelled:
 class RowLife(RuleBasedStateMachine):
     @initialize()
     def open_store(self):
+        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.run = self.runner.run
         self.store = SqliteStore(agents=list(AGENTS), columns=[Column("reward", ColumnKind.FLOAT)])
         self.model: dict[SampleId, Modelled] = {}
         self.claims: dict[SampleId, int] = {}
         """Claims of a row not yet given back: never more than one."""
 
     @rule(
-        ids=st.lists(st.sampled_from(IDS), max_size=4),
-        version=st.none() | st.integers(0, 1),
+        ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=6),
+        version=st.sampled_from([0, 0, 0, 0, 1, None]),
         reward=st.none() | st.just(1.0),
     )
     def put(self, ids, version, reward):
         for agent in AGENTS:
             mine = [sample_id for sample_id in ids if OWNER[sample_id] == agent]
             values = {} if reward is None else {"reward": reward}
+            if not mine:
+                continue
             rows = [PartialRow(sample_id=i, policy=AGENTS[agent], version=version, values=values) for i in mine]
             there = {self.model[i].version for i in mine if i in self.model} - {None}
             if version is not None and there - {version}:
                 with pytest.raises(StoreError, match="policy_version"):
-                    run_virtual(self.store.put(agent, rows))
+                    self.run(self.store.put(agent, rows))
                 continue
-            run_virtual(self.store.put(agent, rows))
+            self.run(self.store.put(agent, rows))
             for i in mine:
                 row = self.model.get(i, Modelled())
                 self.model[i] = replace(
@@ -73,25 +79,48 @@ class RowLife(RuleBasedStateMachine):
                     reward=row.reward if reward is None else reward,
                 )
 
+    def _in(self, state, **of):
+        return [
+            i
+            for i, row in self.model.items()
+            if row.state is state and all(getattr(row, k) == v for k, v in of.items())
+        ]
+
+    @precondition(lambda self: self._complete())
     @rule()
     def make_all_ready(self):
-        self._settle([i for i, row in self.model.items() if row.state is RowState.OPEN], Outcome(state=RowState.READY))
+        self._settle(self._complete(), READY)
 
-    @rule(cache=NAMES, holder=NAMES)
-    def accumulate_what_is_held(self, cache, holder):
-        held = [i for i, row in self.model.items() if row.holder == holder]
-        self._settle(held[::2], Outcome(state=RowState.ACCUMULATED, cache=cache))
+    @rule(ids=st.lists(st.sampled_from(IDS), min_size=2, max_size=6, unique=True))
+    def play_turns(self, ids):
+        self.put([i for i in ids if i not in self.model], version=0, reward=1.0)
+        self.make_all_ready()
 
-    @rule(ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3, unique=True), outcome=OUTCOMES)
-    def settle(self, ids, outcome):
+    def _complete(self):
+        return [i for i in self._in(RowState.OPEN) if self.model[i].version is not None]
+
+    @precondition(lambda self: self._in(RowState.CLAIMED))
+    @rule(data=st.data(), cache=NAMES)
+    def accumulate(self, data, cache):
+        ids = data.draw(st.lists(st.sampled_from(self._in(RowState.CLAIMED)), min_size=1, unique=True))
+        self._settle(ids, Outcome(state=RowState.ACCUMULATED, cache=cache))
+
+    @precondition(lambda self: self._in(RowState.ACCUMULATED))
+    @rule(data=st.data(), version=st.integers(1, 3))
+    def train(self, data, version):
+        ids = data.draw(st.lists(st.sampled_from(self._in(RowState.ACCUMULATED)), min_size=1, unique=True))
+        self._settle(ids, Outcome(state=RowState.TRAINED, version=Version(version)))
+
+    @rule(ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=2, unique=True), outcome=OUTCOMES)
+    def settle_anything(self, ids, outcome):
         self._settle(ids, outcome)
 
     def _settle(self, ids, outcome):
         if outcome.state is RowState.CLAIMED or not all(self._may_move(i, outcome) for i in ids):
             with pytest.raises(TransitionError if set(ids) <= self.model.keys() else StoreError):
-                run_virtual(self.store.settle(ids, outcome))
+                self.run(self.store.settle(ids, outcome))
             return
-        run_virtual(self.store.settle(ids, outcome))
+        self.run(self.store.settle(ids, outcome))
         for i in ids:
             self.model[i] = replace(
                 self.model[i], state=outcome.state, holder=None, cache=outcome.cache, settled_version=outcome.version
@@ -105,27 +134,36 @@ class RowLife(RuleBasedStateMachine):
             return False
         return outcome.state is not RowState.READY or row.version is not None
 
-    @rule(policy=st.sampled_from(sorted(set(AGENTS.values()))), n=st.integers(0, 5), holder=NAMES)
+    @precondition(lambda self: self._in(RowState.READY))
+    @rule(policy=st.sampled_from(sorted(set(AGENTS.values()))), n=st.integers(0, 6), holder=NAMES)
     def claim(self, policy, n, holder):
         claimable = [i for i, r in self.model.items() if r.state is RowState.READY and AGENTS[OWNER[i]] == policy]
-        rows = run_virtual(self.store.claim(policy, n, holder=holder))
+        rows = self.run(self.store.claim(policy, n, holder=holder))
         assert [row.sample_id for row in rows] == sorted(claimable, key=claim_order)[:n]
         for row in rows:
             self.claims[row.sample_id] = self.claims.get(row.sample_id, 0) + 1
             assert self.claims[row.sample_id] == 1, "claimed twice without having been given back"
             self.model[row.sample_id] = replace(self.model[row.sample_id], state=RowState.CLAIMED, holder=holder)
 
-    @rule(lost=NAMES, kind=st.sampled_from(["holder", "cache"]))
-    def release(self, lost, kind):
-        of_the_lost = [i for i, row in self.model.items() if getattr(row, kind) == lost]
-        assert run_virtual(self.store.release(**{kind: lost})) == sorted(of_the_lost, key=claim_order)
-        for i in of_the_lost:
+    @precondition(lambda self: self._in(RowState.CLAIMED))
+    @rule(holder=NAMES)
+    def lose_a_holder(self, holder):
+        self._release(self._in(RowState.CLAIMED, holder=holder), holder=holder)
+
+    @precondition(lambda self: self._in(RowState.ACCUMULATED))
+    @rule(cache=NAMES)
+    def lose_a_cache(self, cache):
+        self._release(self._in(RowState.ACCUMULATED, cache=cache), cache=cache)
+
+    def _release(self, its_rows, **lost):
+        assert self.run(self.store.release(**lost)) == sorted(its_rows, key=claim_order)
+        for i in its_rows:
             self.model[i] = replace(self.model[i], state=RowState.READY, holder=None, cache=None)
             self.claims.pop(i)
 
     @invariant()
     def every_row_is_where_the_model_has_it(self):
-        rows = run_virtual(self.store.get(list(self.model)))
+        rows = self.run(self.store.get(list(self.model)))
         seen = {
             row.sample_id: (row.agent, row.state, row.version, row.cache, row.settled_version, row.values.get("reward"))
             for row in rows
@@ -139,11 +177,12 @@ class RowLife(RuleBasedStateMachine):
     def every_row_is_counted_once(self):
         for policy in set(AGENTS.values()):
             states = [row.state for i, row in self.model.items() if AGENTS[OWNER[i]] == policy]
-            assert run_virtual(self.store.counts(policy)) == {state: states.count(state) for state in states}
+            assert self.run(self.store.counts(policy)) == {state: states.count(state) for state in states}
 
     def teardown(self):
-        run_virtual(self.store.close())
+        self.run(self.store.close())
+        self.runner.close()
 
 
-RowLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RowLife.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestRowLife = RowLife.TestCase
