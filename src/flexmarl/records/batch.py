@@ -17,6 +17,9 @@ class Sample:
     weight: float = 1.0
     """Row weight w_i of ALGORITHMS section 9; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
+    episode_tokens: float | None = None
+    """len_e of ALGORITHMS section 9: sum of w_i len_i over the episode's rows of this policy. Only the aggregation
+    `traj-mean-token-mean` needs it."""
 
     @property
     def num_tokens(self) -> int:

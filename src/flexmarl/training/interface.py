@@ -1,10 +1,30 @@
 """What every trainer of one policy can do."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What one optimiser update was."""
+
+    version: Version
+    """The version it made."""
+    num_samples: int
+    num_tokens: float
+    """Weighted sampled tokens of the batch."""
+    loss: float
+    """S / D of ALGORITHMS section 9."""
+    grad_norm: float
+    """L2 norm of the divided gradient, before clipping."""
+    learning_rate: float
+    means: Mapping[str, float] = field(default_factory=dict)
+    """`clipped`, `kl_to_sampler`, `entropy`: per weighted token of the rows that went through the model."""
 
 
 class Trainer(Protocol):
@@ -14,12 +34,24 @@ class Trainer(Protocol):
     "deferred divisor"), so that the update equals the full-batch update whatever the split and the order.
     """
 
+    @property
+    def last_update(self) -> UpdateReport | None:
+        """The latest `step` of this process, if there was one."""
+        ...
+
     async def accumulate(self, batch: MicroBatch) -> LossReport:
-        """Adds the batch's gradient sums to the cache. Idempotent by micro-batch id since the last `step`."""
+        """Adds the batch's gradient sums to the cache. Idempotent by micro-batch id since the last `step`.
+
+        A call that raises or is cancelled has added nothing. Raises TrainingError.
+        """
         ...
 
     async def step(self, divisors: Divisors) -> Version:
-        """One optimiser update from the cached sums, which are then cleared; returns the new version."""
+        """One optimiser update from the cached sums, which are then cleared; returns the new version.
+
+        Raises TrainingError, with the weights as they were, if there is nothing to divide by or a gradient is not
+        finite.
+        """
         ...
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:

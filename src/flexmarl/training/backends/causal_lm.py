@@ -1,0 +1,176 @@
+"""Forward passes and updates on a Hugging Face causal LM, as reinforcement and supervised training share them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flexmarl.errors import ConfigError, TrainingError, boundary
+from flexmarl.training.batching import PaddedRows
+from flexmarl.training.settings import Dtype, UpdateSettings
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def load_model(source: str | Path, dtype: Dtype = "float32") -> PreTrainedModel:
+    """A causal LM, on the CPU, from a Hugging Face folder or name. Raises ConfigError."""
+    with boundary(ConfigError, f"loading the model '{source}'"):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+
+
+def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bool) -> None:
+    """Training mode with dropout off for good: the trainer must see the distribution that the engine sampled from."""
+    module: Any
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    model.train()
+    if activation_checkpointing:
+        # PyTorch leaves function modes when it enters backward, so the recomputation must be given its own.
+        contexts = {"context_fn": lambda: (nullcontext(), precision(model))}
+        model.activation_checkpointing_enable({"use_reentrant": False, **contexts})
+
+
+class DoubleStays(TorchFunctionMode):
+    """In the block, float64 tensors are not cast to float32.
+
+    Models cast inside their norms, so that low precision does no harm there; in double precision that cast would be
+    the harm, and updates would depend on the order of the rows in the seventh digit.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leaves out the casts, calls everything else."""
+        wanted = (*args[1:], *(kwargs or {}).values())
+        lowers = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in wanted)
+        if lowers and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def precision(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """What forward and backward passes of the model must run in."""
+    return DoubleStays() if model.dtype == torch.float64 else nullcontext()
+
+
+def move_and_cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """In place. Buffers keep their type: rotary frequencies in bfloat16 would misplace every distant token."""
+    nn.Module.to(model, device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def trained_logits(model: PreTrainedModel, rows: PaddedRows) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] that predict the trained tokens, and those tokens [N].
+
+    The hidden states are gathered in front of the head, so that no logits exist at prompts and padding, while whatever
+    the model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed:
+    both defaults are right for right-padded rows, and they keep attention on its fast causal path.
+    """
+    positions = torch.from_numpy(rows.positions).to(model.device)
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal LM has a head"
+
+    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        return (inputs[0].flatten(0, 1).index_select(0, positions),)
+
+    with head.register_forward_pre_hook(gather):
+        logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False).logits
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return logits, torch.from_numpy(rows.targets).to(model.device)
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of each distribution (no gradient)."""
+    logprobs = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The state dict without its tied duplicates: of tensors that are one, the first name counts."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+class Updater:
+    """AdamW on a model's parameters; a bfloat16 parameter has a float32 master, in which small updates survive.
+
+    We cast once per update rather than autocast every operation: the forward pass then runs on exactly the bfloat16
+    weights that the engine gets.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: UpdateSettings) -> None:
+        self._settings = settings
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for parameter in self.parameters.values():
+            if parameter.dtype == torch.bfloat16:
+                parameter.grad_dtype = torch.float32
+        self.masters = {
+            name: p.detach().float() if p.dtype == torch.bfloat16 else p for name, p in self.parameters.items()
+        }
+        adamw = settings.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(),
+            lr=adamw.learning_rate,
+            betas=(adamw.beta1, adamw.beta2),
+            eps=adamw.eps,
+            weight_decay=adamw.weight_decay,
+            fused=True,
+        )
+
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients since the last call, zeros where there are none; the parameters keep none."""
+        gradients = [
+            torch.zeros_like(master) if parameter.grad is None else parameter.grad
+            for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True)
+        ]
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return gradients
+
+    def apply(self, gradients: Sequence[Tensor], update: int, where: str) -> tuple[float, float]:
+        """Clips, steps and refreshes the parameters; returns (gradient norm before clipping, learning rate)."""
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not norm.isfinite():
+            raise TrainingError(
+                f"{where}: gradient norm is {norm.item()}; the weights are unchanged. Look for extreme advantages, or "
+                "try a lower learning_rate, or dtype float32"
+            )
+        masters = list(self.masters.values())
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        if self._settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(masters, self._settings.max_grad_norm, norm)
+        learning_rate = self._settings.optimizer.learning_rate * self._settings.schedule.factor(update)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.refresh()
+        return norm.item(), learning_rate
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copies the masters into the parameters that are not their own master."""
+        for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+
+Progress = Callable[[int, float], None]
+"""Called after an update with its number, from 1, and its mean loss."""

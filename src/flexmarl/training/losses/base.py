@@ -1,0 +1,50 @@
+"""What every policy loss is: settings with a formula, free of torch until it is called."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from flexmarl.training.aggregation import Aggregation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyLoss(BaseModel, ABC):
+    """Loss of single tokens, and how token losses become one number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    zero_advantage_is_zero_gradient: ClassVar[bool] = True
+    """Rows with advantage 0 need no forward pass. False for a loss with a term that the advantage does not multiply."""
+
+    aggregation: Aggregation = Field(
+        default="token-mean", description="How token losses are weighted and what their sum is divided by."
+    )
+    horizon_tokens: int | None = Field(
+        default=None, gt=0, description="Constant divisor Hc of 'seq-mean-token-sum-norm'; unused otherwise."
+    )
+
+    @model_validator(mode="after")
+    def _horizon_goes_with_its_mode(self) -> Self:
+        if (self.aggregation == "seq-mean-token-sum-norm") != (self.horizon_tokens is not None):
+            raise ValueError(
+                f"horizon_tokens is {self.horizon_tokens} with aggregation '{self.aggregation}'; set it "
+                "(to the longest response, for example) with 'seq-mean-token-sum-norm', and leave it out otherwise"
+            )
+        return self
+
+    @abstractmethod
+    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss [N] of N sampled tokens, and [N] bool: where clipping removed the gradient.
+
+        All arguments are [N]; only `logprobs` carries gradient.
+        """
+
+
+def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """rho = pi / pi_old; the log-ratio is clipped to 20 either way, so that the ratio stays finite."""
+    return (logprobs - old_logprobs).clamp(-20, 20).exp()

@@ -1,0 +1,70 @@
+"""What can be chosen about training. Imports neither torch nor transformers, so that a laptop can check any config."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexmarl.training.losses import LossSettings, Ppo
+from flexmarl.training.schedule import ScheduleSettings
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class AdamWSettings(BaseModel):
+    """AdamW (Loshchilov and Hutter 2019), decoupled weight decay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate; 1e-3 to 2e-3 for models of a few million.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, times the learning rate.")
+
+
+class UpdateSettings(BaseModel):
+    """How one gradient becomes one change of the weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    optimizer: AdamWSettings = Field(default=AdamWSettings(), description="The optimiser.")
+    schedule: ScheduleSettings = Field(default=ScheduleSettings(), description="Learning rate over the updates.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="L2 bound on the gradient; null is off.")
+
+
+class TrainingSettings(UpdateSettings):
+    """Reinforcement learning of one policy."""
+
+    loss: LossSettings = Field(default=Ppo(), description="The policy loss, chosen by `type`.")
+    micro_batch: int = Field(default=16, gt=0, description="Ready rows that start one gradient accumulation.")
+    max_tokens_per_forward: int = Field(
+        default=16384,
+        gt=0,
+        description="Padded tokens of one forward pass; a longer row goes alone.",
+    )
+    dtype: Dtype = Field(
+        default="float32",
+        description="Of weights in the forward pass. With bfloat16 the optimiser keeps float32 master weights.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations layer by layer: about 30% slower, far less memory."
+    )
+    skip_zero_advantage: bool = Field(
+        default=True,
+        description="Rows with advantage 0 have gradient 0: count them in the divisors without a forward pass.",
+    )
+    accumulation_scale: float = Field(
+        default=1.0, gt=0, description="The constant kappa that gradient sums carry until the step divides it out."
+    )
+
+
+class SupervisedSettings(UpdateSettings):
+    """Cold start on demonstrations."""
+
+    optimizer: AdamWSettings = Field(default=AdamWSettings(learning_rate=2e-3), description="The optimiser.")
+    epochs: int = Field(default=1, gt=0, description="Passes over the demonstrations.")
+    batch: int = Field(default=128, gt=0, description="Demonstrations in one update.")
+    max_tokens_per_forward: int = Field(default=16384, gt=0, description="Padded tokens of one forward pass.")
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = Field(
+        default="token-mean", description="Whether long demonstrations weigh more (token-mean) or all the same."
+    )
