@@ -4,11 +4,11 @@ from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext, Generate
 from flexmarl.agents.parsers import parser
 from flexmarl.agents.recorder import NoRecorder, Recorder
-from flexmarl.agents.registry import load_code
 from flexmarl.agents.reply import Reply, ToolUse
 from flexmarl.agents.seat import Seat
 from flexmarl.agents.spec import Level, TeamSpec
 from flexmarl.agents.team import Team
+from flexmarl.agents.user_code import load_code
 from flexmarl.agents.workflow import Workflow, workflow
 
 __all__ = [

@@ -2,9 +2,11 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from flexmarl.agents.recorder import NoRecorder, Recorder
 from flexmarl.records import EpisodeId, Generation, GenerationRequest, GroupId, Task
+from flexmarl.tasks import Environment
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 
@@ -23,6 +25,9 @@ class EpisodeContext:
     recorder: Recorder = field(default_factory=NoRecorder)
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
+
+    environment: Callable[[Task], Environment[Any]] | None = None
+    """Makes the environment that the task is played in, where there is one."""
 
     @property
     def episode(self) -> EpisodeId:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flexmarl.agents.registry import Registry
+from flexmarl.tasks.registry import Registry
 
 Parser = Callable[[str], Any]
 
-PARSERS: Registry[Parser] = Registry("parser")
+PARSERS: Registry[Parser] = Registry("parser", setting="parser")
 
 
 def parser(name: str) -> Callable[[Parser], Parser]:

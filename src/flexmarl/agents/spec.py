@@ -74,7 +74,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
     try:
         parser = PARSERS[settings.parser] if isinstance(settings.parser, str) else settings.parser
     except ConfigError as error:
-        raise ConfigError(f"team.agents.{name}.parser: {error}") from None
+        raise ConfigError(f"team.agents.{name}.{error}") from None
     return AgentSpec(
         name=AgentName(name),
         policy=policy,

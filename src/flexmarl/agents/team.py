@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from flexmarl.agents.context import EpisodeContext
@@ -11,6 +12,7 @@ from flexmarl.agents.seat import AgentSpec, Seat
 from flexmarl.agents.seeds import episode_seed
 from flexmarl.errors import EpisodeError
 from flexmarl.records import AgentName, SampleId, Turn
+from flexmarl.tasks import Environment
 
 
 class Team:
@@ -38,6 +40,13 @@ class Team:
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())
+
+    @cached_property
+    def environment(self) -> Environment[Any]:
+        """This episode's own, made at first use. The workflow resets it, with one seed for all episodes of a group."""
+        if self.context.environment is None:
+            raise EpisodeError("the workflow asks for an environment, but this run has none")
+        return self.context.environment(self.context.task)
 
     def report(self, **metrics: float) -> None:
         """Figures of this episode; `success` is the team's score. A name reported again replaces its value."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 
-from flexmarl.agents.registry import Registry
 from flexmarl.agents.team import Team
 from flexmarl.records import Task
+from flexmarl.tasks.registry import Registry
 
 Workflow = Callable[[Task, Team], Awaitable[None]]
 """`async def run(task, team)`: how the agents interact on one task; an exception in it fails the episode."""
 
-WORKFLOWS: Registry[Workflow] = Registry("workflow")
+WORKFLOWS: Registry[Workflow] = Registry("workflow", setting="team.workflow.name")
 
 
 def workflow(name: str) -> Callable[[Workflow], Workflow]:
