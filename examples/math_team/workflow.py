@@ -1,0 +1,83 @@
+"""The workflow of the math team: solve, check, and try again if the verifier says no.
+
+    question ──► solver ──► calculator, if the solver calls it ──► answer ──► verifier ──► yes: done
+       ▲                                                                         │
+       └────────────────────────────── no: a new attempt ◄───────────────────────┘
+
+Every attempt and every verdict has a reward of its own: an attempt 1 if its answer is right, less `CALL_COST` for each
+call; a verdict 1 if it is right. Nothing tells the solver which questions are worth a call.
+"""
+
+from collections.abc import Sequence
+
+from flexmarl.agents.reply import ToolUse
+from flexmarl.agents.team import Team
+from flexmarl.agents.workflow import workflow
+from flexmarl.records import Task
+
+MAX_ATTEMPTS = 3
+CALL_COST = 0.1
+"""Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
+
+
+@workflow("math_team")
+async def solve_and_verify(task: Task, team: Team) -> None:
+    """Up to three attempts, until the verifier approves one; the last one is the team's answer."""
+    await play(task, team, obey=True)
+
+
+@workflow("math_team_always_approve")
+async def always_approve(task: Task, team: Team) -> None:
+    """The control: the verifier says what it thinks and is rewarded for it, but the first attempt stands."""
+    await play(task, team, obey=False)
+
+
+async def play(task: Task, team: Team, *, obey: bool) -> None:
+    """One episode; `obey`: a rejected answer is tried again."""
+    scores: list[float] = []
+    agreements: list[float] = []
+    calls: list[int] = []
+    rejected = False
+    while len(scores) < MAX_ATTEMPTS and (rejected or not scores):
+        attempt = await team.solver.act(question(task.prompt, retry=rejected))
+        verdict = await team.verifier.act(review(task.prompt, attempt.calls, attempt.text))
+        approved = verdict.text == "yes"
+        scores.append(task.score(attempt.text))
+        agreements.append(float(approved == bool(scores[-1])))
+        calls.append(len(attempt.calls))
+        attempt.reward(scores[-1] - CALL_COST * calls[-1])
+        verdict.reward(agreements[-1])
+        rejected = obey and not approved
+    level = task.data["level"]
+    used = sum(map(bool, calls)) / len(calls)
+    team.report(
+        success=scores[-1],
+        first_success=scores[0],
+        attempts=len(scores),
+        verifier_accuracy=sum(agreements) / len(agreements),
+        tool_used=used,
+        **{f"success_{level}": scores[-1], f"tool_used_{level}": used},
+        **caught(scores, agreements),
+    )
+
+
+def question(prompt: str, *, retry: bool = False) -> str:
+    """What the solver is asked, e.g. `7*8        ?`; the mark is `!` after a rejected attempt.
+
+    Fixed widths put every digit at one distance from the digit that it copies, or is compared with, here and below:
+    a model of two layers needs that.
+    """
+    return f"{prompt:<11}" + "?!"[retry]
+
+
+def review(prompt: str, calls: Sequence[ToolUse], answer: str) -> str:
+    """What the verifier is asked, e.g. `7*8         |56` or `48213*907   |calc(48213*907)=43729191  |43729191`."""
+    return "|".join([f"{prompt:<12}", *(f"calc({use.argument})={use.result:<10}" for use in calls), answer])
+
+
+def caught(scores: list[float], agreements: list[float]) -> dict[str, float]:
+    """The verifier's accuracy on wrong answers and on right ones, each where there were any."""
+    right = [agreement for score, agreement in zip(scores, agreements, strict=True) if score]
+    wrong = [agreement for score, agreement in zip(scores, agreements, strict=True) if not score]
+    found = {"approved_right": right, "caught_wrong": wrong}
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
