@@ -1,0 +1,93 @@
+"""What all benchmarks share: interleaved repeats, a table, machine facts, and the JSON line at the end."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+Number = int | float
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that every benchmark has: `--json`, `--repeats`, `--threads`."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--json", action="store_true", help="print figures and machine facts as one JSON line last")
+    options.add_argument("--repeats", type=int, default=5, help="interleaved runs of each contender (default 5)")
+    options.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    return options
+
+
+def interleaved(contenders: Mapping[str, Callable[[], Number]], repeats: int) -> dict[str, list[float]]:
+    """Runs the contenders in turn, `repeats` times after one warm-up each; returns work done per second of each run.
+
+    A contender returns how much it has done. In turn, so that a noisy neighbour disturbs all of them alike.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for repeat in range(repeats + 1):
+        for name, contender in contenders.items():
+            began = time.perf_counter()
+            done = contender()
+            if repeat:
+                rates[name].append(done / (time.perf_counter() - began))
+    return rates
+
+
+def median_ratio(rates: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
+    """Median over repeats of our rate by theirs in the same repeat."""
+    return statistics.median(a / b for a, b in zip(rates[ours], rates[theirs], strict=True))
+
+
+def machine() -> dict[str, Number | str]:
+    """Where the figures were measured."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def report(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    figures: Mapping[str, float],
+    *,
+    as_json: bool,
+    wanted: Mapping[str, float] | None = None,
+) -> None:
+    """Prints the table, the figures with what is wanted of them, and with `--json` the machine-readable last line."""
+    console = Console()
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for name, value in figures.items():
+        least = (wanted or {}).get(name)
+        verdict = "" if least is None else f"   wanted >= {least:g}: {'yes' if value >= least else 'NO'}"
+        console.print(f"{name} = {value:.2f}{verdict}", highlight=False)
+    if as_json:
+        rounded = {name: round(value, 3) for name, value in figures.items()}
+        print(json.dumps({"figures": rounded, "machine": machine()}))
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,205 @@
+"""Embedded engine on a device thread: the synchronous core behind `inference/interface.py`.
+
+    generate --> inbox ---.                        .--> each call's answers
+    abort    --> aborts --+-- one turn at a time --+
+    load     --> the same thread, between turns
+
+consumes:     requests and aborts, handed over once per turn
+waits for:    the device thread, shared with a trainer of the same process
+produces:     generations, a batch per turn
+unblocked by: a request; the pump task exists only while there is work
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.errors import EngineError, boundary
+from flexmarl.inference.backends.embedded.core import EngineCore, unserved
+from flexmarl.inference.backends.embedded.stops import Decode
+from flexmarl.inference.engines import FIRST_VERSION, EngineParts
+from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version
+
+_Answers = asyncio.Queue[Generation | EngineError]
+
+
+class EmbeddedEngine:
+    """`WeightedEngine` in this process. Close it, or use it as an async context manager."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], torch.nn.Module],
+        settings: EmbeddedSettings,
+        *,
+        policy: PolicyName,
+        store: ObjectStore,
+        thread: DeviceThread,
+        decode: Decode | None = None,
+        version: Version = FIRST_VERSION,
+    ) -> None:
+        """The model is the engine's own from here on; `decode` (ids to text) is needed for stop strings only."""
+        core = EngineCore(make_model(), settings, decode=decode, version=version)
+        self._core: EngineCore | None = core
+        self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
+        self._inbox: list[GenerationRequest] = []
+        self._aborts: list[str] = []
+        self._answers: dict[str, _Answers] = {}
+        self._pump_task: asyncio.Task[None] | None = None
+        self._use = core.use()
+        self._tokens_per_s = 0.0
+        self._closed = ""
+
+    async def __aenter__(self) -> "EmbeddedEngine":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+        """Yields one Generation per request, in completion order."""
+        if self._closed:
+            raise EngineError(self._closed)
+        answers: _Answers = asyncio.Queue()
+        left: set[str] = set()
+        refused: list[Generation] = []
+        for request in requests:
+            problem = self._problem(request)
+            if problem:
+                refused.append(unserved(request, self._use.version, FinishReason.ERROR, problem))
+            else:
+                left.add(request.request_id)
+                self._answers[request.request_id] = answers
+                self._inbox.append(request)
+        try:
+            if left:
+                self._wake()
+            for generation in refused:
+                yield generation
+            while left:
+                answer = await answers.get()
+                if isinstance(answer, EngineError):
+                    left.clear()
+                    raise EngineError(str(answer)) from answer
+                left.discard(answer.request_id)
+                yield answer
+        finally:
+            for request_id in left:
+                self._answers.pop(request_id, None)
+            await self.abort(list(left))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests at the next token boundary."""
+        if request_ids and not self._closed:
+            self._aborts.extend(request_ids)
+            self._wake()
+
+    async def usage(self) -> EngineUse:
+        """The load after the last turn, with what has arrived since."""
+        new = [request.sampling.max_tokens for request in self._inbox]
+        return replace(
+            self._use,
+            queued=self._use.queued + len(new),
+            queued_tokens=self._use.queued_tokens + sum(new),
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+        """Gets the object and swaps the weights between two turns; returns the checksum of what is served."""
+        if policy != self._policy:
+            raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
+        core = self._core
+        if self._closed or core is None:
+            raise EngineError(self._closed)
+        with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
+            tree = await self._store.get(key)
+            held = await self._thread.run(core.load, version, tree)
+        self._use = replace(self._use, version=version)
+        return held
+
+    async def close(self) -> None:
+        """Ends what runs with finish `abort` and lets the model go."""
+        if not self._closed:
+            self._closed = f"the engine of '{self._policy}' is closed"
+            self._wake()
+        if self._pump_task is not None:
+            await self._pump_task
+        self._core = None
+
+    def _problem(self, request: GenerationRequest) -> str:
+        if request.policy != self._policy:
+            return f"this engine serves policy '{self._policy}', not '{request.policy}'"
+        if request.request_id in self._answers:
+            return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
+        return ""
+
+    def _wake(self) -> None:
+        if self._pump_task is None or self._pump_task.done():
+            self._pump_task = asyncio.create_task(self._pump(), name=f"engine-{self._policy}")
+
+    async def _pump(self) -> None:
+        """Runs turns on the device thread until there is nothing to do; a failed turn fails every request."""
+        clock, core = asyncio.get_running_loop().time, self._core
+        assert core is not None
+        try:
+            busy = True
+            while busy and not self._closed:
+                began, before = clock(), self._use.generated_tokens
+                inbox, self._inbox = self._inbox, []
+                aborts, self._aborts = self._aborts, []
+                done, self._use = await self._thread.run(_turn, core, inbox, aborts, self._settings.steps_per_turn)
+                self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
+                self._deliver(done)
+                busy = bool(self._use.queued or self._use.running or self._inbox or self._aborts)
+            if self._closed:
+                self._deliver(await self._thread.run(_drain, core, self._inbox))
+        except Exception as error:
+            self._closed = f"the engine of '{self._policy}' failed: {type(error).__name__}: {error}"
+            failure = EngineError(self._closed)
+            failure.__cause__ = error
+            for answers in set(self._answers.values()):
+                answers.put_nowait(failure)
+            self._answers.clear()
+
+    def _deliver(self, done: Sequence[Generation]) -> None:
+        for generation in done:
+            answers = self._answers.pop(generation.request_id, None)
+            if answers is not None:
+                answers.put_nowait(generation)
+
+
+def _turn(
+    core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], steps: int
+) -> tuple[list[Generation], EngineUse]:
+    """On the device thread: takes the commands, then a few steps; stops early to deliver when nobody waits."""
+    done = [refused for request in inbox if (refused := core.add(request)) is not None]
+    if aborts:
+        done += core.abort(aborts)
+    for _ in range(steps):
+        if core.idle or (done and not core.waiting):
+            break
+        done += core.step()
+    return done, core.use()
+
+
+def _drain(core: EngineCore, inbox: Sequence[GenerationRequest]) -> list[Generation]:
+    """On the device thread: ends everything."""
+    refused = [generation for request in inbox if (generation := core.add(request)) is not None]
+    return refused + core.abort()
+
+
+def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngine:
+    """The factory that `EmbeddedSettings.factory` names."""
+    return EmbeddedEngine(
+        parts.make_model,
+        settings,
+        policy=parts.policy,
+        store=parts.store,
+        thread=parts.thread,
+        decode=parts.decode,
+        version=parts.version,
+    )

@@ -1,0 +1,291 @@
+"""Slot cache on a transformers `Cache`, and the attention that reads it.
+
+Each sequence owns one row of `max_len` positions. Active sequences are rows 0..n-1, without gaps, so a decode step
+reads views, never a gather. One forward packs all its tokens into a batch of one: first the next token of every
+active row, then the prompts of those that join, one after the other. Only attention knows where one ends.
+
+    tokens   | row 0 | row 1 | ... | row n-1 | prompt of row n ........ | prompt of row n+1 ..... |
+              `----- decode: 1 each -------'   `--- prefill: padded to the longest, masked -----'
+
+Letters: S rows, L positions, T packed tokens, J joiners, M the longest of them, H heads, K key heads, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from flexmarl.errors import ConfigError, EngineError
+from flexmarl.records import IntArray
+
+ATTENTION = "flexmarl_slots"
+"""Name under which `slot_attention` is known to transformers."""
+Integers = NDArray[np.integer]
+_ROW_BLOCK = 8
+_BLOCK_GAIN = 1024
+"""Rows are read in blocks when that spares this many positions: below, the extra calls cost more than the reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joiner:
+    """A prompt that enters a row: positions `start` on are computed, those before are there already."""
+
+    row: int
+    start: int
+    ids: IntArray
+    """The whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlock:
+    """Neighbouring rows that are read up to the same position."""
+
+    rows: slice
+    kv_length: int
+    bias: torch.Tensor
+    """[rows, 1, 1, kv_length]; 0 where a row has a key, -inf behind its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBlock:
+    """The joiners of one forward."""
+
+    rows: slice
+    kv_length: int
+    width: int
+    """M: tokens of the longest joiner."""
+    place: torch.Tensor
+    """[prompt tokens] index of each in the padded [J * M]."""
+    bias: torch.Tensor | None
+    """[J, 1, M, kv_length]; None for one prompt from its first token, which is plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one forward does."""
+
+    input_ids: torch.Tensor
+    """[1, T]."""
+    position_ids: torch.Tensor
+    """[1, T]."""
+    write_at: torch.Tensor
+    """[K * T] flat cache index ((row * K + head) * L + position) that each token's key and value go to, by head."""
+    num_decode: int
+    decode: Sequence[DecodeBlock]
+    prefill: PrefillBlock | None
+    logits_at: torch.Tensor | int
+    """[n + J] tokens that need logits: every decode token, the last of each prompt; 0 means all."""
+
+
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [S, K, L, D]; `update` is what the model's attention module calls."""
+
+    def __init__(self, owner: "SlotCache", keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self._owner = owner
+        self._flat_keys, self._flat_values = keys.flatten(0, 2), values.flatten(0, 2)
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the packed [1, K, T, D] tokens where the plan says; returns all rows, [S, K, L, D]."""
+        where = self._owner.plan.write_at
+        self._flat_keys.index_copy_(0, where, key_states.reshape(-1, key_states.shape[-1]))
+        self._flat_values.index_copy_(0, where, value_states.reshape(-1, value_states.shape[-1]))
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is lazy: pages are the system's business."""
+
+    def get_seq_length(self) -> int:
+        """0: positions are always given."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """L."""
+        assert self.keys is not None
+        return self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Only masks that nobody makes would ask."""
+        return query_length, 0
+
+
+class SlotCache(Cache):
+    """Keys and values of all rows and layers in one zeroed block, [layers, 2, S, K, L, D]."""
+
+    plan: Plan
+
+    def __init__(self, model: torch.nn.Module, rows: int, max_len: int) -> None:
+        layers, key_heads, head_size = _attention_shape(model)
+        parameter = next(model.parameters())
+        self.max_len = max_len
+        self._device = parameter.device
+        # Zeros, not garbage: masked positions are read with weight 0, and 0 times a stray NaN would be NaN.
+        self._block = torch.zeros(
+            layers, 2, rows, key_heads, max_len, head_size, dtype=parameter.dtype, device=self._device
+        )
+        self._row_size = key_heads * max_len
+        self._head_starts = np.arange(key_heads)[:, None] * max_len
+        self._steps = torch.arange(max_len, device=self._device)
+        self._zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
+        self._masked = torch.full_like(self._zero, -torch.inf)
+        super().__init__(layers=[_SlotLayer(self, block[0], block[1]) for block in self._block])
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Copies positions start..end of a row, in all layers."""
+        self._block[:, :, target, :, start:end] = self._block[:, :, source, :, start:end]
+
+    def clear(self, row: int) -> None:
+        """Zeroes a row that holds numbers which are not finite."""
+        self._block[:, :, row] = 0
+
+    def lay_out(self, last_ids: Integers, lengths: Integers, joiners: Sequence[Joiner], fixed_kv: bool) -> Plan:
+        """The plan of one forward: row r < len(last_ids) gets `last_ids[r]` at position `lengths[r]`."""
+        num_decode = len(last_ids)
+        fresh = [joiner.ids[joiner.start :] for joiner in joiners]
+        starts = [joiner.start for joiner in joiners]
+        ids = np.concatenate([last_ids, *fresh]) if joiners else last_ids
+        positions = lengths.astype(np.int64)
+        write_at = np.arange(num_decode) * self._row_size + positions
+        if joiners:
+            inside = [np.arange(joiner.start, len(joiner.ids)) for joiner in joiners]
+            positions = np.concatenate([positions, *inside])
+            rows = [steps + joiner.row * self._row_size for steps, joiner in zip(inside, joiners, strict=True)]
+            write_at = np.concatenate([write_at, *rows])
+        sizes = [len(part) for part in fresh]
+        ends = num_decode - 1 + np.cumsum(sizes, dtype=np.int64)
+        return Plan(
+            input_ids=self._tensor(ids)[None],
+            position_ids=self._tensor(positions)[None],
+            write_at=self._tensor(self._head_starts + write_at).flatten(),
+            num_decode=num_decode,
+            decode=self._decode_blocks(lengths, fixed_kv) if num_decode else (),
+            prefill=self._prefill_block(joiners, starts, sizes) if joiners else None,
+            logits_at=self._tensor(np.concatenate([np.arange(num_decode), ends])) if joiners else 0,
+        )
+
+    def _decode_blocks(self, lengths: Integers, fixed_kv: bool) -> list[DecodeBlock]:
+        if fixed_kv:
+            blocks = [(slice(0, len(lengths)), self.max_len)]
+        else:
+            blocks = row_blocks(lengths, self.max_len)
+        longest = max(length for _, length in blocks)
+        ends = self._tensor(lengths.astype(np.int64))[:, None]
+        bias = torch.where(self._steps[:longest] <= ends, self._zero, self._masked)[:, None, None]
+        return [DecodeBlock(rows, length, bias[rows, :, :, :length]) for rows, length in blocks]
+
+    def _prefill_block(self, joiners: Sequence[Joiner], starts: list[int], sizes: list[int]) -> PrefillBlock:
+        width, kv_length = max(sizes), max(len(joiner.ids) for joiner in joiners)
+        rows = slice(joiners[0].row, joiners[0].row + len(joiners))
+        place = np.concatenate([index * width + np.arange(size) for index, size in enumerate(sizes)])
+        bias = None
+        if len(joiners) > 1 or starts[0] > 0:
+            ends = self._tensor(np.asarray(starts))[:, None, None, None] + self._steps[:width, None]
+            bias = torch.where(self._steps[:kv_length] <= ends, self._zero, self._masked)
+        return PrefillBlock(rows, kv_length, width, self._tensor(place), bias)
+
+    def _tensor(self, values: Integers) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device, non_blocking=True)
+
+
+def row_blocks(lengths: Integers, max_len: int) -> list[tuple[slice, int]]:
+    """Cuts rows into neighbours read up to a common position; one block unless cutting spares enough reading.
+
+    >>> row_blocks(np.array([5, 7, 30]), 64)
+    [(slice(0, 3, None), 32)]
+    """
+    num_rows = len(lengths)
+    rounded = np.minimum(lengths // 16 * 16 + 16, max_len)
+    longest = int(rounded.max())
+    starts = np.arange(0, num_rows, _ROW_BLOCK)
+    tops = np.maximum.reduceat(rounded, starts)
+    sizes = np.diff(np.append(starts, num_rows))
+    if num_rows * longest - int((tops * sizes).sum()) < _BLOCK_GAIN:
+        return [(slice(0, num_rows), longest)]
+    return [
+        (slice(int(start), int(start + size)), int(top)) for start, size, top in zip(starts, sizes, tops, strict=True)
+    ]
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    slot_plan: Plan | None = None,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of the packed queries [1, H, T, D] over the cache rows [S, K, L, D]; returns [1, T, H, D]."""
+    if slot_plan is None:
+        raise EngineError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sliding_window", "position_bias")):
+        raise EngineError(f"{type(module).__name__} wants more than plain full attention, which slots do not have")
+    tokens = query[0].transpose(0, 1)
+    num_decode = slot_plan.num_decode
+    parts = [_decode(tokens, key, value, block, scaling) for block in slot_plan.decode]
+    if slot_plan.prefill is not None:
+        parts.append(_prefill(tokens[num_decode:], key, value, slot_plan.prefill, scaling))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+def _decode(
+    tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: DecodeBlock, scaling: float | None
+) -> torch.Tensor:
+    """One query per row. The H / K heads that share a key head stand where queries stand, so no key is repeated."""
+    query = tokens[block.rows]
+    num_rows, num_heads, size = query.shape
+    key = key[block.rows, :, : block.kv_length]
+    value = value[block.rows, :, : block.kv_length]
+    grouped = query.reshape(num_rows, key.shape[1], -1, size)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=block.bias, scale=scaling)
+    return out.reshape(num_rows, num_heads, size)
+
+
+def _prefill(
+    tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: PrefillBlock, scaling: float | None
+) -> torch.Tensor:
+    _, num_heads, size = tokens.shape
+    key = key[block.rows, :, : block.kv_length]
+    value = value[block.rows, :, : block.kv_length]
+    gqa = key.shape[1] != num_heads
+    if block.bias is None:
+        query = tokens.transpose(0, 1)[None]
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return out[0].transpose(0, 1)
+    num_joiners = key.shape[0]
+    padded = tokens.new_zeros(num_joiners * block.width, num_heads, size).index_copy_(0, block.place, tokens)
+    query = padded.view(num_joiners, block.width, num_heads, size).transpose(1, 2)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=block.bias, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2).reshape(-1, num_heads, size)[block.place]
+
+
+def _attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
+    """(layers, key heads, head size) of the model; raises ConfigError for attention that slots cannot hold."""
+    config = getattr(model, "config").get_text_config()  # noqa: B009
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if kinds != {"full_attention"} or not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"inference.type embedded needs a model with full attention in every layer, got "
+            f"{type(model).__name__} with {sorted(kinds)}; Llama, Qwen2 and Qwen3 types without sliding windows work"
+        )
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or num_heads, head_size
+
+
+AttentionInterface.register(ATTENTION, slot_attention)

@@ -1,0 +1,104 @@
+"""Sampler on torch: logits -> tokens and their logprobs, from a counter-based random stream.
+
+A token is a function of (request seed, token index, distribution) alone: the uniform comes from an integer hash, and
+the token is where the cumulative distribution, in float64 and in id order, passes it. Who else is in the batch, and
+when the request arrived, has no say.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit flips every output bit half the time."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The uniform in [0, 1) of token `indices[i]` of the request with `seeds[i]`, 53 bits of it.
+
+    It is output number `indices[i]` of a splitmix64 generator that starts at the mixed seed.
+    """
+    state = _mix(seeds + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The sampling parameters of a batch, one entry per row; `plain` when none of them does anything."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row samples the model's own distribution."""
+        return bool((self.temperature == 1.0).all()) and not self.filtering.any()
+
+    @property
+    def filtering(self) -> NDArray[np.bool_]:
+        """[n] rows that leave tokens out."""
+        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, u: NDArray[np.float64], plain: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draws one token per row of `logits` [n, V]: (ids, logprobs that were sampled from, the model's own logprobs).
+
+    Filters apply in the order temperature, top-k, top-p, min-p. A greedy row (temperature 0) takes the likeliest id,
+    the lowest of equals, and its sampling logprob is 0: it had no choice.
+    """
+    raw = torch.log_softmax(logits.float(), -1)
+    if plain is None:
+        plain = rows.plain
+    own = raw if plain else _sampling_logprobs(raw, rows)
+    cdf = own.double().exp_().cumsum(-1)
+    target = torch.from_numpy(u).to(cdf.device)[:, None] * cdf[:, -1:]
+    # The first id whose cumulative sum exceeds the target has positive probability; the clamp is for NaN rows.
+    ids = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    own_of, raw_of = own.gather(1, ids), raw.gather(1, ids)
+    return ids[:, 0], own_of[:, 0], raw_of[:, 0]
+
+
+def _sampling_logprobs(raw: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """[n, V] log-probabilities after temperature and filters, renormalised; -inf where filtered."""
+    temperature = torch.from_numpy(rows.temperature).to(raw.device)[:, None]
+    greedy = temperature == 0
+    scaled = torch.where(temperature == 1, raw, torch.log_softmax(raw / temperature.masked_fill(greedy, 1.0), -1))
+    filtering = np.flatnonzero(rows.filtering & (rows.temperature > 0))
+    if len(filtering):
+        where = torch.from_numpy(filtering).to(raw.device)
+        scaled[where] = _filtered(scaled[where], rows, filtering)
+    if bool(greedy.any()):
+        best = torch.full_like(raw, -torch.inf).scatter_(1, raw.argmax(-1, keepdim=True), 0.0)
+        scaled = torch.where(greedy, best, scaled)
+    return scaled
+
+
+def _filtered(logprobs: torch.Tensor, rows: SamplingRows, which: NDArray[np.intp]) -> torch.Tensor:
+    """Rows in descending order (equals by id), cut at rank k, then at mass p, then at min-p times the top."""
+
+    def column(values: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values[which]).to(logprobs.device)[:, None]
+
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    size = logprobs.shape[1]
+    top_k = column(rows.top_k)
+    keep = torch.arange(size, device=logprobs.device) < top_k.masked_fill(top_k <= 0, size)
+    mass = torch.where(keep, ordered, -torch.inf).softmax(-1, dtype=torch.float64)
+    keep &= (mass.cumsum(-1) - mass < column(rows.top_p)) | (column(rows.top_p) >= 1)
+    keep &= mass >= column(rows.min_p) * mass[:, :1]
+    cut = torch.where(keep, ordered, -torch.inf)
+    return torch.log_softmax(torch.empty_like(cut).scatter_(1, order, cut), -1)

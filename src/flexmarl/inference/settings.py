@@ -1,0 +1,73 @@
+"""Settings of the engines and of the pool in front of them, one class per engine `type`."""
+
+import pkgutil
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ENGINES: Mapping[str, str] = {
+    "embedded": "flexmarl.inference.settings:EmbeddedSettings",
+}
+"""Where the settings class of each engine `type` is; a new engine adds one line here (docs: write an engine)."""
+
+
+def engine_settings_types() -> tuple[type[BaseModel], ...]:
+    """The settings classes of ENGINES, for a union chosen by `type`."""
+    return tuple(pkgutil.resolve_name(path) for path in ENGINES.values())
+
+
+class EmbeddedSettings(BaseModel):
+    """Our own continuous batching over a Hugging Face causal LM: the choice on a CPU and for tiny models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    factory: ClassVar[str] = "flexmarl.inference.backends.embedded.engine:make_engine"
+
+    type: Literal["embedded"] = "embedded"
+    slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait in the queue.")
+    max_len: int = Field(
+        default=2048, ge=2, description="Tokens per slot, prompt and response; memory is touched on use."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Type of weights, keys and values; published weights must have the same."
+    )
+    device: str = Field(default="cpu", description="Where the model lives: `cpu`, `cuda` or `cuda:1`.")
+    prefill_tokens: int = Field(
+        default=4096, ge=1, description="Prompt tokens computed in one step; a longer prompt has a step of its own."
+    )
+    prefix_reuse: bool = Field(default=True, description="Keep a finished call's keys and values for its conversation.")
+    kept_prefixes: int = Field(
+        default=64, ge=0, description="Conversations whose prefix is kept, longest unused out first."
+    )
+    steps_per_turn: int = Field(
+        default=4,
+        ge=1,
+        description="Decode steps per turn on the device thread, which a trainer may share.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Bit-identical results in any company: fixed shapes, unbatched prefill.",
+    )
+
+    @model_validator(mode="after")
+    def _deterministic_runs_keep_nothing(self) -> "EmbeddedSettings":
+        if self.deterministic and self.prefix_reuse:
+            raise ValueError(
+                "prefix_reuse must be false when deterministic is true, got true; "
+                "a reused prefix was computed in other company, which changes its last bits"
+            )
+        return self
+
+    @property
+    def num_kept(self) -> int:
+        """Cache rows behind the slots."""
+        return self.kept_prefixes if self.prefix_reuse else 0
+
+
+class PoolSettings(BaseModel):
+    """Patience of the pool with its instances."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is given up.")
+    abort_grace_s: float = Field(default=5.0, gt=0, description="How long an aborted request may take to come back.")

@@ -1,0 +1,379 @@
+"""The embedded engine's core against an independent forward of the same model (acceptance 5, laws 6 and 7)."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as law
+from hypothesis import strategies as st
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from flexmarl.errors import ConfigError, EngineError
+from flexmarl.inference.backends.embedded.core import EngineCore
+from flexmarl.inference.backends.embedded.kv_slots import row_blocks
+from flexmarl.objects.interface import checksum
+from flexmarl.records import FinishReason, Version, VersionRun
+from tests.unit.inference import models as tiny
+from tests.unit.inference.models import request, run
+
+TOLERANCE = 1e-4
+
+
+def ragged(count, *, seed=0, longest=60, **sampling):
+    rng = np.random.default_rng(seed)
+    return [
+        request(
+            index,
+            rng.integers(0, tiny.VOCABULARY, rng.integers(1, 30)),
+            seed=seed * 1000 + index,
+            max_tokens=int(rng.integers(1, longest)),
+            **sampling,
+        )
+        for index in range(count)
+    ]
+
+
+def worst(model, requests, answers):
+    """(largest logprob difference from the plain forward, tokens compared)."""
+    worst_one, tokens = 0.0, 0
+    for one in requests:
+        answer = answers[one.request_id]
+        if len(answer.response_ids):
+            expected = tiny.reference_logprobs(model, one.prompt_ids, answer.response_ids)
+            worst_one = max(worst_one, float(np.abs(expected - answer.raw_logprobs).max()))
+            tokens += len(answer.response_ids)
+    return worst_one, tokens
+
+
+@pytest.mark.parametrize("make_model", [tiny.qwen3, tiny.llama])
+def test_logprobs_of_ragged_batches_are_those_of_a_plain_forward(make_model):
+    requests = ragged(40)
+    answers = run(EngineCore(make_model(), tiny.settings(slots=7)), requests)
+    difference, tokens = worst(make_model(), requests, answers)
+    assert tokens > 1000
+    assert difference < TOLERANCE
+    assert all(len(answers[one.request_id].response_ids) == one.sampling.max_tokens for one in requests)
+
+
+def test_rows_read_in_blocks_give_the_same_logprobs():
+    requests = [request(i, [i % 50] * (90 if i == 3 else 4), seed=i, max_tokens=30) for i in range(40)]
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=40, max_len=160))
+    answers = run(core, requests)
+    lengths = np.array([len(one.prompt_ids) for one in requests])
+    assert len(row_blocks(lengths, 160)) == 5
+    assert worst(tiny.qwen3(), requests, answers)[0] < TOLERANCE
+
+
+def test_row_blocks_cover_every_row_up_to_its_new_position_and_never_past_the_slot():
+    lengths = np.array([900, *[10] * 30, 1023])
+    blocks = row_blocks(lengths, 1024)
+    assert [row for rows, _ in blocks for row in range(rows.start, rows.stop)] == list(range(32))
+    assert all(length <= 1024 and (lengths[rows] < length).all() for rows, length in blocks)
+
+
+def test_logprobs_are_exact_with_stop_strings_aborts_and_joiners_in_between():
+    requests = ragged(30, seed=3, stop=("ab", "xy"), stop_ids=(17,))
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=5), decode=tiny.letters)
+    done, aborted = [], []
+    for index, one in enumerate(requests):
+        assert core.add(one) is None
+        done += core.step()
+        if index % 4 == 3:
+            aborted += core.abort([requests[index - 2].request_id])
+    answers = run(core) | {answer.request_id: answer for answer in done + aborted}
+    assert answers.keys() == {one.request_id for one in requests}
+    difference, tokens = worst(tiny.qwen3(), requests, answers)
+    assert difference < TOLERANCE
+    assert tokens > 200
+    assert any(answer.finish is FinishReason.ABORT for answer in aborted)
+    stopped = [answer for answer in answers.values() if answer.finish is FinishReason.STOP]
+    assert stopped
+    for answer in stopped:
+        text, before = tiny.letters(answer.response_ids), tiny.letters(answer.response_ids[:-1])
+        assert answer.response_ids[-1] == 17 or any(stop in text for stop in ("ab", "xy"))
+        assert 17 not in answer.response_ids[:-1]
+        assert not any(stop in before for stop in ("ab", "xy"))
+
+
+def test_logprobs_are_exact_after_prefix_reuse():
+    core = EngineCore(tiny.qwen3(), tiny.settings())
+    first = request("first", range(20), seed=1, max_tokens=10, conversation="c")
+    answer = run(core, [first])["first"]
+    longer = np.concatenate([first.prompt_ids, answer.response_ids, [3, 4, 5]])
+    second = request("second", longer, seed=2, max_tokens=12, conversation="c")
+    branch = request("branch", [*range(15), 60, 60], seed=3, max_tokens=12, conversation="c")
+    other = request("other", longer, seed=2, max_tokens=12)
+    answers = run(core, [second, branch, other])
+    # The last sampled token was never fed, so 20 + 9 positions were kept.
+    assert {name: answers[name].reused_tokens for name in answers} == {"second": 29, "branch": 15, "other": 0}
+    assert worst(tiny.qwen3(), [second, branch, other], answers)[0] < TOLERANCE
+    assert answers["second"].response_ids.tolist() == answers["other"].response_ids.tolist()
+
+
+def test_conversations_beyond_the_kept_rows_are_computed_anew_and_right():
+    core = EngineCore(tiny.qwen3(), tiny.settings(kept_prefixes=2))
+    firsts = [request(f"{name}1", [index] * 9, max_tokens=4, conversation=name) for index, name in enumerate("abcd")]
+    answers = run(core, firsts)
+    seconds = [
+        request(
+            f"{one.conversation}2",
+            [*one.prompt_ids, *answers[one.request_id].response_ids, 5],
+            max_tokens=6,
+            conversation=one.conversation,
+        )
+        for one in firsts
+    ]
+    answers = run(core, seconds)
+    assert [answers[f"{name}2"].reused_tokens > 0 for name in "abcd"] == [False, False, True, True]
+    assert worst(tiny.qwen3(), seconds, answers)[0] < TOLERANCE
+
+
+@torch.no_grad()
+def swapped_reference(old, new, prompt, response, swap_at):
+    """Raw logprobs if tokens from `swap_at` on see new weights over the keys and values that the old ones left."""
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+    fed_before = len(prompt) + swap_at - 1
+    first = old(input_ids=ids[:, :fed_before], use_cache=True)
+    second = new(input_ids=ids[:, fed_before:-1], past_key_values=first.past_key_values, use_cache=True)
+    logits = torch.cat([first.logits[0, len(prompt) - 1 :], second.logits[0]])
+    return torch.log_softmax(logits.double(), -1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def test_a_weight_swap_in_the_middle_serves_each_token_from_its_recorded_version():
+    old, new = tiny.qwen3(0), tiny.qwen3(1)
+    core = EngineCore(tiny.qwen3(0), tiny.settings(), version=Version(4))
+    requests = ragged(8, seed=5)
+    for one in requests:
+        core.add(one)
+    early = [answer for _ in range(9) for answer in core.step()]
+    assert core.load(Version(5), new.state_dict()) == checksum(new.state_dict())
+    answers = run(core) | {answer.request_id: answer for answer in early}
+    swaps = 0
+    for one in requests:
+        answer = answers[one.request_id]
+        runs = answer.versions
+        if len(runs) == 2:
+            swaps += 1
+            assert [step.version for step in runs] == [4, 5]
+            expected = swapped_reference(old, new, one.prompt_ids, answer.response_ids, runs[1].start)
+        else:
+            assert runs[0].start == 0
+            expected = tiny.reference_logprobs({4: old, 5: new}[runs[0].version], one.prompt_ids, answer.response_ids)
+        assert np.abs(expected - answer.raw_logprobs).max() < TOLERANCE
+    assert swaps >= 2
+    assert {runs.version for answer in answers.values() for runs in answer.versions} == {4, 5}
+
+
+def test_a_weight_load_drops_kept_prefixes_and_keeps_none_of_mixed_versions():
+    core = EngineCore(tiny.qwen3(0), tiny.settings())
+    run(core, [request("before", range(10), conversation="a")])
+    core.add(request("across", range(10), conversation="b", max_tokens=6))
+    core.step()
+    core.load(Version(1), tiny.qwen3(1).state_dict())
+    run(core)
+    seconds = [request(f"{name}2", range(12), conversation=name) for name in "ab"]
+    answers = run(core, seconds)
+    assert [answers[f"{name}2"].reused_tokens for name in "ab"] == [0, 0]
+    assert worst(tiny.qwen3(1), seconds, answers)[0] < TOLERANCE
+
+
+def test_logprobs_under_the_sampling_distribution_renormalise_the_raw_ones():
+    one = request("r", [5, 6], seed=9, max_tokens=25, temperature=0.7, top_k=5)
+    answer = run(EngineCore(tiny.qwen3(), tiny.settings()), [one])["r"]
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, answer.response_ids])).long()[None]
+    with torch.no_grad():
+        scaled = tiny.qwen3()(input_ids=ids).logits[0, 1:-1].double() / 0.7
+    best = scaled.topk(5)
+    expected = torch.log_softmax(scaled.masked_fill(scaled < best.values[:, -1:], -torch.inf), -1)
+    picked = expected.gather(1, ids[0, 2:, None])[:, 0].numpy()
+    assert np.abs(picked - answer.logprobs).max() < TOLERANCE
+    assert (answer.logprobs > answer.raw_logprobs).any()
+
+
+def test_greedy_rows_follow_the_likeliest_path():
+    one = request("r", [5, 6], max_tokens=15, temperature=0.0)
+    answer = run(EngineCore(tiny.qwen3(), tiny.settings()), [one, *ragged(6)])["r"]
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, answer.response_ids])).long()[None]
+    with torch.no_grad():
+        assert tiny.qwen3()(input_ids=ids).logits[0, 1:-1].argmax(-1).tolist() == answer.response_ids.tolist()
+    assert answer.logprobs.tolist() == [0.0] * 15
+
+
+requests_in_company = st.lists(
+    st.tuples(
+        st.integers(1, 25),  # prompt length
+        st.integers(1, 12),  # tokens
+        st.sampled_from([{}, {"temperature": 0.8}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0}]),
+        st.integers(0, 3),  # steps until it arrives
+    ),
+    min_size=1,
+    max_size=10,
+)
+DETERMINISTIC = tiny.settings(slots=5, max_len=64, prefix_reuse=False, deterministic=True)
+CORE = EngineCore(tiny.qwen3(), DETERMINISTIC)
+
+
+@law(max_examples=25, deadline=None)
+@given(requests_in_company, st.integers(0, 100))
+def test_deterministic_mode_gives_the_same_bits_in_any_company(company, seed):
+    """Law 6: neither who else is in the batch nor when requests arrive changes one bit."""
+    subject = request("subject", [7, 8, 9, 10, 11], seed=77, max_tokens=14, top_p=0.95)
+    alone = run(CORE, [subject])["subject"]
+    rng = np.random.default_rng(seed)
+    place = int(rng.integers(0, len(company) + 1))
+    done = []
+    for index in range(len(company) + 1):
+        if index == place:
+            CORE.add(subject)
+        if index < len(company):
+            size, tokens, sampling, wait = company[index]
+            CORE.add(request(index, rng.integers(0, tiny.VOCABULARY, size), seed=index, max_tokens=tokens, **sampling))
+            for _ in range(wait):
+                done += CORE.step()
+    answers = run(CORE) | {answer.request_id: answer for answer in done}
+    same = answers["subject"]
+    assert same.response_ids.tobytes() == alone.response_ids.tobytes()
+    assert same.logprobs.tobytes() == alone.logprobs.tobytes()
+    assert same.raw_logprobs.tobytes() == alone.raw_logprobs.tobytes()
+
+
+def test_deterministic_mode_fills_a_slot_to_its_end_without_touching_the_next():
+    requests = [request(i, [i] * (64 if i == 2 else 50), max_tokens=40, seed=i) for i in range(5)]
+    answers = run(CORE, requests)
+    assert [len(answers[str(i)].response_ids) for i in range(5)] == [15, 15, 1, 15, 15]
+    assert worst(tiny.qwen3(), requests, answers)[0] < TOLERANCE
+
+
+def test_the_seed_alone_decides_in_normal_mode_too():
+    one = request("r", [4, 5, 6], seed=11, max_tokens=20)
+    alone = run(EngineCore(tiny.qwen3(), tiny.settings()), [one])["r"]
+    company = run(EngineCore(tiny.qwen3(), tiny.settings(slots=9)), [*ragged(8), one])["r"]
+    other = run(EngineCore(tiny.qwen3(), tiny.settings()), [request("r", [4, 5, 6], seed=12, max_tokens=20)])["r"]
+    assert company.response_ids.tolist() == alone.response_ids.tolist()
+    assert other.response_ids.tolist() != alone.response_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (request("x", np.zeros(97)), "inference.max_len), got 97"),
+        (request("x", []), "got 0"),
+        (request("x", [1, 61]), "0 to 60"),
+        (request("x", [-1]), "got -1"),
+        (request("x", max_tokens=0), "max_tokens must be at least 1, got 0"),
+        (request("x", temperature=-1.0), "temperature >= 0"),
+        (request("x", top_p=0.0), "top_p > 0"),
+        (request("x", stop=("a",)), "tokenizer"),
+    ],
+)
+def test_a_request_that_cannot_be_served_fails_alone_and_says_why(bad, words):
+    answers = run(EngineCore(tiny.qwen3(), tiny.settings()), [bad, request("good")])
+    assert answers["x"].finish is FinishReason.ERROR
+    assert words in answers["x"].error
+    assert answers["x"].response_ids.size == 0
+    assert answers["good"].finish is FinishReason.LENGTH
+
+
+def test_a_prompt_that_fills_its_slot_gets_one_token():
+    answer = run(EngineCore(tiny.qwen3(), tiny.settings()), [request("r", np.ones(96), max_tokens=9)])["r"]
+    assert (len(answer.response_ids), answer.finish) == (1, FinishReason.LENGTH)
+
+
+def test_logits_that_are_not_finite_end_the_request_and_poison_nobody_after_it():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=2))
+    good = {name: tensor.clone() for name, tensor in tiny.qwen3().state_dict().items()}
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}
+    core.load(Version(1), broken)
+    answers = run(core, [request(i, [1] * 30, conversation="c") for i in range(3)])
+    assert {answer.finish for answer in answers.values()} == {FinishReason.ERROR}
+    assert "not finite" in answers["0"].error
+    assert answers["0"].response_ids.size == 0
+    core.load(Version(2), good)
+    requests = ragged(6)
+    assert worst(tiny.qwen3(), requests, run(core, requests))[0] < TOLERANCE
+
+
+def test_aborted_requests_come_back_with_what_they_have_wherever_they_are():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=2))
+    for name in "abc":
+        core.add(request(name, max_tokens=20))
+    for _ in range(5):
+        core.step()
+    ended = {answer.request_id: answer for answer in core.abort(["a", "c", "nobody"])}
+    assert {name: len(answer.response_ids) for name, answer in ended.items()} == {"a": 5, "c": 0}
+    assert {answer.finish for answer in ended.values()} == {FinishReason.ABORT}
+    assert run(core)["b"].finish is FinishReason.LENGTH
+    assert core.abort(["a"]) == []
+
+
+def test_the_load_counts_slots_queue_and_tokens_to_come():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=2), version=Version(3))
+    for name in "abc":
+        core.add(request(name, max_tokens=10))
+    core.step()
+    use = core.use()
+    assert (use.running, use.queued, use.queued_tokens, use.generated_tokens, use.version) == (2, 1, 28, 2, 3)
+    assert use.kv_use == pytest.approx(6 / (2 * 96))
+    run(core)
+    assert core.use().queued_tokens == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_load_under_one_or_all_names_of_tied_tensors(tied):
+    new = tiny.qwen3(1, tied=tied).state_dict()
+    core = EngineCore(tiny.qwen3(0, tied=tied), tiny.settings())
+    assert core.load(Version(1), new) == checksum(new)
+    if tied:
+        fewer = {name: tensor for name, tensor in new.items() if name != "lm_head.weight"}
+        assert core.load(Version(2), fewer) == checksum(fewer)
+    one = request("r", max_tokens=20)
+    assert worst(tiny.qwen3(1, tied=tied), [one], run(core, [one]))[0] < TOLERANCE
+
+
+def test_weights_that_do_not_fit_are_refused_whole():
+    core, good = EngineCore(tiny.qwen3(0), tiny.settings()), dict(tiny.qwen3(1).state_dict())
+    name = "model.norm.weight"
+    for broken, words in [
+        ({**good, "extra": good[name]}, "no weight 'extra'"),
+        ({key: tensor for key, tensor in good.items() if key != name}, "no weight 'model.norm.weight'"),
+        ({**good, name: torch.ones(5)}, "got (5,)"),
+        ({**good, name: good[name].double()}, "got (32,) torch.float64"),
+        ({**good, "lm_head.weight": good["lm_head.weight"] + 1}, "values differ"),
+    ]:
+        with pytest.raises(EngineError) as caught:
+            core.load(Version(9), broken)
+        assert words in str(caught.value)
+    one = request("r", max_tokens=20)
+    assert core.version == 0
+    assert worst(tiny.qwen3(0), [one], run(core, [one]))[0] < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Qwen3ForCausalLM(
+            Qwen3Config(**tiny.SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        ),
+        lambda: Gemma2ForCausalLM(Gemma2Config(**tiny.SHAPE)),
+    ],
+)
+def test_a_model_with_sliding_windows_is_refused_with_what_works(model):
+    with pytest.raises(ConfigError, match=r"full attention in every layer.*Qwen3"):
+        EngineCore(model(), tiny.settings())
+
+
+def test_the_settings_refuse_prefix_reuse_in_deterministic_mode():
+    with pytest.raises(ValueError, match="prefix_reuse must be false when deterministic is true, got true"):
+        tiny.settings(deterministic=True)
+
+
+def test_version_runs_start_at_zero_even_when_weights_change_before_the_first_token():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=1))
+    core.add(request("a", max_tokens=3))
+    core.add(request("b", max_tokens=3))
+    core.step()
+    core.load(Version(1), tiny.qwen3(1).state_dict())
+    core.load(Version(2), tiny.qwen3(2).state_dict())
+    answers = run(core)
+    assert answers["a"].versions == (VersionRun(0, Version(0)), VersionRun(1, Version(2)))
+    assert answers["b"].versions == (VersionRun(0, Version(2)),)

@@ -1,0 +1,206 @@
+"""The embedded engine behind its async interface."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.errors import EngineError
+from flexmarl.inference.backends.embedded.core import EngineCore
+from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
+from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectKey
+from flexmarl.records import FinishReason, Version
+from flexmarl.testing.inference import check_inference_engine
+from tests.unit.inference import models as tiny
+from tests.unit.inference.models import POLICY, request
+
+
+class World:
+    """A store, a thread, and engines on them."""
+
+    def __init__(self):
+        self.store, self.thread = InlineObjectStore(), DeviceThread("test")
+
+    def engine(self, **changes):
+        parts = EngineParts(
+            policy=POLICY, make_model=tiny.qwen3, decode=tiny.letters, store=self.store, thread=self.thread
+        )
+        engine = make_engine(tiny.settings(**changes), parts)
+        assert isinstance(engine, EmbeddedEngine)
+        return engine
+
+    async def publish(self, version=1):
+        meta = await self.store.set(ObjectKey(f"weights/{version}"), tiny.qwen3(version).state_dict())
+        return meta.key, meta.checksum
+
+
+def in_world(scenario):
+    """Runs `scenario(world)` on a real event loop with a time limit that only a hang reaches."""
+
+    async def main():
+        world = World()
+        try:
+            async with asyncio.timeout(60):
+                return await scenario(world)
+        finally:
+            world.thread.close()
+
+    return asyncio.run(main())
+
+
+async def collect(engine, requests):
+    return {generation.request_id: generation async for generation in engine.generate(requests)}
+
+
+async def generated(engine, tokens):
+    """Returns once the engine has sampled so many tokens."""
+    while (await engine.usage()).generated_tokens < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_it_conforms():
+    async def scenario(world):
+        counter = iter(range(1, 100))
+
+        async def make():
+            return world.engine()
+
+        await check_inference_engine(
+            make, policy=POLICY, stop_text=tiny.letters, publish=lambda: world.publish(next(counter))
+        )
+
+    in_world(scenario)
+
+
+def test_it_conforms_in_deterministic_mode():
+    async def scenario(world):
+        async def make():
+            return world.engine(deterministic=True, prefix_reuse=False)
+
+        await check_inference_engine(make, policy=POLICY, stop_text=tiny.letters)
+
+    in_world(scenario)
+
+
+def test_concurrent_calls_share_the_batch_and_get_only_their_own_answers():
+    async def scenario(world):
+        async with world.engine() as engine:
+            calls = [[request(f"{c}/{i}", max_tokens=3 + i + c, seed=i) for i in range(3)] for c in range(4)]
+            results = await asyncio.gather(*(collect(engine, call) for call in calls))
+            for call, result in zip(calls, results, strict=True):
+                lengths = {name: len(generation.response_ids) for name, generation in result.items()}
+                assert lengths == {one.request_id: one.sampling.max_tokens for one in call}
+
+    in_world(scenario)
+
+
+def test_leaving_the_iterator_early_aborts_the_rest_and_frees_the_slots():
+    async def scenario(world):
+        async with world.engine(slots=1) as engine:
+            answers = engine.generate([request("short", max_tokens=1), request("long", max_tokens=90)])
+            assert (await anext(answers)).request_id == "short"
+            await answers.aclose()
+            assert len((await collect(engine, [request("next", max_tokens=2)]))["next"].response_ids) == 2
+            assert (await engine.usage()).generated_tokens < 40
+
+    in_world(scenario)
+
+
+def test_weights_change_between_turns_and_running_requests_record_it():
+    async def scenario(world):
+        async with world.engine(steps_per_turn=1) as engine:
+            key, expected = await world.publish()
+            reader = asyncio.create_task(collect(engine, [request("r", max_tokens=90)]))
+            await generated(engine, 5)
+            assert await engine.load_weights(POLICY, Version(1), key) == expected
+            versions = (await reader)["r"].versions
+            assert [run.version for run in versions] == [0, 1]
+            assert versions[1].start >= 5
+
+    in_world(scenario)
+
+
+def test_a_load_that_does_not_fit_names_the_object_and_keeps_the_old_weights():
+    async def scenario(world):
+        async with world.engine() as engine:
+            await world.store.set(ObjectKey("broken"), {"x": tiny.torch.zeros(1)})
+            with pytest.raises(EngineError, match="no weight 'x'"):
+                await engine.load_weights(POLICY, Version(1), ObjectKey("broken"))
+            with pytest.raises(EngineError, match=r"loading 'missing'.*no object 'missing'"):
+                await engine.load_weights(POLICY, Version(1), ObjectKey("missing"))
+            with pytest.raises(EngineError, match="serves policy 'solver', not 'other'"):
+                await engine.load_weights("other", Version(1), ObjectKey("broken"))
+            assert (await engine.usage()).version == 0
+
+    in_world(scenario)
+
+
+def test_a_request_of_another_policy_or_with_a_running_id_fails_alone():
+    async def scenario(world):
+        async with world.engine() as engine:
+            foreign = request("foreign")
+            object.__setattr__(foreign, "policy", "verifier")
+            got = [g async for g in engine.generate([foreign, request("a"), request("a")])]
+            assert [(g.request_id, g.finish) for g in got] == [
+                ("foreign", FinishReason.ERROR),
+                ("a", FinishReason.ERROR),
+                ("a", FinishReason.LENGTH),
+            ]
+            assert "serves policy 'solver', not 'verifier'" in got[0].error
+            assert "'a' is in use" in got[1].error
+
+    in_world(scenario)
+
+
+def test_a_failing_model_ends_every_call_with_an_engine_error_and_nobody_hangs(monkeypatch):
+    async def scenario(world):
+        engine = world.engine()
+        await collect(engine, [request("warm")])
+
+        def broken(self):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(EngineCore, "step", broken)
+        outcomes = await asyncio.gather(
+            *(collect(engine, [request(name, max_tokens=50)]) for name in "abc"), return_exceptions=True
+        )
+        assert all(isinstance(outcome, EngineError) and "out of memory" in str(outcome) for outcome in outcomes)
+        with pytest.raises(EngineError, match="out of memory"):
+            await collect(engine, [request("later")])
+        await engine.close()
+
+    in_world(scenario)
+
+
+def test_closing_answers_running_requests_with_abort_and_leaves_no_task():
+    async def scenario(world):
+        engine = world.engine()
+        reader = asyncio.create_task(collect(engine, [request(name, max_tokens=90) for name in "abcdef"]))
+        await generated(engine, 3)
+        await engine.close()
+        answers = await reader
+        assert {answer.finish for answer in answers.values()} == {FinishReason.ABORT}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    in_world(scenario)
+
+
+def test_a_trainer_on_the_same_thread_gets_its_turn_between_steps():
+    async def scenario(world):
+        async with world.engine(steps_per_turn=1) as engine:
+            reader = asyncio.create_task(collect(engine, [request("r", max_tokens=90)]))
+            await generated(engine, 2)
+            await world.thread.run(np.sum, [1, 2])
+            assert (await engine.usage()).generated_tokens < 90
+            await reader
+
+    in_world(scenario)
+
+
+def test_the_table_of_engines_holds_settings_classes_with_a_type_and_a_factory():
+    assert engine_settings_types() == (EmbeddedSettings,)
+    assert EmbeddedSettings().type == "embedded"

@@ -1,0 +1,233 @@
+"""The pool on virtual time."""
+
+import asyncio
+
+import pytest
+
+from flexmarl.errors import EngineError
+from flexmarl.inference.pool import InferencePool
+from flexmarl.inference.settings import PoolSettings
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.records import FinishReason, Version
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.inference import ScriptedEngine, utf8_text
+from tests.unit.inference.models import POLICY, request
+
+LETTERS = "abcdefghij"
+
+
+def scripted(**changes):
+    return ScriptedEngine(lambda one: LETTERS, **{"latency_s": 1.0, **changes})
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def text(generation):
+    return utf8_text(generation.response_ids.tolist())
+
+
+def test_requests_of_one_tick_go_out_as_one_batch_per_instance():
+    async def scenario():
+        engines = [scripted(), scripted()]
+        async with InferencePool({POLICY: engines}) as pool:
+            answers = await asyncio.gather(*(pool.generate(request(i, max_tokens=10)) for i in range(6)))
+        assert [engine.batches for engine in engines] == [[3], [3]]
+        assert [answer.request_id for answer in answers] == [str(i) for i in range(6)]
+        assert now() == 10.0
+
+    run_virtual(scenario())
+
+
+def test_a_timeout_aborts_the_request_and_returns_what_it_has():
+    async def scenario():
+        async with InferencePool({POLICY: [scripted()]}) as pool:
+            slow, fast = await asyncio.gather(
+                pool.generate(request("slow", max_tokens=10), timeout_s=3.5),
+                pool.generate(request("fast", max_tokens=5)),
+            )
+        assert (slow.finish, text(slow), text(fast)) == (FinishReason.ABORT, "abc", "abcde")
+
+    run_virtual(scenario())
+
+
+class Deaf(ScriptedEngine):
+    """Never answers, not even to an abort."""
+
+    async def generate(self, requests):
+        await asyncio.Event().wait()
+        yield
+
+    async def abort(self, request_ids):
+        self.aborted = list(request_ids)
+
+
+def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period():
+    async def scenario():
+        engine = Deaf(lambda one: "")
+        async with InferencePool({POLICY: [engine]}, PoolSettings(abort_grace_s=2.0)) as pool:
+            answer = await pool.generate(request("r"), timeout_s=3.0)
+        assert (answer.finish, answer.response_ids.size, now()) == (FinishReason.ABORT, 0, 5.0)
+        assert engine.aborted == ["r"]
+
+    run_virtual(scenario())
+
+
+def test_cancelling_the_caller_aborts_its_request_and_no_other():
+    async def scenario():
+        engine = scripted()
+        async with InferencePool({POLICY: [engine]}) as pool:
+            left = asyncio.create_task(pool.generate(request("left", max_tokens=10)))
+            stays = asyncio.create_task(pool.generate(request("stays", max_tokens=4)))
+            await asyncio.sleep(2.5)
+            left.cancel()
+            assert text(await stays) == "abcd"
+            assert (await pool.usage())["solver/0"].running == 0
+        assert left.cancelled()
+        assert (await engine.usage()).generated_tokens == 6
+
+    run_virtual(scenario())
+
+
+def test_requests_of_a_lost_instance_start_again_elsewhere_with_the_same_id_and_seed():
+    async def scenario():
+        lost, other = scripted(), scripted()
+        async with InferencePool({POLICY: [lost, other]}) as pool:
+            calls = [asyncio.create_task(pool.generate(request(i, seed=40 + i, max_tokens=10))) for i in range(4)]
+            await asyncio.sleep(4.5)
+            lost.fail("the GPU fell off the bus")
+            answers = await asyncio.gather(*calls)
+        assert [text(answer) for answer in answers] == [LETTERS] * 4
+        moved = {(one.request_id, one.seed) for one in lost.requests}
+        assert moved == {("0", 40), ("2", 42)}
+        assert moved < {(one.request_id, one.seed) for one in other.requests}
+        assert pool.lost == {"solver/0": "EngineError: the GPU fell off the bus"}
+        assert now() == 14.5
+
+    run_virtual(scenario())
+
+
+def test_when_the_last_instance_is_lost_every_caller_learns_why():
+    async def scenario():
+        engine = scripted()
+        async with InferencePool({POLICY: [engine]}) as pool:
+            calls = [asyncio.create_task(pool.generate(request(i))) for i in range(3)]
+            await asyncio.sleep(1.5)
+            engine.fail("power cut")
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            outcomes.append((await asyncio.gather(pool.generate(request("late")), return_exceptions=True))[0])
+        for outcome in outcomes:
+            assert isinstance(outcome, EngineError)
+            assert "no instance of 'solver' is left: solver/0: EngineError: power cut" in str(outcome)
+
+    run_virtual(scenario())
+
+
+class Quitter(ScriptedEngine):
+    """Ends its iterator without answering."""
+
+    async def generate(self, requests):
+        for one in requests[:0]:
+            yield one
+
+
+@pytest.mark.parametrize("broken", [Quitter, Deaf])
+def test_an_engine_that_breaks_the_contract_is_given_up_not_waited_for(broken):
+    async def scenario():
+        bad = broken(lambda one: "", checksum=lambda key: Checksum("wrong"))
+        async with InferencePool({POLICY: [bad, scripted()]}) as pool:
+            call = asyncio.create_task(pool.generate(request("r", max_tokens=10)))
+            await asyncio.sleep(1)
+            if broken is Deaf:
+                await pool.load_weights(POLICY, Version(1), ObjectKey("k"), Checksum("sum:k"))
+            assert text(await call) == LETTERS
+            assert list(pool.lost) == ["solver/0"]
+
+    run_virtual(scenario())
+
+
+def test_unknown_policies_are_named_with_those_there_are():
+    async def scenario():
+        async with InferencePool({"verifier": [scripted()]}) as pool:
+            with pytest.raises(EngineError, match=r"no policy 'solver' is served; there are: \['verifier'\]"):
+                await pool.generate(request("r"))
+
+    run_virtual(scenario())
+
+
+def test_a_pool_that_is_not_open_says_so():
+    async def scenario():
+        with pytest.raises(EngineError, match="async with pool"):
+            await InferencePool({POLICY: [scripted()]}).generate(request("r"))
+
+    run_virtual(scenario())
+
+
+def test_leaving_the_pool_ends_every_waiting_call():
+    async def scenario():
+        engine = scripted()
+        async with InferencePool({POLICY: [engine]}) as pool:
+            call = asyncio.create_task(pool.generate(request("r")))
+            await asyncio.sleep(1.5)
+        with pytest.raises(EngineError, match="not open"):
+            await call
+        assert (await engine.usage()).running == 0
+
+    run_virtual(scenario())
+
+
+def test_every_instance_loads_and_the_checksums_come_back():
+    async def scenario():
+        engines = [scripted(), scripted()]
+        async with InferencePool({POLICY: engines, "verifier": [scripted()]}) as pool:
+            held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
+            assert held == {"solver/0": "sum:k", "solver/1": "sum:k"}
+            assert {name: use.version for name, use in (await pool.usage()).items()} == {
+                "solver/0": 3,
+                "solver/1": 3,
+                "verifier/0": 0,
+            }
+            assert (await pool.generate(request("r"))).versions[0].version == 3
+
+    run_virtual(scenario())
+
+
+class Slow(ScriptedEngine):
+    async def load_weights(self, policy, version, key):
+        await asyncio.sleep(1000)
+        return Checksum(f"sum:{key}")
+
+
+def refuse(key):
+    raise EngineError(f"no room for {key}")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: scripted(checksum=lambda key: Checksum("torn")), "has checksum sum:k, but it holds torn"),
+        (lambda: scripted(checksum=refuse), "loading version 3 failed: no room for k"),
+        (lambda: Slow(lambda one: LETTERS), "loading version 3 took more than 120.0 s"),
+    ],
+)
+def test_an_instance_that_does_not_hold_the_version_is_deregistered_with_a_reason(make, reason):
+    async def scenario():
+        async with InferencePool({POLICY: [scripted(), make()]}) as pool:
+            held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
+            assert list(held) == ["solver/0"]
+            assert reason in pool.lost["solver/1"]
+            assert list(await pool.usage()) == ["solver/0"]
+            answers = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+            assert {answer.versions[0].version for answer in answers} == {3}
+
+    run_virtual(scenario())
+
+
+def test_a_version_that_nobody_holds_is_an_error():
+    async def scenario():
+        async with InferencePool({POLICY: [scripted(checksum=refuse)]}) as pool:
+            with pytest.raises(EngineError, match=r"no instance of 'solver' serves version 3: solver/0: .*no room"):
+                await pool.load_weights(POLICY, Version(3), ObjectKey("k"))
+
+    run_virtual(scenario())
