@@ -11,6 +11,7 @@ tool messages, with plain responses and with thoughts. White space around a resp
 counted as rewriting: the sampled ids stand.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -41,6 +42,15 @@ RESPONSES: Mapping[bool, str] = {
     True: "<think>\nLet me count {}.\n</think>\n\nThe answer is {}.",
 }
 """By whether it holds a thought."""
+SPLIT: Sequence[tuple[Role, ...]] = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant", "user"),
+    ("user", "assistant", "tool"),
+)
+"""Conversations that the template is run on only once if all it does is to fill in their contents."""
+PROBES = ("", " a{0}\n", "<think>\nb{0}\n</think>\n\nc{0}", "<tool_response>d{0}</tool_response>")
+"""Contents that templates are known to treat in a way of their own."""
 
 
 class Template:
@@ -57,9 +67,33 @@ class Template:
                 f"the chat template of {name!r} cannot say {self._plain([QUESTION])!r}; "
                 "it must render the `content` string of a message with role `user`"
             )
+        # Running the template is the slowest part of a call, and most calls have one of a few shapes.
+        self._splits = {roles: literals for roles in SPLIT if (literals := self._split(roles))}
 
     def text(self, messages: Sequence[Message]) -> str:
         """The conversation and the generation prompt."""
+        literals = self._splits.get(tuple(message.role for message in messages))
+        if literals is None:
+            return self._rendered(messages)
+        return _filled(literals, [message.content for message in messages])
+
+    def _split(self, roles: Sequence[Role]) -> list[str] | None:
+        """What stands around the contents of a conversation of these roles; None if more than that is done to them."""
+        slots = [f"zqxslot{index}zqx" for index in range(len(roles))]
+        try:
+            text = self._rendered([*map(Message, roles, slots)])
+            literals = re.split("|".join(slots), text)
+            if _filled(literals, slots) != text:
+                return None
+            for probe in PROBES:
+                contents = [probe.format(index) for index in range(len(roles))]
+                if self._rendered([*map(Message, roles, contents)]) != _filled(literals, contents):
+                    return None
+        except ConfigError:
+            return None
+        return literals
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
         try:
             return self._render(self._plain(messages), True)
         except Exception as error:  # Whatever a template raises: it is a program of its own.
@@ -182,3 +216,10 @@ def _difference(
 def _leading(text: str, special: Set[str]) -> str:
     """The special token that a text begins with; the longest, if several fit."""
     return max((token for token in special if token and text.startswith(token)), key=len, default="")
+
+
+def _filled(literals: Sequence[str], contents: Sequence[str]) -> str:
+    """Literal, content, literal, ..., literal; not equal to any text if their numbers do not fit."""
+    if len(literals) != len(contents) + 1:
+        return ""
+    return "".join([piece for pair in zip(literals, contents, strict=False) for piece in pair]) + literals[-1]

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.agents.chat import ChatRenderer, Message
+from flexmarl.agents.extension import Template
 from flexmarl.errors import ConfigError
 from tests.unit.agents import tokenizers_for_tests as samples
 
@@ -97,6 +98,35 @@ def test_every_special_token_that_may_end_a_turn_stops_sampling():
     assert next_prompt([], "tool") == next_prompt([tool], "tool") == expected
     assert next_prompt([user], "tool") is None, "the template would not write <|user|> before <|tool|>"
     assert next_prompt([eos], "user") is None
+
+
+SPLIT_OF = {
+    samples.CHATML: 4,
+    samples.TERSE: 4,
+    samples.TRIMS_AND_ALTERNATES: 0,
+    samples.FORGETS_THOUGHTS: 3,  # not (user, assistant, user): the thought of the first answer goes
+    samples.LAST_TWO_ROUNDS: 4,
+}
+
+
+@pytest.mark.parametrize(("template", "num_split"), SPLIT_OF.items())
+@given(
+    contents=st.lists(
+        texts | st.sampled_from(["<think>a</think>b", "zqxslot1zqx", "{0}", "\\1"]), min_size=3, max_size=3
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_a_template_that_is_filled_in_says_what_it_would_if_it_were_run(template, num_split, contents):
+    tokenizer = samples.byte_pairs(template)
+    split = Template(
+        lambda messages, generate: tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate
+        )
+    )
+    assert len(split._splits) == num_split
+    for roles in split._splits:
+        messages = [*map(Message, roles, contents)]
+        assert split.text(messages) == template_text(tokenizer, messages)
 
 
 def test_an_empty_response_is_extended_too():
