@@ -83,7 +83,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         parser=parser,
         system=settings.system,
         tools={tool.name: tool for tool in settings.tools},
-        syntax=settings.syntax,
+        syntax=settings.syntax if settings.tools else None,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,
         memory=settings.memory,
     )

@@ -135,3 +135,7 @@ def test_calls_are_numbered_in_the_episode_in_the_agent_and_in_the_context():
     ledger = Ledger()
     numbers = [ledger.next_call(agent, hashed) for agent, hashed in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x"))]
     assert numbers == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 1)]
+
+
+def test_an_agent_without_tools_is_not_stopped_by_their_syntax():
+    assert spec({"solver": {"syntax": {"type": "function"}}}).agents["solver"].syntax is None
