@@ -1,8 +1,8 @@
 """Wires a run: the only place that names backends. In: settings. Out: a run that trains, evaluates or exports.
 
-    settings ──► folder, code, tasks, renderers, team        (no weights yet: what `check` also makes)
-             ──► thread, objects, engines, pool, trainers    (World: exists while a command runs)
-             ──► feed, rollout, collector, sessions, ...     (Parts of the orchestrator)
+settings ──► folder, code, tasks, renderers, team        (no weights yet: what `check` also makes)
+         ──► thread, objects, engines, pool, trainers    (World: exists while a command runs)
+         ──► feed, rollout, collector, sessions, ...     (Parts of the orchestrator)
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import torch
 import yaml
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import ChatRenderer, TeamSpec, load_code
 from flexmarl.cluster.device_thread import DeviceThread
@@ -30,10 +31,11 @@ from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.observability.backends.tensorboard import TensorBoardSink
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import progress_on
+from flexmarl.observability.progress import Progress, progress_on
 from flexmarl.observability.report import Summary, render_summary, summary_table
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
 from flexmarl.observability.sinks import JsonlSink
@@ -46,13 +48,14 @@ from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.run import Orchestrator, Parts
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import AgentName, PolicyName, Version
+from flexmarl.records import PolicyName, Version
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})
@@ -113,9 +116,9 @@ def model_source(settings: RunSettings, policy: str) -> str:
 class World:
     """The live parts that hold weights or devices."""
 
-    objects: InlineObjectStore
+    objects: ObjectStore
     pool: InferencePool
-    trainers: Mapping[PolicyName, SingleProcessTrainer]
+    trainers: Mapping[PolicyName, Trainer]
 
 
 @asynccontextmanager
@@ -132,6 +135,7 @@ async def open_world(blueprint: Blueprint) -> AsyncIterator[World]:
     if cluster.threads is not None:
         torch.set_num_threads(cluster.threads)
     torch.manual_seed(settings.seed)
+    transformers_logging.disable_progress_bar()
     async with AsyncExitStack() as stack:
         thread = DeviceThread()
         stack.callback(thread.close)
@@ -197,7 +201,17 @@ class Run:
             stack.callback(journal.close)
             metrics = Metrics(clock, [JsonlSink(self._folder.metrics), TensorBoardSink(self._folder.tensorboard)])
             stack.callback(metrics.close)
-            orchestrator, monitor = await self._orchestrator(world, journal, metrics, console)
+            checkpoints = Checkpoints(self._folder.checkpoints, keep=self._settings.checkpoint.keep)
+            start = await checkpoints.load(world.trainers) if self._resumed else None
+            orchestrator, monitor = wire(
+                self._blueprint,
+                world,
+                journal=journal,
+                metrics=metrics,
+                progress=progress_on(console, clock),
+                checkpoints=checkpoints,
+                start=start,
+            )
             watching = asyncio.create_task(monitor.watch(), name="monitor")
             try:
                 await orchestrator.run()
@@ -208,81 +222,86 @@ class Run:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-    async def _orchestrator(
-        self, world: World, journal: Journal, metrics: Metrics, console: Console
-    ) -> tuple[Orchestrator, Monitor]:
-        settings, team = self._settings, self._blueprint.team
-        checkpoints = Checkpoints(self._folder.checkpoints, keep=settings.checkpoint.keep)
-        start = await checkpoints.load(world.trainers) if self._resumed else None
-        if start:
-            journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
-        store = SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
-        versions = Versions(initial_versions(settings, start))
-        admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
-        monitor = Monitor(
-            name=settings.name,
-            steps=settings.steps,
-            metrics=metrics,
-            progress=progress_on(console, asyncio.get_running_loop().time),
-            pool=world.pool,
-            versions=versions,
+
+def wire(
+    blueprint: Blueprint,
+    world: World,
+    *,
+    journal: Journal,
+    metrics: Metrics,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    start: RunState | None = None,
+) -> tuple[Orchestrator, Monitor]:
+    """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
+    settings, team = blueprint.settings, blueprint.team
+    if start:
+        journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
+    store = SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
+    versions = Versions(initial_versions(settings, start))
+    admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
+    monitor = Monitor(
+        name=settings.name,
+        steps=settings.steps,
+        metrics=metrics,
+        progress=progress,
+        pool=world.pool,
+        versions=versions,
+    )
+    sessions = {
+        policy: TrainingSession(
+            policy,
+            store,
+            trainer,
+            micro_batch=settings.policies[policy].training.micro_batch,
+            version=versions.served[policy],
+            on_report=monitor.accumulated,
         )
-        sessions = {
-            policy: TrainingSession(
-                policy,
-                store,
-                trainer,
-                micro_batch=settings.policies[policy].training.micro_batch,
-                version=versions.served[policy],
-                on_report=monitor.accumulated,
-            )
-            for policy, trainer in world.trainers.items()
-        }
-        rollout = settings.rollout
-        player = partial(
-            Player,
-            team=team,
-            generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
-            run_seed=settings.seed,
-            timeout_s=rollout.episode_timeout_s,
-        )
-        parts = Parts(
-            feed=Feed(
-                source=self._blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal
-            ),
+        for policy, trainer in world.trainers.items()
+    }
+    rollout = settings.rollout
+    player = partial(
+        Player,
+        team=team,
+        generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
+        run_seed=settings.seed,
+        timeout_s=rollout.episode_timeout_s,
+    )
+    parts = Parts(
+        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
+        admission=admission,
+        rollout=Rollout(
+            player=player(store=store),
             admission=admission,
-            rollout=Rollout(
-                player=player(store=store),
-                admission=admission,
-                settings=rollout,
-                episodes=settings.batch.episodes,
-                journal=journal,
-            ),
-            collector=Collector(
-                store=store,
-                credit=settings.credit,
-                trained=[PolicyName(name) for name in settings.trained],
-                admission=admission,
-                versions=versions,
-                release=release_of(settings),
-                on_ready=lambda policy: sessions[policy].notify_ready(),
-                journal=journal,
-            ),
-            trainers=world.trainers,
-            sessions=sessions,
-            publisher=Publisher(
-                trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
-            ),
-            versions=versions,
-            evaluator=_evaluator(self._blueprint, player(temperature=settings.evaluate.temperature), versions),
-            checkpoints=checkpoints,
+            settings=rollout,
+            episodes=settings.batch.episodes,
             journal=journal,
-            monitor=monitor,
-        )
-        orchestrator = Orchestrator(
-            parts, steps=settings.steps, evaluate=settings.evaluate, checkpoint=settings.checkpoint, start=start
-        )
-        return orchestrator, monitor
+        ),
+        collector=Collector(
+            store=store,
+            credit=settings.credit,
+            trained=[PolicyName(name) for name in settings.trained],
+            admission=admission,
+            versions=versions,
+            release=release_of(settings),
+            on_ready=lambda policy: sessions[policy].notify_ready(),
+            journal=journal,
+        ),
+        trainers=world.trainers,
+        sessions=sessions,
+        publisher=Publisher(
+            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+        ),
+        versions=versions,
+        evaluator=_evaluator(blueprint, player(temperature=settings.evaluate.temperature), versions),
+        checkpoints=checkpoints,
+        journal=journal,
+        monitor=monitor,
+    )
+    orchestrator = Orchestrator(
+        parts, steps=settings.steps, evaluate=settings.evaluate, checkpoint=settings.checkpoint, start=start
+    )
+    return orchestrator, monitor
 
 
 def assemble_run(settings: RunSettings, *, resume: Path | None = None) -> Run:

@@ -104,7 +104,9 @@ def _reachable(cluster: RayCluster) -> Finding:
     try:
         socket.create_connection((host, int(port)), timeout=2.0).close()
     except OSError as error:
-        return Finding("ports", f"{cluster.address}: {error}", "start Ray's head there, or run on a machine that sees it")
+        return Finding(
+            "ports", f"{cluster.address}: {error}", "start Ray's head there, or run on a machine that sees it"
+        )
     return Finding("ports", f"{cluster.address} answers")
 
 

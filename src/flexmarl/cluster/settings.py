@@ -21,7 +21,11 @@ class RayCluster(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["ray"] = "ray"
-    address: str = Field(default="local", pattern=r"^(local|.+:\d+)$", description="local starts a private Ray; else host:port of a cluster.")
+    address: str = Field(
+        default="local",
+        pattern=r"^(local|.+:\d+)$",
+        description="local starts a private Ray; else host:port of a cluster.",
+    )
     nodes: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] = "cuda"
     rollout_devices: int = Field(default=1, ge=1, description="Devices of the rollout pool, over all nodes.")

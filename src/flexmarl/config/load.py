@@ -1,6 +1,6 @@
 """Reads a run's YAML, applies dotted overrides, and turns every validation error into one line that helps.
 
-    flexmarl train run.yaml batch.groups=8 policies.solver.training.optimizer.lr=3e-4
+flexmarl train run.yaml batch.groups=8 policies.solver.training.optimizer.lr=3e-4
 """
 
 import difflib
@@ -87,7 +87,9 @@ def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> 
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
                 where = ".".join(keys[:depth])
-                raise ConfigError(f"override '{override}': '{where}' is a list of {len(node)}; '{key}' is no index of it")
+                raise ConfigError(
+                    f"override '{override}': '{where}' is a list of {len(node)}; '{key}' is no index of it"
+                )
             if last:
                 node[int(key)] = value
             else:
@@ -98,7 +100,9 @@ def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> 
             else:
                 node = node.setdefault(key, {})
         else:
-            raise ConfigError(f"override '{override}': '{'.'.join(keys[:depth])}' is the value {node!r}, it has no keys")
+            raise ConfigError(
+                f"override '{override}': '{'.'.join(keys[:depth])}' is the value {node!r}, it has no keys"
+            )
 
 
 def explain(detail: ErrorDetails) -> str:

@@ -17,7 +17,6 @@ from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.tasks.settings import TaskSettings
 from flexmarl.training.settings import TrainingSettings
 
-
 if TYPE_CHECKING:
     EngineSettings = EmbeddedSettings
 else:
@@ -46,10 +45,13 @@ class RunSettings(BaseModel):
     seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")
     steps: int = Field(default=100, ge=0, description="Updates per policy.")
     deterministic: bool = Field(
-        False, description="Same seed, same weights, bit for bit: fixed batching and ordered consumption; 15-20% slower."
+        False,
+        description="Same seed, same weights, bit for bit: fixed batching and ordered consumption; 15-20% slower.",
     )
     out: Path = Field(default=Path("runs"), description="Where run folders go, relative to the working directory.")
-    base: Path = Field(default=Path("."), description="What other relative paths start from; set to the config's folder.")
+    base: Path = Field(
+        default=Path("."), description="What other relative paths start from; set to the config's folder."
+    )
     code: list[Path] = Field(default_factory=list, description="Python files with workflows, task generators, scorers.")
     mode: Mode = Mode.MICROBATCH
     cluster: ClusterSettings = InlineCluster()
@@ -58,7 +60,7 @@ class RunSettings(BaseModel):
     team: TeamSettings
     batch: BatchSettings = BatchSettings()
     rollout: RolloutSettings = RolloutSettings()
-    store: StoreSettings = StoreSettings()
+    store: StoreSettings = StoreSettings(type="memory")
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

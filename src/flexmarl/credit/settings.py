@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from flexmarl.credit.estimators import AnyEstimator, Default
+from flexmarl.credit.estimators import AnyEstimator
+from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.filters import OutcomeFilter
 
 

@@ -36,6 +36,7 @@ TURN_COLUMNS = (
     Column("reward", ColumnKind.FLOAT),
     Column("advantage", ColumnKind.FLOAT),
     Column("weight", ColumnKind.FLOAT),
+    Column("episode_tokens", ColumnKind.FLOAT),
 )
 """The data columns of every agent's table; a run may add its own."""
 
@@ -73,9 +74,10 @@ def reward_row(sample_id: SampleId, policy: PolicyName, reward: float) -> Partia
     return PartialRow(sample_id=sample_id, policy=policy, values={"reward": reward})
 
 
-def credit_row(sample_id: SampleId, policy: PolicyName, *, advantage: float, weight: float) -> PartialRow:
-    """What credit made of the group for this turn."""
-    return PartialRow(sample_id=sample_id, policy=policy, values={"advantage": advantage, "weight": weight})
+def credit_row(sample: Sample) -> PartialRow:
+    """What credit made of the group for this turn. `episode_tokens` must be set: no row knows its episode later."""
+    values = {"advantage": sample.advantage, "weight": sample.weight, "episode_tokens": sample.episode_tokens}
+    return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
 def turn_from_row(row: Row) -> Turn:
@@ -104,6 +106,7 @@ def sample_from_row(row: Row) -> Sample:
         advantage=_value(row, "advantage"),
         weight=_value(row, "weight"),
         reward=_value(row, "reward"),
+        episode_tokens=_value(row, "episode_tokens"),
     )
 
 

@@ -1,1 +1,1 @@
-"""The joint orchestrator: one loop per arrow of the picture. In: tasks. Out: policies that got better, and the proof."""
+"""The joint orchestrator: one loop per arrow of the picture. In: tasks. Out: better policies, and the proof."""

@@ -101,7 +101,9 @@ def verify(path: Path) -> None:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
-            raise CheckpointError(f"{file} is torn: {size} bytes were written, {found} is there; use an older checkpoint")
+            raise CheckpointError(
+                f"{file} is torn: {size} bytes were written, {found} is there; use an older checkpoint"
+            )
 
 
 def _seal(folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Runs collection: finished groups become samples with credit.
 
-    consumes    finished groups, in any order
-    waits for   nothing; or for older groups (deterministic); or for the end of rollout (`sync`, batch-wide credit)
-    produces    READY rows for the training sessions, and each policy's divisors
-    unblocked by the next finished group, or the end of rollout
+consumes    finished groups, in any order
+waits for   nothing; or for older groups (deterministic); or for the end of rollout (`sync`, batch-wide credit)
+produces    READY rows for the training sessions, and each policy's divisors
+unblocked by the next finished group, or the end of rollout
 """
 
 from collections import defaultdict
@@ -19,7 +19,6 @@ from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import (
     AgentName,
     Divisors,
-    Episode,
     GroupId,
     GroupRecord,
     GroupState,
@@ -27,7 +26,6 @@ from flexmarl.records import (
     RowState,
     Sample,
     SampleId,
-    Turn,
 )
 from flexmarl.rollout.admission import Admission
 
@@ -140,17 +138,7 @@ class Collector:
         self._journal.event("group_filtered", group=group.group, because=because)
 
     async def _settle(self, group: GroupRecord, credit: Credit) -> None:
-        samples: dict[PolicyName, list[Sample]] = defaultdict(list)
-        left_out: dict[str, list[SampleId]] = defaultdict(list)
-        for episode in group.finished:
-            for turn in episode.turns:
-                weight = credit.weights.get(turn.sample_id)
-                if weight:
-                    samples[turn.policy].append(self._sample(turn, episode, credit))
-                elif weight is None:
-                    left_out["not a trained policy's turn"].append(turn.sample_id)
-                else:
-                    left_out["weight 0: nothing sampled, or nothing to compare with"].append(turn.sample_id)
+        samples, left_out = samples_of(group, credit)
         for because, ids in left_out.items():
             await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
         for policy, ready in samples.items():
@@ -168,24 +156,40 @@ class Collector:
             because="all its episodes are terminal" if samples else "no row has weight",
         )
 
-    @staticmethod
-    def _sample(turn: Turn, episode: Episode, credit: Credit) -> Sample:
-        reward = episode.rewards[turn.sample_id]
-        assert reward is not None, "the estimator refuses rows without a reward"
-        return Sample(
-            turn=turn,
-            advantage=credit.advantages[turn.sample_id],
-            weight=credit.weights[turn.sample_id],
-            reward=reward,
-        )
-
     async def _store_credit(self, samples: Sequence[Sample]) -> None:
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for sample in samples:
             turn = sample.turn
-            rows[turn.agent].append(
-                credit_row(turn.sample_id, turn.policy, advantage=sample.advantage, weight=sample.weight)
-            )
+            rows[turn.agent].append(credit_row(sample))
         for agent, partial in rows.items():
             await self._store.put(agent, partial)
         await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
+
+
+def samples_of(
+    group: GroupRecord, credit: Credit
+) -> tuple[Mapping[PolicyName, Sequence[Sample]], Mapping[str, Sequence[SampleId]]]:
+    """The group's turns as training sees them, by policy; and those it does not see, by reason."""
+    samples: dict[PolicyName, list[Sample]] = defaultdict(list)
+    left_out: dict[str, list[SampleId]] = defaultdict(list)
+    for episode in group.finished:
+        weights = {turn.sample_id: credit.weights.get(turn.sample_id) for turn in episode.turns}
+        tokens: dict[PolicyName, float] = defaultdict(float)
+        for turn in episode.turns:
+            tokens[turn.policy] += (weights[turn.sample_id] or 0.0) * len(turn.response_ids)
+        for turn in episode.turns:
+            weight, reward = weights[turn.sample_id], episode.rewards[turn.sample_id]
+            if weight is None:
+                left_out["not a trained policy's turn"].append(turn.sample_id)
+            elif not weight or reward is None:
+                left_out["weight 0: nothing was sampled, or there is nothing to compare with"].append(turn.sample_id)
+            else:
+                sample = Sample(
+                    turn=turn,
+                    advantage=credit.advantages[turn.sample_id],
+                    weight=weight,
+                    reward=reward,
+                    episode_tokens=tokens[turn.policy],
+                )
+                samples[turn.policy].append(sample)
+    return samples, left_out

@@ -1,9 +1,9 @@
 """Runs evaluation: held-out tasks, played against pinned versions, recorded nowhere.
 
-    consumes    held-out tasks
-    waits for   their episodes
-    produces    means of what the workflow reported, and of each agent's reward
-    unblocked by the end of an episode (its time limit bounds it)
+consumes    held-out tasks
+waits for   their episodes
+produces    means of what the workflow reported, and of each agent's reward
+unblocked by the end of an episode (its time limit bounds it)
 """
 
 import asyncio
@@ -38,7 +38,9 @@ class Evaluation:
 class Evaluator:
     """Plays the same held-out tasks with the same seeds every time, so that two evaluations differ by weights only."""
 
-    def __init__(self, *, player: Player, versions: Versions, tasks: Sequence[Task], episodes: int, parallel: int) -> None:
+    def __init__(
+        self, *, player: Player, versions: Versions, tasks: Sequence[Task], episodes: int, parallel: int
+    ) -> None:
         self._player = player
         self._versions = versions
         self._tasks = tasks

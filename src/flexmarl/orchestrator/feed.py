@@ -1,9 +1,9 @@
 """Runs the feed: tasks become admitted groups.
 
-    consumes    the task source, by position
-    waits for   the admission rule: a slot is freed when a group ends
-    produces    groups in the order of admission
-    unblocked by the end of any group
+consumes    the task source, by position
+waits for   the admission rule: a slot is freed when a group ends
+produces    groups in the order of admission
+unblocked by the end of any group
 """
 
 from collections.abc import AsyncIterator

@@ -1,12 +1,13 @@
 """Runs the view of a run: what loops report becomes metrics by step, and a live screen.
 
-    consumes    finished groups, updates, evaluations, as they happen
-    waits for   nothing; the screen's ticker waits for its interval
-    produces    one line of metrics per step, and what is on screen
-    unblocked by time
+consumes    finished groups, updates, evaluations, as they happen
+waits for   nothing; the screen's ticker waits for its interval
+produces    one line of metrics per step, and what is on screen
+unblocked by time
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -126,9 +127,9 @@ class Monitor:
             success_curve=tuple(self._successes),
             rewards={name.removeprefix("reward/"): v for name, v in values.items() if name.startswith("reward/")},
             tokens_per_s=values.get("rollout/tokens", 0.0) / (values.get("time/step_s") or 1.0),
-            running={policy: use.running for policy, use in usage.items()},
-            queued={policy: use.queued for policy, use in usage.items()},
-            versions={policy: version for policy, version in self._versions.served.items()},
+            running=_by_policy({name: use.running for name, use in usage.items()}),
+            queued=_by_policy({name: use.queued for name, use in usage.items()}),
+            versions=dict(self._versions.served.items()),
             time_shares=time_shares(values),
         )
         self._progress.update(view)
@@ -137,3 +138,11 @@ class Monitor:
 def _path(name: str) -> str:
     """Where a figure that a workflow reported is found: an agent's own, or the team's."""
     return name if name.startswith("agent/") else f"team/{name}"
+
+
+def _by_policy(counts: Mapping[str, int]) -> dict[str, int]:
+    """Sums over the instances of each policy, which are named `{policy}/{number}`."""
+    sums: Counter[str] = Counter()
+    for instance, count in counts.items():
+        sums[instance.rsplit("/", 1)[0]] += count
+    return dict(sums)

@@ -1,9 +1,9 @@
 """Runs publishing: new weights reach every instance before anything else is admitted (law 10).
 
-    consumes    a policy's new version
-    waits for   the object store, then every live instance's own checksum
-    produces    the version, acknowledged
-    unblocked by the last instance; one that fails is deregistered by the pool
+consumes    a policy's new version
+waits for   the object store, then every live instance's own checksum
+produces    the version, acknowledged
+unblocked by the last instance; one that fails is deregistered by the pool
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
 """Runs the joint orchestrator: one step after another, with synchronous semantics.
 
-      feed ──► rollout ──► collect ──► training sessions ──► update ──► publish ──► next step
-               (groups)    (credit)    (micro-batches)       (one per policy)
+  feed ──► rollout ──► collect ──► training sessions ──► update ──► publish ──► next step
+           (groups)    (credit)    (micro-batches)       (one per policy)
 
-    consumes    tasks
-    waits for   the step's groups to end, its ready samples to be accumulated, its weights to be acknowledged
-    produces    one update per active policy and step; evaluations; checkpoints
-    unblocked by every part in turn; any failure ends the step, and with it the run, as an exception
+consumes    tasks
+waits for   the step's groups to end, its ready samples to be accumulated, its weights to be acknowledged
+produces    one update per active policy and step; evaluations; checkpoints
+unblocked by every part in turn; any failure ends the step, and with it the run, as an exception
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Divisors, GroupRecord, PolicyName, Version
+from flexmarl.records import Divisors, GroupRecord, PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.training.interface import Trainer

@@ -28,11 +28,15 @@ class EvaluateSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tasks: int = Field(default=256, ge=0, description="Held-out tasks before and after training; 0 turns evaluation off.")
+    tasks: int = Field(
+        default=256, ge=0, description="Held-out tasks before and after training; 0 turns evaluation off."
+    )
     every: int = Field(default=0, ge=0, description="Also every so many steps; 0 is never.")
     every_tasks: int = Field(default=64, ge=1, description="Held-out tasks of these evaluations in between.")
     episodes: int = Field(default=1, ge=1, description="Episodes per held-out task.")
-    temperature: float = Field(default=1.0, ge=0, description="Replaces every agent's sampling temperature; 0 is greedy.")
+    temperature: float = Field(
+        default=1.0, ge=0, description="Replaces every agent's sampling temperature; 0 is greedy."
+    )
 
 
 class CheckpointSettings(BaseModel):

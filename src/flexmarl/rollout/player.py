@@ -1,9 +1,9 @@
 """Runs one episode: the workflow on one task, with a time limit, into a record that never raises.
 
-    consumes    a group and the index of the episode in it
-    waits for   the workflow, and through it for engines and tools
-    produces    an Episode: finished, failed or timed out, failed ones with a reason
-    unblocked by the end of the workflow, or the time limit
+consumes    a group and the index of the episode in it
+waits for   the workflow, and through it for engines and tools
+produces    an Episode: finished, failed or timed out, failed ones with a reason
+unblocked by the end of the workflow, or the time limit
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Runs rollout: groups in parallel (inter-query), and the episodes of each group in parallel (intra-query).
 
-    consumes    admitted groups, in order of admission
-    waits for   a free query slot; inside a group, a free trajectory slot
-    produces    finished groups, in order of completion
-    unblocked by the end of an episode (rollout.episode_timeout_s bounds it)
+consumes    admitted groups, in order of admission
+waits for   a free query slot; inside a group, a free trajectory slot
+produces    finished groups, in order of completion
+unblocked by the end of an episode (rollout.episode_timeout_s bounds it)
 """
 
 import asyncio

@@ -12,4 +12,6 @@ class RolloutSettings(BaseModel):
     intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")
     episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
-    group_retries: int = Field(default=1, ge=0, description="How often a group without any finished episode is played again.")
+    group_retries: int = Field(
+        default=1, ge=0, description="How often a group without any finished episode is played again."
+    )

@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexmarl.credit.estimators import Default, DrGrpo, DrMas, Grpo
+from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.dr_grpo import DrGrpo
+from flexmarl.credit.estimators.drmas import DrMas
 from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.grpo import Grpo
 from flexmarl.testing.credit import credit_row
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

@@ -1,6 +1,7 @@
 """Presets, options and laws of the group-relative estimators (ALGORITHMS sections 2, 3.1, 12 and 13)."""
 
 import math
+import pkgutil
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,17 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from flexmarl.credit import ESTIMATORS, AnyEstimator, CreditRow, CreditSettings
-from flexmarl.credit.estimators import Default, DrGrpo, DrMas, Grpo
+from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.dr_grpo import DrGrpo
+from flexmarl.credit.estimators.drmas import DrMas
 from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.grpo import Grpo
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, EpisodeId, SampleId
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
 
-PRESETS = [estimator() for estimator in ESTIMATORS.values()]
+CLASSES = {name: pkgutil.resolve_name(path) for name, path in ESTIMATORS.items()}
+PRESETS = [estimator() for estimator in CLASSES.values()]
 BATCHES = st.builds(random_credit_rows, st.integers(0, 2**32))
 LAW = settings(max_examples=60, deadline=None)
 
@@ -47,7 +52,7 @@ def test_the_worked_example_comes_out_to_its_printed_digits(estimator: GroupRela
 
 
 def test_presets_are_what_their_table_says() -> None:
-    presets = [(name, estimator()) for name, estimator in ESTIMATORS.items()]
+    presets = [(name, estimator()) for name, estimator in CLASSES.items()]
     options = {name: (e.key, e.unit, e.scale, e.ddof, e.eps, e.singleton, e.needs) for name, e in presets}
     assert options == {
         "default": (("task", "agent"), "row", "none", 1, 1e-6, "zero", "group"),
@@ -59,7 +64,7 @@ def test_presets_are_what_their_table_says() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_is_chosen_by_its_type(name: str) -> None:
-    assert TypeAdapter(AnyEstimator).validate_python({"type": name}) == ESTIMATORS[name]()
+    assert TypeAdapter(AnyEstimator).validate_python({"type": name}) == CLASSES[name]()
     assert CreditSettings.model_validate({"estimator": {"type": name}, "filter": None}).filter is None
 
 

@@ -25,6 +25,7 @@ from flexmarl.records import (
     FinishReason,
     PolicyName,
     RowState,
+    Sample,
     Turn,
     Version,
     VersionRun,
@@ -90,7 +91,7 @@ def test_what_training_reads_is_what_rollout_wrote_to_the_last_bit(turn, reward,
         await store.put(SOLVER, [prompt_row(turn.sample_id, POLICY, turn.prompt_ids)])
         await store.put(SOLVER, [response_row(turn)])
         await store.put(SOLVER, [reward_row(turn.sample_id, POLICY, reward), next_agent_row(turn.sample_id, POLICY, 2)])
-        await store.put(SOLVER, [credit_row(turn.sample_id, POLICY, advantage=advantage, weight=0.5)])
+        await store.put(SOLVER, [credit_row(Sample(turn=turn, advantage=advantage, weight=0.5, episode_tokens=3.0))])
         await store.settle([turn.sample_id], Outcome(state=RowState.READY))
         return await store.claim(POLICY, 1)
 
@@ -132,7 +133,7 @@ def test_a_turn_of_another_episode_than_its_id_is_refused():
 
 
 def row_with(*, without: str = "") -> Row:
-    values = {**response_row(A_TURN).values, "reward": 1.0, "advantage": 0.5, "weight": 1.0}
+    values = {**response_row(A_TURN).values, "reward": 1.0, "advantage": 0.5, "weight": 1.0, "episode_tokens": 2.0}
     values.pop(without, None)
     return Row(
         sample_id=A_TURN.sample_id,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ async def make_ready(store: SqliteStore, samples: Sequence[Sample]) -> None:
     for s in samples:
         turn = s.turn
         await store.put(AGENT, [response_row(turn), reward_row(turn.sample_id, SOLVER, s.reward)])
-        await store.put(AGENT, [credit_row(turn.sample_id, SOLVER, advantage=s.advantage, weight=s.weight)])
+        await store.put(AGENT, [credit_row(replace(s, episode_tokens=1.0))])
     await store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
 
 
