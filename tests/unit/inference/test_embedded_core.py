@@ -169,7 +169,9 @@ def test_a_weight_load_drops_kept_prefixes_and_keeps_none_of_mixed_versions():
     run(core, [request("before", range(10), conversation="a")])
     core.add(request("across", range(10), conversation="b", max_tokens=6))
     core.step()
-    core.load(Version(1), tiny.qwen3(1).state_dict())
+    core.load(Version(0), tiny.qwen3(2).state_dict())
+    core.step()
+    core.load(Version(0), tiny.qwen3(1).state_dict())
     run(core)
     seconds = [request(f"{name}2", range(12), conversation=name) for name in "ab"]
     answers = run(core, seconds)

@@ -259,7 +259,7 @@ class EngineCore:
         if finish is FinishReason.ERROR:
             self._cache.clear(row)
             ids = ids[: count - 1]
-        elif request.conversation is not None and run.versions[0].version == self.version:
+        elif request.conversation is not None and len(run.versions) == 1:
             self._keep(row, request.conversation, np.concatenate([request.prompt_ids, ids[:-1]]))
         count = len(ids)
         versions = [version for version in run.versions if version.start < count] or run.versions[:1]

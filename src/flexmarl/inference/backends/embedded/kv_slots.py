@@ -130,12 +130,13 @@ class SlotCache(Cache):
         parameter = next(model.parameters())
         self.max_len = max_len
         self._device = parameter.device
+        self._on_cpu = self._device.type == "cpu"
         # Zeros, not garbage: masked positions are read with weight 0, and 0 times a stray NaN would be NaN.
         self._block = torch.zeros(
             layers, 2, rows, key_heads, max_len, head_size, dtype=parameter.dtype, device=self._device
         )
-        self._row_size = key_heads * max_len
-        self._head_starts = np.arange(key_heads)[:, None] * max_len
+        self._row_starts = (np.arange(rows) * key_heads + np.arange(key_heads)[:, None]) * max_len
+        """[K, S] flat index of position 0."""
         self._steps = torch.arange(max_len, device=self._device)
         self._zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
         self._masked = torch.full_like(self._zero, -torch.inf)
@@ -152,50 +153,54 @@ class SlotCache(Cache):
     def lay_out(self, last_ids: Integers, lengths: Integers, joiners: Sequence[Joiner], fixed_kv: bool) -> Plan:
         """The plan of one forward: row r < len(last_ids) gets `last_ids[r]` at position `lengths[r]`."""
         num_decode = len(last_ids)
+        if not joiners:
+            return Plan(
+                input_ids=self._tensor(last_ids)[None],
+                position_ids=self._tensor(lengths)[None],
+                write_at=self._tensor((self._row_starts[:, :num_decode] + lengths).reshape(-1)),
+                num_decode=num_decode,
+                decode=self._decode_blocks(lengths, fixed_kv),
+                prefill=None,
+                logits_at=0,
+            )
         fresh = [joiner.ids[joiner.start :] for joiner in joiners]
-        starts = [joiner.start for joiner in joiners]
-        ids = np.concatenate([last_ids, *fresh]) if joiners else last_ids
-        positions = lengths.astype(np.int64)
-        write_at = np.arange(num_decode) * self._row_size + positions
-        if joiners:
-            inside = [np.arange(joiner.start, len(joiner.ids)) for joiner in joiners]
-            positions = np.concatenate([positions, *inside])
-            rows = [steps + joiner.row * self._row_size for steps, joiner in zip(inside, joiners, strict=True)]
-            write_at = np.concatenate([write_at, *rows])
         sizes = [len(part) for part in fresh]
-        ends = num_decode - 1 + np.cumsum(sizes, dtype=np.int64)
+        rows = np.concatenate([np.arange(num_decode), np.repeat([joiner.row for joiner in joiners], sizes)])
+        positions = np.concatenate([lengths, *(np.arange(joiner.start, len(joiner.ids)) for joiner in joiners)])
+        ends = num_decode - 1 + np.cumsum(sizes)
         return Plan(
-            input_ids=self._tensor(ids)[None],
+            input_ids=self._tensor(np.concatenate([last_ids, *fresh]))[None],
             position_ids=self._tensor(positions)[None],
-            write_at=self._tensor(self._head_starts + write_at).flatten(),
+            write_at=self._tensor((self._row_starts[:, rows] + positions).reshape(-1)),
             num_decode=num_decode,
             decode=self._decode_blocks(lengths, fixed_kv) if num_decode else (),
-            prefill=self._prefill_block(joiners, starts, sizes) if joiners else None,
-            logits_at=self._tensor(np.concatenate([np.arange(num_decode), ends])) if joiners else 0,
+            prefill=self._prefill_block(joiners, sizes),
+            logits_at=self._tensor(np.concatenate([np.arange(num_decode), ends])),
         )
 
     def _decode_blocks(self, lengths: Integers, fixed_kv: bool) -> list[DecodeBlock]:
-        if fixed_kv:
-            blocks = [(slice(0, len(lengths)), self.max_len)]
-        else:
-            blocks = row_blocks(lengths, self.max_len)
+        blocks = [(slice(0, len(lengths)), self.max_len)] if fixed_kv else row_blocks(lengths, self.max_len)
         longest = max(length for _, length in blocks)
-        ends = self._tensor(lengths.astype(np.int64))[:, None]
+        ends = self._tensor(lengths)[:, None]
         bias = torch.where(self._steps[:longest] <= ends, self._zero, self._masked)[:, None, None]
+        if len(blocks) == 1:
+            return [DecodeBlock(blocks[0][0], longest, bias)]
         return [DecodeBlock(rows, length, bias[rows, :, :, :length]) for rows, length in blocks]
 
-    def _prefill_block(self, joiners: Sequence[Joiner], starts: list[int], sizes: list[int]) -> PrefillBlock:
+    def _prefill_block(self, joiners: Sequence[Joiner], sizes: list[int]) -> PrefillBlock:
         width, kv_length = max(sizes), max(len(joiner.ids) for joiner in joiners)
         rows = slice(joiners[0].row, joiners[0].row + len(joiners))
         place = np.concatenate([index * width + np.arange(size) for index, size in enumerate(sizes)])
         bias = None
-        if len(joiners) > 1 or starts[0] > 0:
-            ends = self._tensor(np.asarray(starts))[:, None, None, None] + self._steps[:width, None]
+        if len(joiners) > 1 or joiners[0].start > 0:
+            starts = self._tensor(np.array([joiner.start for joiner in joiners]))
+            ends = starts[:, None, None, None] + self._steps[:width, None]
             bias = torch.where(self._steps[:kv_length] <= ends, self._zero, self._masked)
         return PrefillBlock(rows, kv_length, width, self._tensor(place), bias)
 
     def _tensor(self, values: Integers) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(values if values.dtype == np.int64 else values.astype(np.int64))
+        return tensor if self._on_cpu else tensor.to(self._device, non_blocking=True)
 
 
 def row_blocks(lengths: Integers, max_len: int) -> list[tuple[slice, int]]:
@@ -205,8 +210,10 @@ def row_blocks(lengths: Integers, max_len: int) -> list[tuple[slice, int]]:
     [(slice(0, 3, None), 32)]
     """
     num_rows = len(lengths)
+    longest = min(int(lengths.max()) // 16 * 16 + 16, max_len)
+    if num_rows * longest - int(lengths.sum()) < _BLOCK_GAIN:
+        return [(slice(0, num_rows), longest)]
     rounded = np.minimum(lengths // 16 * 16 + 16, max_len)
-    longest = int(rounded.max())
     starts = np.arange(0, num_rows, _ROW_BLOCK)
     tops = np.maximum.reduceat(rounded, starts)
     sizes = np.diff(np.append(starts, num_rows))
