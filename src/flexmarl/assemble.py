@@ -1,7 +1,7 @@
 """Wires a run: the only place that names backends. In: settings. Out: a run that trains, evaluates or exports.
 
 settings ──► folder, code, tasks, renderers, team        (no weights yet: what `check` also makes)
-         ──► thread, objects, engines, pool, trainers    (World: exists while a command runs)
+         ──► thread, objects, store, pool, trainers      (World: exists while a command runs)
          ──► feed, rollout, collector, sessions, ...     (Parts of the orchestrator)
 """
 
@@ -27,6 +27,7 @@ from flexmarl.config import RunSettings
 from flexmarl.config.load import read_yaml
 from flexmarl.errors import CheckpointError, ConfigError, boundary
 from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
@@ -114,9 +115,10 @@ def model_source(settings: RunSettings, policy: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The live parts that hold weights or devices."""
+    """The live parts that hold weights, devices or experience."""
 
     objects: ObjectStore
+    store: ExperienceStore
     pool: InferencePool
     trainers: Mapping[PolicyName, Trainer]
 
@@ -166,8 +168,10 @@ async def open_world(blueprint: Blueprint) -> AsyncIterator[World]:
             )
             for name in sorted(settings.trained)
         }
+        store = SqliteStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
+        stack.push_async_callback(store.close)
         pool = await stack.enter_async_context(InferencePool(engines))
-        yield World(objects=objects, pool=pool, trainers=trainers)
+        yield World(objects=objects, store=store, pool=pool, trainers=trainers)
 
 
 class Run:
@@ -237,7 +241,7 @@ def wire(
     settings, team = blueprint.settings, blueprint.team
     if start:
         journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
-    store = SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
+    store = world.store
     versions = Versions(initial_versions(settings, start))
     admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
     monitor = Monitor(

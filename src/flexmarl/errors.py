@@ -62,11 +62,23 @@ class CheckpointError(FlexmarlError):
     """A checkpoint is missing, torn or of another run."""
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What an exception group is about: the first error of ours in it, else its first; any other error is itself.
+
+    >>> cause_of(ExceptionGroup("two tasks", [ValueError("torn"), EngineError("lost")]))
+    EngineError('lost')
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [cause_of(inner) for inner in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, FlexmarlError)), causes[0])
+
+
 @contextmanager
 def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
     """Turns any foreign exception inside the block into `kind`, saying what was being done.
 
-    Our own errors and cancellation pass unchanged.
+    Our own errors and cancellation pass unchanged; of an exception group, its cause counts.
 
     >>> with boundary(EpisodeError, "scoring task 7"):
     ...     int("four")
@@ -79,4 +91,7 @@ def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
     except FlexmarlError:
         raise
     except Exception as error:
-        raise kind(f"{doing}: {type(error).__name__}: {error}") from error
+        cause = cause_of(error)
+        if isinstance(cause, FlexmarlError):
+            raise cause from error
+        raise kind(f"{doing}: {type(cause).__name__}: {cause}") from error

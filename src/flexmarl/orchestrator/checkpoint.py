@@ -5,7 +5,8 @@
         solver/ verifier/   what each trainer saved
         MANIFEST.json       every file with its size: written last, so a folder without it is no checkpoint
 
-The folder is written under another name and renamed when it is complete.
+The folder is written under another name and renamed when it is complete. One that is torn all the same, by a disk say,
+does not count: the newest intact one is the newest.
 """
 
 import json
@@ -56,16 +57,18 @@ class Checkpoints:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _sync(self._folder)
-        for old in self._complete()[: -self._keep]:
+        intact, _ = self._found()
+        for old in intact[: -self._keep]:
             shutil.rmtree(old)
         return final
 
     def latest(self) -> Path:
-        """The newest complete checkpoint. Raises CheckpointError."""
-        complete = self._complete()
-        if not complete:
-            raise CheckpointError(f"no complete checkpoint in {self._folder}; start without --resume")
-        return complete[-1]
+        """The newest intact checkpoint. Raises CheckpointError."""
+        intact, problems = self._found()
+        if not intact:
+            found = "; ".join(["", *problems])
+            raise CheckpointError(f"no intact checkpoint in {self._folder}{found}; start without --resume")
+        return intact[-1]
 
     async def load(self, trainers: Mapping[PolicyName, Trainer], path: Path | None = None) -> RunState:
         """Restores every trainer from the newest checkpoint, or from `path`."""
@@ -81,8 +84,16 @@ class Checkpoints:
                 raise CheckpointError(f"{path}: '{policy}' is at version {version}, not {state.versions[policy]}")
         return state
 
-    def _complete(self) -> list[Path]:
-        return sorted(folder for folder in self._folder.glob("step-*") if (folder / _MANIFEST).is_file())
+    def _found(self) -> tuple[list[Path], list[str]]:
+        """The intact checkpoints, oldest first; and what is wrong with the others."""
+        intact, problems = [], []
+        for folder in sorted(self._folder.glob("step-*"), key=lambda folder: (len(folder.name), folder.name)):
+            try:
+                verify(folder)
+                intact.append(folder)
+            except CheckpointError as error:
+                problems.append(str(error))
+        return intact, problems
 
 
 def read_state(path: Path) -> RunState:
@@ -101,9 +112,7 @@ def verify(path: Path) -> None:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
-            raise CheckpointError(
-                f"{file} is torn: {size} bytes were written, {found} is there; use an older checkpoint"
-            )
+            raise CheckpointError(f"{file} is torn: {size} bytes were written, {found} is there")
 
 
 def _seal(folder: Path) -> None:

@@ -6,6 +6,7 @@ produces    READY rows for the training sessions, and each policy's divisors
 unblocked by the next finished group, or the end of rollout
 """
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
@@ -68,6 +69,7 @@ class Collector:
         self._release = Release.AT_END if self._batch_wide else release
         self._on_ready = on_ready
         self._journal = journal
+        self._turn = asyncio.Lock()
         self._held: dict[GroupId, GroupRecord] = {}
         self._next = GroupId(admission.next_group)
         self._kept: list[GroupId] = []
@@ -83,13 +85,14 @@ class Collector:
         """Takes a finished group. Every token must have been sampled at the step's version (law 3)."""
         self._versions.check_strict(turn for episode in group.episodes for turn in episode.turns)
         self._held[group.group] = group
-        if self._release is Release.AT_ONCE:
-            await self._pass_on([self._held.pop(group.group)])
-        elif self._release is Release.IN_ORDER:
-            while self._next in self._held:
-                ready = self._held.pop(self._next)
-                self._next = GroupId(self._next + 1)
-                await self._pass_on([ready])
+        async with self._turn:  # One group at a time: while the store writes, the next one must not overtake.
+            if self._release is Release.AT_ONCE:
+                await self._pass_on([self._held.pop(group.group)])
+            elif self._release is Release.IN_ORDER:
+                while self._next in self._held:
+                    ready = self._held.pop(self._next)
+                    self._next = GroupId(self._next + 1)
+                    await self._pass_on([ready])
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
         """Ends the step's collection; the divisors of every trained policy's global batch."""

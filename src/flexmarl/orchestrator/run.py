@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexmarl.errors import EpisodeError
+from flexmarl.errors import EpisodeError, cause_of
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.collect import Collector
@@ -80,7 +80,13 @@ class Orchestrator:
         self._failures: list[str] = []
 
     async def run(self) -> Outcome:
-        """Trains to the last step."""
+        """Trains to the last step. Raises what ended the run, out of the groups of the tasks it came through."""
+        try:
+            return await self._run()
+        except ExceptionGroup as group:
+            raise cause_of(group) from group
+
+    async def _run(self) -> Outcome:
         parts = self._parts
         for policy, session in parts.sessions.items():
             await parts.publisher.publish(policy, session.version)
@@ -113,7 +119,7 @@ class Orchestrator:
         await self._update(divisors)
         trained = parts.collector.settle_trained()
         self.step += 1
-        parts.journal.event("step_ended", step=self.step - 1, trained=len(trained), versions=parts.versions.served)
+        parts.journal.event("step_ended", step=self.step - 1, trained=trained, versions=parts.versions.served)
 
     async def _finished(self, group: GroupRecord) -> None:
         self._parts.monitor.group_finished(group)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from flexmarl.errors import EpisodeError
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.rows import prompt_row, response_row, reward_row
 from flexmarl.records import AgentName, Episode, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
@@ -13,6 +14,7 @@ class StoreRecorder:
     def __init__(self, store: ExperienceStore) -> None:
         self._store = store
         self._opened: dict[SampleId, tuple[AgentName, PolicyName]] = {}
+        self._ended = False
 
     async def prompt(
         self,
@@ -23,16 +25,19 @@ class StoreRecorder:
         prompt_ids: IntArray,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """Opens the row, before the call is sent."""
+        """Opens the row, before the call is sent. Raises EpisodeError if the episode has ended."""
+        self._check_open(sample_id)
         await self._store.put(agent, [prompt_row(sample_id, policy, prompt_ids)])
         self._opened[sample_id] = (agent, policy)
 
     async def turn(self, turn: Turn) -> None:
-        """Adds what was sampled, with its version."""
+        """Adds what was sampled, with its version. Raises EpisodeError if the episode has ended."""
+        self._check_open(turn.sample_id)
         await self._store.put(turn.agent, [response_row(turn)])
 
     async def finish(self, episode: Episode) -> None:
         """Adds the rewards of a finished episode, or ends every row of a failed one (law 11)."""
+        self._ended = True
         if not episode.finished:
             await self._store.settle(list(self._opened), Outcome(state=RowState.FAILED, reason=episode.reason))
             return
@@ -43,3 +48,8 @@ class StoreRecorder:
         unfinished = [sample_id for sample_id in self._opened if sample_id not in episode.rewards]
         if unfinished:
             await self._store.settle(unfinished, Outcome(state=RowState.FAILED, reason="the call did not end"))
+
+    def _check_open(self, sample_id: SampleId) -> None:
+        """A task that a workflow left behind must open no row after the last look at them: it would stay OPEN."""
+        if self._ended:
+            raise EpisodeError(f"call {sample_id} came after the end of its episode; await every act in the workflow")

@@ -1,0 +1,236 @@
+"""A whole run by script: the production loops on fake engines and trainers, in virtual time.
+
+    run = ScriptedRun(my_workflow, lambda prompt, request: "42", steps=3, batch={"groups": 4, "episodes": 2}).play()
+    assert run.trainers["solver"].version == 3
+    assert {row.state for row in run.rows()} == {RowState.TRAINED}
+
+Tasks, engines and trainers are fakes; feed, rollout, player, store, collector, sessions, publisher, evaluator and
+checkpoints are those of every run. An idle hour costs nothing, and what waits for ever raises DeadlockError.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from string import printable
+from typing import Any, Self
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
+from flexmarl.assemble import Blueprint, World, wire
+from flexmarl.config import RunSettings
+from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.interface import Row
+from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.inference.pool import InferencePool
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
+from flexmarl.observability.journal import MemoryJournal
+from flexmarl.observability.metrics import Metrics
+from flexmarl.observability.progress import NullProgress
+from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.orchestrator.run import Outcome
+from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tasks import SourceExhausted
+from flexmarl.testing.agents import Script
+from flexmarl.testing.inference import ScriptedEngine
+from flexmarl.testing.training import FakeTrainer
+
+END = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def character_renderer() -> ChatRenderer:
+    """Chat on a tokenizer with one token per character: what a prompt costs can be counted by eye."""
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(("<unk>", *printable))}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    marks = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END)
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=CHAT_TEMPLATE))
+
+
+class CountedTasks:
+    """Task source: training task i asks `task i`, held-out task i asks `test i`; the reference is `a`."""
+
+    def __init__(self, num_train: int | None = None) -> None:
+        self.num_train = num_train
+
+    def train(self, index: int) -> Task:
+        """Task number `index`."""
+        if self.num_train is not None and index >= self.num_train:
+            raise SourceExhausted(f"tasks: there is no training task at position {index} of {self.num_train}")
+        return Task(input_id=f"task-{index}", prompt=f"task {index}", reference="a")
+
+    def held_out(self, n: int) -> tuple[Task, ...]:
+        """Held-out tasks number 0 to n - 1."""
+        return tuple(Task(input_id=f"test-{i}", prompt=f"test {i}", reference="a") for i in range(n))
+
+
+class ServedEngine(ScriptedEngine):
+    """A ScriptedEngine in a world: it gets published weights from the object store, and remembers what it answered."""
+
+    def __init__(
+        self,
+        say: Script,
+        renderer: ChatRenderer,
+        objects: ObjectStore,
+        *,
+        seconds_per_token: float,
+        fails: Callable[[GenerationRequest], str],
+    ) -> None:
+        self.generations: list[Generation] = []
+        """All answers, in order."""
+        self._objects = objects
+        self._fails = fails
+
+        def script(request: GenerationRequest) -> Sequence[int]:
+            return [*renderer.encode(say(renderer.decode(request.prompt_ids), request)), *renderer.encode(END)]
+
+        super().__init__(script, latency_s=seconds_per_token, encode=renderer.encode, decode=renderer.decode)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+        """Answers; a call for which `fails` gives a reason ends with finish `error`."""
+        reasons = {request.request_id: self._fails(request) for request in requests}
+        async for generation in super().generate(requests):
+            if reason := reasons[generation.request_id]:
+                generation = replace(generation, finish=FinishReason.ERROR, error=reason)
+            self.generations.append(generation)
+            yield generation
+
+    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+        """Gets the object and returns its own checksum of it."""
+        held = checksum(await self._objects.get(key))
+        await super().load_weights(policy, version, key)
+        return held
+
+
+async def answer(task: Task, team: Team) -> None:
+    """The simplest workflow: every agent answers the task and is rewarded with its own answer's score."""
+    for seat in team:
+        reply = await seat.act(task.prompt)
+        reply.reward(task.score(reply.text))
+        team.report(success=task.score(reply.text))
+
+
+def a_or_b(prompt: str, request: GenerationRequest) -> str:
+    """Right (`a`) or wrong (`b`), by the call's seed."""
+    return "ab"[request.seed % 2]
+
+
+class ScriptedRun:
+    """One run in virtual time. Its parts may be exchanged until it is played, and looked at afterwards."""
+
+    def __init__(
+        self,
+        workflow: Workflow = answer,
+        say: Script = a_or_b,
+        *,
+        agents: Mapping[str, str] = {"solver": "solver"},
+        num_tasks: int | None = None,
+        seconds_per_token: float = 0.1,
+        seconds_per_sample: float = 0.0,
+        fails: Callable[[GenerationRequest], str] = lambda request: "",
+        folder: Path | None = None,
+        **sections: Any,
+    ) -> None:
+        """`agents` gives the policy of each; `fails` the reason why a call fails, or ""; `sections` are those of a
+        config (`steps=2, mode="sync", rollout={...}`), small by default, and without filter, evaluation and
+        checkpoints. Checkpoints need a `folder`; when there are some in it, the run goes on from the newest.
+        """
+        policies: Mapping[str, Any] = sections.pop("policies", {})
+        self.settings = RunSettings.model_validate(
+            {
+                "steps": 1,
+                "batch": {"groups": 2, "episodes": 2},
+                "credit": {"filter": None},
+                "evaluate": {"tasks": 0},
+                "checkpoint": {"every": 0},
+                "tasks": {"type": "generator", "name": "counted"},
+                "policies": {name: {"model": "scripted", **policies.get(name, {})} for name in agents.values()},
+                "team": {
+                    "agents": {agent: {"policy": policy} for agent, policy in agents.items()},
+                    "workflow": {"type": "sequential", "agents": list(agents)},
+                },
+                **sections,
+            }
+        )
+        renderer = character_renderer()
+        trained = [PolicyName(name) for name in sorted(self.settings.trained)]
+        team = TeamSpec.build(self.settings.team, {PolicyName(name): renderer for name in agents.values()}, trained)
+        self.blueprint = Blueprint(
+            settings=self.settings, source=CountedTasks(num_tasks), team=replace(team, run=workflow)
+        )
+        objects = InlineObjectStore()
+        self.engines = {
+            PolicyName(name): [
+                ServedEngine(say, renderer, objects, seconds_per_token=seconds_per_token, fails=fails)
+                for _ in range(policy.instances)
+            ]
+            for name, policy in self.settings.policies.items()
+        }
+        self.trainers = {name: FakeTrainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained}
+        self.world = World(
+            objects=objects,
+            store=SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS),
+            pool=InferencePool(self.engines),
+            trainers=self.trainers,
+        )
+        self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
+        self.metrics: dict[int, Mapping[str, float]] = {}
+        """By the number of steps done."""
+        self.outcome: Outcome | None = None
+        self._folder = folder
+
+    def play(self, *beside: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
+        """Plays it to its end, with faults and the like `beside` it; raises what ends the run."""
+        run_virtual(self._play(beside))
+        return self
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """What the journal says, or its events of one name."""
+        return self.journal.events(name)
+
+    def rows(self) -> list[Row]:
+        """Every row of every agent, in the order of sample ids."""
+        return run_virtual(self._rows())
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of a step."""
+        self.metrics[step] = {**self.metrics.get(step, {}), **values}
+
+    def close(self) -> None:
+        """Nothing to write out."""
+
+    async def _rows(self) -> list[Row]:
+        found = await self.world.store.query("SELECT sample_id FROM samples ORDER BY sample_id")
+        return await self.world.store.get([sample_id for (sample_id,) in found.rows])
+
+    async def _play(self, beside: Sequence[Callable[["ScriptedRun"], Coroutine[Any, Any, None]]]) -> None:
+        checkpoints = Checkpoints(self._folder or Path(), keep=self.settings.checkpoint.keep)
+        resumes = self._folder is not None and any(self._folder.glob("step-*"))
+        async with self.world.pool:
+            orchestrator, _ = wire(
+                self.blueprint,
+                self.world,
+                journal=self.journal,
+                metrics=Metrics(asyncio.get_running_loop().time, [self]),
+                progress=NullProgress(),
+                checkpoints=checkpoints,
+                start=await checkpoints.load(self.trainers) if resumes else None,
+            )
+            happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]
+            try:
+                self.outcome = await orchestrator.run()
+            finally:
+                for task in happening:
+                    task.cancel()
+                await asyncio.gather(*happening, return_exceptions=True)
