@@ -30,6 +30,7 @@ class Choice(BaseModel):
 
     type: Literal["choice"] = "choice"
     options: tuple[str, ...] = Field(min_length=2)
+    """The words to choose from."""
 
     def __call__(self, text: str) -> str | None:
         """The option as it is written in the settings."""

@@ -100,8 +100,11 @@ class Iterative(Pattern):
 
     type: Literal["iterative"] = "iterative"
     solver: str = "solver"
+    """The agent that answers."""
     verifier: str = "verifier"
+    """The agent that judges."""
     max_rounds: int = Field(default=3, ge=1)
+    """Proposals at most; the last one stands."""
     question: str = "{task}"
     """What the solver sees first. Fields: task."""
     retry: str = "{task}\n\nYour answer was rejected:\n{feedback}"

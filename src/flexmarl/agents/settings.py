@@ -22,9 +22,11 @@ class SamplingSettings(BaseModel):
     temperature: float = Field(default=1.0, ge=0.0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the likeliest tokens up to this mass; 1 is off."""
     top_k: int = Field(default=0, ge=0)
     """0 is off."""
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Leave out tokens below this share of the likeliest one's probability; 0 is off."""
     stop: tuple[str, ...] = ()
     """Texts that end a message, besides the chat template's end of turn."""
 

@@ -26,8 +26,8 @@ class RayCluster(BaseModel):
         pattern=r"^(local|.+:\d+)$",
         description="local starts a private Ray; else host:port of a cluster.",
     )
-    nodes: int = Field(default=1, ge=1)
-    device: Literal["cpu", "cuda"] = "cuda"
+    nodes: int = Field(default=1, ge=1, description="Machines.")
+    device: Literal["cpu", "cuda"] = Field(default="cuda", description="What a worker computes on.")
     rollout_devices: int = Field(default=1, ge=1, description="Devices of the rollout pool, over all nodes.")
     training_devices: int = Field(default=1, ge=1, description="Devices of the training pool, over all nodes.")
 

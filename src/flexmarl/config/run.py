@@ -53,7 +53,9 @@ class RunSettings(BaseModel):
         default=Path("."), description="What other relative paths start from; set to the config's folder."
     )
     code: list[Path] = Field(default_factory=list, description="Python files with workflows, task generators, scorers.")
-    mode: Mode = Mode.MICROBATCH
+    mode: Mode = Field(
+        default=Mode.MICROBATCH, description="Train complete groups at once, or after the step's rollout."
+    )
     cluster: ClusterSettings = InlineCluster()
     tasks: TaskSettings
     policies: dict[str, PolicySettings]

@@ -1,4 +1,4 @@
-"""Decides whether a group's rewards can teach anything, and if not, why not (ALGORITHMS section 5.2)."""
+"""Decides whether a group's rewards can teach anything, and if not, why not (docs/math.md section 6)."""
 
 from collections.abc import Sequence
 from enum import StrEnum

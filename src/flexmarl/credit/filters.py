@@ -1,4 +1,4 @@
-"""Decides which tasks are worth training on (DAPO's dynamic sampling without refill, ALGORITHMS section 5.2)."""
+"""Decides which tasks are worth training on (DAPO's dynamic sampling without refill, docs/math.md section 6)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

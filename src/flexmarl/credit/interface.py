@@ -77,7 +77,7 @@ class Credit:
     advantages: Mapping[SampleId, float]
     """The same for every sampled token of the row."""
     weights: Mapping[SampleId, float]
-    """Row weight w_i of ALGORITHMS section 9: 1, or 0 for rows that stay out of sums and divisors."""
+    """Row weight w_i of docs/math.md section 1: 1, or 0 for rows that stay out of sums and divisors."""
     report: Mapping[AgentName, AgentReport]
 
 

@@ -1,4 +1,4 @@
-"""Decides the numbers that one policy's update is divided by (ALGORITHMS section 9)."""
+"""Decides the numbers that one policy's update is divided by (docs/math.md section 1)."""
 
 import math
 from collections.abc import Iterable

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Mode(StrEnum):
-    """What may happen at the same time (SCHEDULING, section 1). Both keep synchronous semantics."""
+    """What may happen at the same time (docs/math.md, section 9). Both keep synchronous semantics."""
 
     SYNC = "sync"
     """Training starts when the whole step's rollout has ended."""

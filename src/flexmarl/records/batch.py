@@ -15,10 +15,10 @@ class Sample:
     advantage: float
     """Frozen when the row became READY; the same for every sampled token."""
     weight: float = 1.0
-    """Row weight w_i of ALGORITHMS section 9; 0 keeps the row out of sums and divisors."""
+    """Row weight w_i of docs/math.md section 1; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
     episode_tokens: float | None = None
-    """len_e of ALGORITHMS section 9: sum of w_i len_i over the episode's rows of this policy. Only the aggregation
+    """len_e of docs/math.md section 1: sum of w_i len_i over the episode's rows of this policy. Only the aggregation
     `traj-mean-token-mean` needs it."""
 
     @property

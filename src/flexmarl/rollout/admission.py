@@ -3,7 +3,7 @@
     admit()  allowed iff fewer than `slots` groups are active; a slot is freed by the end of a group, never by "taken"
     retry()  a group that could not be played goes back to WAITING under the SAME id, and keeps its place
 
-With P groups a step and no allowed lag, `slots` is P (SCHEDULING, section 1: B = (S + 1) P, S = 0).
+With P groups a step and no allowed lag, `slots` is P (docs/math.md, section 9: B = (S + 1) P, S = 0).
 """
 
 from collections import Counter

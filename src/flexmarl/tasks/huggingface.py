@@ -22,6 +22,7 @@ class HuggingFaceTasks(Table):
     revision: str | None = None
     """Commit or tag on the hub; set it for runs that can be repeated."""
     split: str = "train"
+    """What is trained on."""
     held_out_split: str | None = None
     """E.g. `test`; null: `held_out_share` of `split`."""
 

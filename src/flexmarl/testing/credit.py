@@ -61,7 +61,7 @@ def random_credit_rows(seed: int, *, empty_rows: bool = True) -> list[CreditRow]
 
 
 def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
-    """Raises AssertionError naming the law that the estimator breaks on a random batch (ALGORITHMS section 13)."""
+    """Raises AssertionError naming the law that the estimator breaks on a random batch (docs/math.md section 7)."""
     for seed in range(num_batches):
         rows = random_credit_rows(seed)
         credit = estimator.estimate(rows)

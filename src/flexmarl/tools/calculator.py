@@ -28,6 +28,7 @@ class Calculator(BaseModel):
     name: str = Field(default="calculator", min_length=1)
     """What agents call it by."""
     description: str = "Computes an integer expression with + - * / // % ** and parentheses, e.g. 12*(3+4)."
+    """What a model may be told of it."""
     max_chars: int = Field(default=256, ge=1, le=4096)
     """Longest expression."""
     max_digits: int = Field(default=256, ge=1, le=4000)

@@ -128,7 +128,9 @@ class TagSyntax(BaseModel):
 
     type: Literal["tag"] = "tag"
     opening: str = Field(default="<tool_call>", min_length=1)
+    """Before the JSON."""
     closing: str = Field(default="</tool_call>", min_length=1)
+    """Behind it; generation stops there."""
 
     @property
     def stop(self) -> tuple[str, ...]:

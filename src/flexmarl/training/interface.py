@@ -19,7 +19,7 @@ class UpdateReport:
     num_tokens: float
     """Weighted sampled tokens of the batch."""
     loss: float
-    """S / D of ALGORITHMS section 9."""
+    """S / D of docs/math.md section 1."""
     grad_norm: float
     """L2 norm of the divided gradient, before clipping."""
     learning_rate: float
@@ -30,7 +30,7 @@ class UpdateReport:
 class Trainer(Protocol):
     """The running trainer of one policy. Called by its session loop, one call at a time.
 
-    Gradients are accumulated un-normalised; `step` divides by the global divisors once (ALGORITHMS section 9,
+    Gradients are accumulated un-normalised; `step` divides by the global divisors once (docs/math.md section 2,
     "deferred divisor"), so that the update equals the full-batch update whatever the split and the order.
     """
 

@@ -1,4 +1,4 @@
-"""Presets, options and laws of the group-relative estimators (ALGORITHMS sections 2, 3.1, 12 and 13)."""
+"""Presets, options and laws of the group-relative estimators (docs/math.md sections 5 and 7)."""
 
 import math
 import pkgutil

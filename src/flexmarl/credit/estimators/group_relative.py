@@ -1,4 +1,4 @@
-"""Decides advantages by comparing each row with its group: A = (c - b) / D (ALGORITHMS sections 2 and 3.1)."""
+"""Decides advantages by comparing each row with its group: A = (c - b) / D (docs/math.md section 5)."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -37,7 +37,9 @@ class GroupRelative(BaseModel):
     scale: Literal["none", "std"] = "none"
     """Division by the group's standard deviation favours nearly solved and nearly hopeless tasks."""
     eps: float = Field(default=1e-6, ge=0)
+    """Added to the divisor."""
     ddof: Literal[0, 1] = 1
+    """1: the sample's standard deviation; 0: the population's."""
     min_std: float = Field(default=0.0, ge=0)
     """At or below this standard deviation a group's advantages are 0."""
     std_floor: float = Field(default=0.0, ge=0)
