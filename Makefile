@@ -35,8 +35,13 @@ check: install-dev  ## style, types, import direction, docs
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/docs
 
-bench: install-dev  ## the benchmarks that need no extra packages
+$(VENV)/.installed-bench: $(VENV)/.installed requirements-bench.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-bench.lock
+	@touch $@
+
+bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (half an hour)
 	$(BIN)/python benchmarks/engine.py --json
+	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 
 docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs

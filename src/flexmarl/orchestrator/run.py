@@ -93,11 +93,12 @@ class Orchestrator:
         if self.step == 0:
             self._before = await self._evaluated("before")
             parts.monitor.flush(self.step)
+        after = self._before
         while self.step < self._steps:
             await self._step()
-            await self._between_steps()
-        after = await self._evaluated("after") if self.step else self._before
-        parts.monitor.flush(self.step)
+            await self._save_if_due()
+            after = await self._evaluate_if_due()
+            parts.monitor.flush(self.step)
         return Outcome(before=self._before, after=after, steps=self.step)
 
     async def _step(self) -> None:
@@ -149,22 +150,27 @@ class Orchestrator:
             with parts.monitor.time("publish"):
                 await parts.publisher.publish(policy, new)
 
-    async def _between_steps(self) -> None:
-        parts, settings = self._parts, self._evaluate
+    async def _save_if_due(self) -> None:
+        parts = self._parts
         last = self.step == self._steps
-        if settings.every and self.step % settings.every == 0 and not last:
-            await self._evaluated("between", settings.every_tasks)
-        if self._checkpoint.every and (last or self.step % self._checkpoint.every == 0):
-            state = RunState(
-                step=self.step,
-                next_group=parts.admission.next_group,
-                versions=dict(parts.versions.served),
-                before=self._before,
-            )
-            with parts.monitor.time("checkpoint"):
-                path = await parts.checkpoints.save(state, parts.trainers)
-            parts.journal.event("checkpoint", step=self.step, path=path)
-        parts.monitor.flush(self.step)
+        if not self._checkpoint.every or not (last or self.step % self._checkpoint.every == 0):
+            return
+        state = RunState(
+            step=self.step,
+            next_group=parts.admission.next_group,
+            versions=dict(parts.versions.served),
+            before=self._before,
+        )
+        with parts.monitor.time("checkpoint"):
+            path = await parts.checkpoints.save(state, parts.trainers)
+        parts.journal.event("checkpoint", step=self.step, path=path)
+
+    async def _evaluate_if_due(self) -> Evaluation | None:
+        if self.step == self._steps:
+            return await self._evaluated("after")
+        if self._evaluate.every and self.step % self._evaluate.every == 0:
+            return await self._evaluated("between", self._evaluate.every_tasks)
+        return None
 
     async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
         parts = self._parts

@@ -1,0 +1,214 @@
+"""GRPO steps on one machine: flexmarl's whole loop against TRL's GRPOTrainer, same model, same work, one run.
+
+    pip install -r requirements-bench.lock
+    python benchmarks/single_turn_vs_trl.py --json
+
+A step is 128 samples (16 prompts x 8) of exactly 40 tokens, one update, AdamW, no KL, on a Qwen3-type model of 0.8M
+parameters that cannot produce its end token. flexmarl runs as `flexmarl train` does (inline world, `microbatch` mode),
+store, journal and metrics included. Steps of both are measured after two of warm-up, in interleaved rounds.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from common import median_ratio, parser, report
+from datasets import Dataset
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers.utils import logging
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from flexmarl.assemble import assemble_run
+from flexmarl.config import load_run
+from flexmarl.observability.sinks import read_metrics
+
+PROMPTS, COPIES, TOKENS, WARM_UP = 16, 8, 40, 2
+END = "<|end|>"
+CODE = '''
+import random
+from flexmarl.agents import Team, workflow
+from flexmarl.records import Task
+from flexmarl.tasks import task_generator
+
+@task_generator("products")
+def product(seed, index, split):
+    rng = random.Random(f"{seed}/{split}/{index}")
+    return Task(input_id=f"{split}-{index}", prompt=f"{rng.randint(10**4, 10**5)}*{rng.randint(10**4, 10**5)}")
+
+@workflow("sevens")
+async def sevens(task: Task, team: Team) -> None:
+    reply = await team.solver.act(task.prompt)
+    reply.reward(reply.text.count("7") / 40)
+'''
+
+
+def sevens(completions: list[Any], **_: Any) -> list[float]:
+    """The reward of both: share of sevens."""
+    return [str(completion).count("7") / TOKENS for completion in completions]
+
+
+def make_model(folder: Path) -> None:
+    """Saves model and tokenizer; the end token is one past the model's vocabulary, so it is never sampled."""
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate(["<|pad|>", "<|user|>", "<|assistant|>", *characters, END])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=(
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+            "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        ),
+    )
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary) - 1,
+        hidden_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+        intermediate_size=512,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def flexmarl_steps(folder: Path, steps: int, threads: int) -> list[float]:
+    """Seconds of each measured step of a run."""
+    settings = {
+        "name": "bench",
+        "steps": steps + WARM_UP,
+        "out": str(folder / "runs"),
+        "code": ["team.py"],
+        "cluster": {"type": "inline", "threads": threads},
+        "tasks": {"type": "generator", "name": "products"},
+        "policies": {
+            "solver": {
+                "model": "model",
+                "engine": {"type": "embedded", "slots": PROMPTS * COPIES, "max_len": 64, "prefix_reuse": False},
+                "training": {"optimizer": {"learning_rate": 1e-3}, "micro_batch": 64},
+            }
+        },
+        "team": {
+            "workflow": {"type": "custom", "name": "sevens"},
+            "agents": {"solver": {"policy": "solver", "sampling": {"max_tokens": TOKENS}}},
+        },
+        "batch": {"groups": PROMPTS, "episodes": COPIES},
+        "rollout": {"inter_query": PROMPTS, "intra_query": COPIES},
+        "credit": {"estimator": {"type": "grpo"}, "filter": None},
+        "evaluate": {"tasks": 0},
+        "checkpoint": {"every": 0},
+    }
+    (folder / "team.py").write_text(CODE)
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    run = assemble_run(load_run(folder / "run.yaml"))
+    run.train(Console(quiet=True))
+    values = read_metrics(run.folder / "metrics.jsonl")
+    measured = [values[step] for step in sorted(values) if step > WARM_UP]
+    expected = PROMPTS * COPIES * TOKENS
+    wrong = [step["rollout/tokens"] for step in measured if step["rollout/tokens"] != expected]
+    assert not wrong, f"a step sampled {wrong} tokens instead of {expected}"
+    return [step["time/step_s"] for step in measured]
+
+
+class StepTimer(TrainerCallback):
+    """Notes when each step of TRL begins and ends."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Notes the time."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Notes the step's time."""
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def trl_steps(folder: Path, steps: int) -> list[float]:
+    """Seconds of each measured step of GRPOTrainer."""
+    rng = random.Random(0)
+    prompts = [
+        f"<|user|>{rng.randint(10**4, 10**5)}*{rng.randint(10**4, 10**5)}<|assistant|>"
+        for _ in range(PROMPTS * (steps + WARM_UP))
+    ]
+    timer = StepTimer()
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=sevens,
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=PROMPTS * COPIES,
+            num_generations=COPIES,
+            max_completion_length=TOKENS,
+            max_steps=steps + WARM_UP,
+            learning_rate=1e-3,
+            beta=0.0,
+            bf16=False,
+            use_cpu=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "model", padding_side="left"),
+        callbacks=[timer],
+    )
+    trainer.train()
+    sampled = trainer.state.num_input_tokens_seen
+    assert sampled >= (steps + WARM_UP) * PROMPTS * COPIES * TOKENS, f"TRL saw only {sampled} tokens"
+    return timer.seconds[WARM_UP:]
+
+
+def main() -> None:
+    """Runs both, prints the table."""
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=8, help="measured steps per round and contender (default 8)")
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    logging.set_verbosity_error()
+    samples = PROMPTS * COPIES
+    rates: dict[str, list[float]] = {"flexmarl": [], "TRL": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        for _ in range(chosen.repeats):
+            rates["flexmarl"].append(samples / statistics.median(flexmarl_steps(folder, chosen.steps, chosen.threads)))
+            rates["TRL"].append(samples / statistics.median(trl_steps(folder, chosen.steps)))
+    report(
+        f"GRPO steps of {samples} samples x {TOKENS} tokens, {chosen.repeats} rounds of {chosen.steps} steps",
+        ["", "samples/s (median)", "slowest round", "fastest round"],
+        [[name, *(f"{f(values):.0f}" for f in (statistics.median, min, max))] for name, values in rates.items()],
+        {"samples_per_s_vs_trl": median_ratio(rates, "flexmarl", "TRL")},
+        as_json=chosen.json,
+        wanted={"samples_per_s_vs_trl": 0.9},
+    )
+
+
+if __name__ == "__main__":
+    main()
