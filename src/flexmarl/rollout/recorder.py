@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from flexmarl.errors import EpisodeError
-from flexmarl.experience.interface import ExperienceStore, Outcome
+from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import prompt_row, response_row, reward_row
 from flexmarl.records import AgentName, Episode, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
 
@@ -14,6 +14,7 @@ class StoreRecorder:
     def __init__(self, store: ExperienceStore) -> None:
         self._store = store
         self._opened: dict[SampleId, tuple[AgentName, PolicyName]] = {}
+        self._opening: dict[SampleId, tuple[AgentName, PartialRow]] = {}
         self._ended = False
 
     async def prompt(
@@ -27,8 +28,10 @@ class StoreRecorder:
     ) -> None:
         """Opens the row, before the call is sent. Raises EpisodeError if the episode has ended."""
         self._check_open(sample_id)
-        await self._store.put(agent, [prompt_row(sample_id, policy, prompt_ids)])
-        self._opened[sample_id] = (agent, policy)
+        row = prompt_row(sample_id, policy, prompt_ids)
+        self._opened[sample_id], self._opening[sample_id] = (agent, policy), (agent, row)
+        await self._store.put(agent, [row])
+        del self._opening[sample_id]
 
     async def turn(self, turn: Turn) -> None:
         """Adds what was sampled, with its version. Raises EpisodeError if the episode has ended."""
@@ -38,6 +41,9 @@ class StoreRecorder:
     async def finish(self, episode: Episode) -> None:
         """Adds the rewards of a finished episode, or ends every row of a failed one (law 11)."""
         self._ended = True
+        for agent, row in list(self._opening.values()):
+            # Interrupted, or still on its way: whether the row is there is unknown, and putting it twice is no error.
+            await self._store.put(agent, [row])
         if not episode.finished:
             await self._store.settle(list(self._opened), Outcome(state=RowState.FAILED, reason=episode.reason))
             return
