@@ -1,0 +1,208 @@
+"""One episode: what the workflow does becomes a record, whatever it is."""
+
+import asyncio
+
+import pytest
+
+from flexmarl.errors import EpisodeError, StoreError
+from flexmarl.records import EpisodeStatus
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.agents import check_turns
+from tests.unit.rollout.plays import GROUP, new_store, now, player, rows
+
+
+async def solve_and_verify(task, team):
+    answer = await team.solver.act(task.prompt)
+    verdict = await team.verifier.act(answer.text)
+    team.solver.reward(task.score(answer.text))
+    verdict.reward(0.5)
+    team.report(success=task.score(answer.text))
+
+
+def test_a_finished_episode_has_its_turns_rewards_metrics_and_duration():
+    async def scenario():
+        store = new_store()
+        one, _ = player(solve_and_verify, store=store)
+        episode = await one.play(GROUP, 3)
+        assert (episode.status, episode.reason, episode.episode) == (EpisodeStatus.FINISHED, "", "g0e3a0")
+        assert (dict(episode.metrics), episode.duration_s) == ({"success": 1.0}, 2.0)
+        assert dict(episode.rewards) == {"sum-1_0_g0e3a0": 1.0, "sum-1_1_g0e3a0": 0.5}
+        check_turns(episode.turns)
+        assert await rows(store) == {
+            "sum-1_0_g0e3a0": ("open", 1.0, True),
+            "sum-1_1_g0e3a0": ("open", 0.5, True),
+        }
+
+    run_virtual(scenario())
+
+
+async def broken(task, team):
+    await team.solver.act(task.prompt)
+    raise KeyError("answer")
+
+
+async def broken_in_a_group(task, team):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(team.solver.act(task.prompt))
+        tasks.create_task(broken(task, team))
+
+
+async def forgetful(task, team):
+    answer = await team.solver.act(task.prompt)
+    await team.verifier.act(answer.text)
+    team.solver.reward(1.0)
+
+
+async def endless(task, team):
+    await team.solver.act(task.prompt)
+    await asyncio.sleep(1e9)
+
+
+async def not_a_number(task, team):
+    (await team.solver.act(task.prompt)).reward(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "status", "reason"),
+    [
+        (broken, EpisodeStatus.FAILED, "workflow on task sum-1: KeyError: 'answer'"),
+        (broken_in_a_group, EpisodeStatus.FAILED, "workflow on task sum-1: KeyError: 'answer'"),
+        (forgetful, EpisodeStatus.FAILED, "agent 'verifier' got no reward for call sum-1_1_g0e0a0"),
+        (endless, EpisodeStatus.TIMED_OUT, "took longer than rollout.episode_timeout_s=100"),
+        (not_a_number, EpisodeStatus.FAILED, "a reward must be a finite number, got nan"),
+    ],
+)
+def test_a_workflow_that_goes_wrong_is_a_record_with_its_reason(workflow, status, reason):
+    async def scenario():
+        store = new_store()
+        episode = await player(workflow, store=store)[0].play(GROUP, 0)
+        assert (episode.status, episode.finished) == (status, False)
+        assert episode.reason.startswith(reason)
+        found = await rows(store)
+        assert found
+        assert {(state, reward) for state, reward, _ in found.values()} == {("failed", None)}
+
+    run_virtual(scenario())
+
+
+def test_a_call_that_fails_fails_the_episode_and_is_no_turn():
+    async def scenario():
+        store = new_store()
+        script = lambda prompt, request: "!no memory left" if "7" in prompt[-20:] else "7"  # noqa: E731
+        episode = await player(solve_and_verify, script, store=store)[0].play(GROUP, 0)
+        assert episode.status is EpisodeStatus.FAILED
+        assert "call sum-1_1_g0e0a0 of agent 'verifier' failed: no memory left" in episode.reason
+        assert [turn.agent for turn in episode.turns] == ["solver"]
+        assert await rows(store) == {
+            "sum-1_0_g0e0a0": ("failed", None, True),
+            "sum-1_1_g0e0a0": ("failed", None, False),
+        }
+
+    run_virtual(scenario())
+
+
+def test_a_frozen_agent_needs_no_reward():
+    async def scenario():
+        episode = await player(forgetful, frozen=True)[0].play(GROUP, 0)
+        assert episode.finished
+        assert list(episode.rewards.values()) == [1.0, None]
+
+    run_virtual(scenario())
+
+
+def test_the_time_limit_counts_from_the_start_of_the_episode():
+    async def scenario():
+        await asyncio.sleep(50)
+        episode = await player(endless, timeout_s=7.5)[0].play(GROUP, 0)
+        assert (episode.duration_s, now()) == (7.5, 57.5)
+
+    run_virtual(scenario())
+
+
+def test_a_workflow_may_set_time_limits_of_its_own():
+    async def impatient(task, team):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await team.solver.act(task.prompt)
+        (await team.verifier.act("again")).reward(1.0)
+
+    async def scenario():
+        store = new_store()
+        episode = await player(impatient, store=store)[0].play(GROUP, 0)
+        assert episode.finished
+        assert await rows(store) == {
+            "sum-1_0_g0e0a0": ("failed", None, False),
+            "sum-1_1_g0e0a0": ("open", 1.0, True),
+        }
+
+    run_virtual(scenario())
+
+
+def test_cancellation_passes_through():
+    async def scenario():
+        playing = asyncio.create_task(player(endless)[0].play(GROUP, 0))
+        await asyncio.sleep(5)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("workflow", [solve_and_verify, broken_in_a_group])
+def test_the_loss_of_the_store_passes_through(workflow):
+    async def scenario():
+        store = new_store()
+        await store.close()
+        with pytest.raises(StoreError, match="the experience store is closed"):
+            await player(workflow, store=store)[0].play(GROUP, 0)
+
+    run_virtual(scenario())
+
+
+def test_evaluation_records_nowhere_and_replaces_every_agents_temperature():
+    async def scenario():
+        one, model = player(solve_and_verify, temperature=0.25)
+        assert (await one.play(GROUP, 0)).finished
+        assert [request.sampling.temperature for request in model.requests] == [0.25, 0.25]
+
+    run_virtual(scenario())
+
+
+def test_equal_episodes_make_equal_calls_and_others_do_not():
+    async def scenario():
+        one, model = player(solve_and_verify)
+        for index in (0, 0, 1):
+            await one.play(GROUP, index)
+        first, again, other = (model.requests[i : i + 2] for i in (0, 2, 4))
+        assert [r.seed for r in first] == [r.seed for r in again]
+        assert not {r.seed for r in first} & {r.seed for r in other}
+
+    run_virtual(scenario())
+
+
+def test_a_call_that_a_workflow_left_behind_opens_no_row_after_the_episode():
+    errors = []
+
+    async def left_behind(team):
+        await asyncio.sleep(10)
+        try:
+            await team.verifier.act("still there?")
+        except EpisodeError as error:
+            errors.append(str(error))
+
+    left = []
+
+    async def careless(task, team):
+        left.append(asyncio.create_task(left_behind(team)))
+        (await team.solver.act(task.prompt)).reward(1.0)
+
+    async def scenario():
+        store = new_store()
+        episode = await player(careless, store=store)[0].play(GROUP, 0)
+        await asyncio.gather(*left)
+        assert episode.finished
+        assert list(await rows(store)) == ["sum-1_0_g0e0a0"]
+        assert errors == ["call sum-1_1_g0e0a0 came after the end of its episode; await every act in the workflow"]
+
+    run_virtual(scenario())
