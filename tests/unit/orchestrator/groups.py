@@ -1,0 +1,113 @@
+"""Finished groups made by hand, in the store as rollout leaves them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexmarl.credit import CreditSettings
+from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.rows import TURN_COLUMNS, response_row, reward_row
+from flexmarl.observability.journal import MemoryJournal
+from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import (
+    AgentName,
+    Episode,
+    EpisodeId,
+    EpisodeStatus,
+    FinishReason,
+    GroupId,
+    GroupRecord,
+    GroupState,
+    PolicyName,
+    Task,
+    Turn,
+    Version,
+    VersionRun,
+    make_sample_id,
+)
+from flexmarl.rollout.admission import Admission
+
+SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
+
+
+def turn_of(group: int, index: int, hop: int, *, agent: str = "solver", tokens: int = 2, version: int = 0) -> Turn:
+    logprobs = np.full(tokens, -1.0, np.float32)
+    return Turn(
+        sample_id=make_sample_id(f"task-{group}", hop, f"g{group}e{index}a0"),
+        episode=EpisodeId(f"g{group}e{index}a0"),
+        agent=AgentName(agent),
+        policy=PolicyName(agent),
+        prompt_ids=np.arange(3, dtype=np.int32),
+        response_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=(VersionRun(0, Version(version)),),
+        finish=FinishReason.STOP,
+        tags={"hop": hop},
+    )
+
+
+def episode_of(group: int, index: int, reward: float | None, *, tokens: int = 2, judged: bool = False) -> Episode:
+    """One turn of the solver with the reward, and one of the judge without; reward None: the episode failed."""
+    turns = [turn_of(group, index, 0, tokens=tokens)] + ([turn_of(group, index, 1, agent="judge")] if judged else [])
+    return Episode(
+        episode=turns[0].episode,
+        group=GroupId(group),
+        task=f"task-{group}",
+        status=EpisodeStatus.FAILED if reward is None else EpisodeStatus.FINISHED,
+        reason="broke" if reward is None else "",
+        turns=tuple(turns),
+        rewards={turn.sample_id: reward if turn.agent == "solver" else None for turn in turns},
+    )
+
+
+def group_of(group: int, rewards: Sequence[float | None], **episode: object) -> GroupRecord:
+    episodes = tuple(episode_of(group, index, reward, **episode) for index, reward in enumerate(rewards))  # type: ignore[arg-type]
+    task = Task(input_id=f"task-{group}", prompt="?")
+    return GroupRecord(group=GroupId(group), task=task, step=0, episodes=episodes)
+
+
+class Bench:
+    """A collector on a real store, whose groups come as rollout would hand them on."""
+
+    def __init__(self, *, groups: int = 4, release: Release = Release.AT_ONCE, **credit: object) -> None:
+        self.store = SqliteStore(agents=[AgentName("solver"), AgentName("judge")], columns=TURN_COLUMNS)
+        self.admission = Admission(slots=groups)
+        self.journal = MemoryJournal()
+        self.ready: list[PolicyName] = []
+        self.collector = Collector(
+            store=self.store,
+            credit=CreditSettings.model_validate({"filter": None, **credit}),
+            trained=[SOLVER],
+            admission=self.admission,
+            versions=Versions({SOLVER: Version(0), JUDGE: Version(0)}),
+            release=release,
+            on_ready=self.ready.append,
+            journal=self.journal,
+        )
+        self.collector.open()
+        for _ in range(groups):
+            self.admission.admit()
+
+    async def take(self, group: GroupRecord) -> None:
+        """Ends the group's rollout and hands it on."""
+        self.admission.move(group.group, GroupState.RUNNING)
+        self.admission.move(group.group, GroupState.DONE if group.finished else GroupState.FAILED)
+        for episode in group.episodes:
+            for turn in episode.turns:
+                reward = episode.rewards[turn.sample_id]
+                rows = [response_row(turn)]
+                if episode.finished and reward is not None:
+                    rows.append(reward_row(turn.sample_id, turn.policy, reward))
+                await self.store.put(turn.agent, rows)
+        await self.collector.take(group)
+
+    async def ready_groups(self) -> list[int]:
+        """The groups with READY rows."""
+        found = await self.store.query("SELECT DISTINCT group_id FROM solver WHERE state = 'ready' ORDER BY group_id")
+        return [group for (group,) in found.rows]
+
+    async def states(self, agent: str = "solver") -> list[str]:
+        found = await self.store.query(f"SELECT state FROM {agent} ORDER BY group_id, episode_index")
+        return [state for (state,) in found.rows]
