@@ -1,0 +1,60 @@
+"""Tasks become groups, in order, as long as there are slots and tasks."""
+
+import pytest
+
+from flexmarl.errors import TransitionError
+from flexmarl.observability.journal import MemoryJournal
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.records import GroupState
+from flexmarl.rollout.admission import Admission
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tasks import SourceExhausted
+from flexmarl.testing.run import CountedTasks
+
+
+def feed_of(*, groups=3, num_tasks=None, next_group=0):
+    admission, journal = Admission(slots=groups, next_group=next_group), MemoryJournal()
+    return Feed(source=CountedTasks(num_tasks), admission=admission, groups=groups, journal=journal), admission, journal
+
+
+async def drawn(feed, step):
+    return [(group.group, group.task.input_id, group.step) async for group in feed.groups(step)]
+
+
+def test_the_position_in_the_source_is_the_id_of_the_group():
+    feed, admission, journal = feed_of(next_group=40)
+    assert run_virtual(drawn(feed, 7)) == [(40, "task-40", 7), (41, "task-41", 7), (42, "task-42", 7)]
+    assert admission.active == (40, 41, 42)
+    assert [event["because"] for event in journal.events("group_admitted")] == [
+        f"{active} of 3 slots are active" for active in range(3)
+    ]
+
+
+def test_groups_are_admitted_one_by_one_as_they_are_asked_for():
+    async def scenario():
+        feed, admission, _ = feed_of()
+        groups = feed.groups(0)
+        assert admission.active == ()
+        await anext(groups)
+        assert admission.active == (0,)
+        await groups.aclose()
+
+    run_virtual(scenario())
+
+
+def test_the_groups_of_a_step_must_end_before_the_next_one():
+    feed, admission, _ = feed_of()
+    run_virtual(drawn(feed, 0))
+    with pytest.raises(TransitionError, match="group 3 may not be admitted: all 3 slots are active"):
+        run_virtual(drawn(feed, 1))
+    for group in admission.active:
+        admission.move(group, GroupState.RUNNING)
+        admission.move(group, GroupState.FAILED)
+    assert [group for group, _, _ in run_virtual(drawn(feed, 1))] == [3, 4, 5]
+
+
+def test_a_source_that_ends_says_where_and_admits_nothing():
+    feed, admission, _ = feed_of(num_tasks=2)
+    with pytest.raises(SourceExhausted, match="no training task at position 2 of 2"):
+        run_virtual(drawn(feed, 0))
+    assert admission.active == (0, 1)
