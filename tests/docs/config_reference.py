@@ -1,0 +1,175 @@
+"""Makes docs/howto/config.md from the settings classes.
+
+    python tests/docs/config_reference.py > docs/howto/config.md
+
+The page cannot say what the code does not: keys, types, defaults and meanings are read from the classes.
+"""
+
+import ast
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from flexmarl.config.run import RunSettings
+
+HEAD = """# Every key of a config
+
+Made from the settings classes by `python tests/docs/config_reference.py`; a test compares the two.
+
+A config is one YAML file. Any key can be overridden on the command line, by its dotted path:
+
+```bash
+flexmarl train examples/math_team/cpu.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
+```
+
+An unknown key is an error that names the nearest valid one. A key without default must be given.
+`NAME` stands for a name of yours, `[]` for an item of a list.
+Where a section has several kinds, `type` chooses one and must be given.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_sections(RunSettings, "")])
+
+
+def _sections(model: type[BaseModel], path: str, like: type[BaseModel] | None = None) -> Iterator[str]:
+    """One table per settings class, the class's own keys first, then those below them.
+
+    `like`: another kind with the same keys; only what differs from it is said.
+    """
+    kind = model.model_fields.get("type")
+    chosen = f" (type: {kind.default})" if path and kind and isinstance(kind.default, str) else ""
+    yield f"## {path or 'The run'}{chosen}\n"
+    yield _first_sentence(model) + "\n"
+    fields = {name: field for name, field in model.model_fields.items() if not _as_in(like, name, field)}
+    if like:
+        yield f"The keys of `{like.model_fields['type'].default}`, with these defaults:\n"
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in sorted(fields.items(), key=lambda item: item[0] != "type"):
+        yield f"| `{name}` | {_type(field)} | {_default(field)} | {_meaning(model, name, field)} |"
+    yield ""
+    for name, field in model.model_fields.items():
+        kinds: list[type[BaseModel]] = []
+        for where, below in _models(field.annotation, f"{path}.{name}".removeprefix(".")):
+            same = (
+                kind
+                for kind in kinds
+                if "type" in kind.model_fields and kind.model_fields.keys() == below.model_fields.keys()
+            )
+            yield from _sections(below, where, next(same, None))
+            kinds.append(below)
+
+
+def _as_in(other: type[BaseModel] | None, name: str, field: FieldInfo) -> bool:
+    return other is not None and other.model_fields[name].default == field.default
+
+
+def _models(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The settings classes that a field may hold, and their dotted paths."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield path, annotation
+    elif origin is typing.Annotated:
+        yield from _models(arguments[0], path)
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from _models(argument, path)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        yield from _models(arguments[1], f"{path}.NAME")
+    elif origin in (list, tuple) and arguments:
+        yield from _models(arguments[0], f"{path}[]")
+
+
+def _type(field: FieldInfo) -> str:
+    shown = _name(field.annotation)
+    for constraint in field.metadata:
+        for sign, attribute in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
+            bound = getattr(constraint, attribute, None)
+            if bound is not None:
+                shown += f", {sign} {bound:g}"
+    return shown
+
+
+def _name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is typing.Annotated:
+        return _name(arguments[0])
+    if origin is typing.Literal:
+        return " / ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_name, arguments)))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"{_name(arguments[1])} by name" if arguments[1] is not Any else "mapping"
+    if origin in (list, tuple):
+        return f"list of {_name(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " / ".join(f"`{member.value}`" for member in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    plain = {str: "text", int: "integer", float: "number", bool: "true / false"}
+    return plain.get(annotation, getattr(annotation, "__name__", str(annotation)).lower())
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "*required*"
+    if isinstance(default, BaseModel):
+        kind = getattr(default, "type", None)
+        return f"type `{kind}`" if kind else "see below"
+    if isinstance(default, Enum):
+        default = default.value
+    if default is None or isinstance(default, bool):
+        return f"`{str(default).lower().replace('none', 'null')}`"
+    if isinstance(default, tuple | list):
+        return f"`[{', '.join(map(str, default))}]`"
+    shown = str(default).replace("\n", "\\n")
+    return f"`{shown}`" if shown else "empty"
+
+
+def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+    """What the field says of itself, or what the settings class that it holds says."""
+    own = field.description or _docstrings(model).get(name, "")
+    if not own and name == "type":
+        own = "This kind."
+    kinds = [below for _, below in _models(field.annotation, "")]
+    if not own and kinds:
+        own = _first_sentence(kinds[0])
+    if len(kinds) > 1:
+        own = "One of " + ", ".join(f"`{kind.model_fields['type'].default}`" for kind in kinds) + "."
+    return " ".join(own.split()).replace("|", "\\|")
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Texts below the fields of a class and its bases, by field."""
+    found: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if not issubclass(owner, BaseModel) or owner is BaseModel:
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                    found[name] = said
+    return found
+
+
+def _first_sentence(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    print(reference())

@@ -1,0 +1,143 @@
+"""What the pages say is so: links, the tree, the words, the laws, the way to the gradient, the keys of a config."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import flexmarl.records
+from flexmarl.credit.estimators import ESTIMATORS
+from flexmarl.inference.settings import ENGINES
+from tests.docs.config_reference import reference
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, files, links, prose, read, rows
+
+PACKAGE = ROOT / "src" / "flexmarl"
+VOCABULARY = (
+    "Task Agent Policy Team Workflow Environment Turn Episode Group Sample Micro-batch Step Instance "
+    "Process_group Rule loop backend"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(str(target.resolve().relative_to(ROOT))), f"{page}: no heading {link}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    assert {page for page in PAGES if page != "README.md"} <= set(links("README.md"))
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    (tree,) = (block for block in re.findall(r"^```\n(src/flexmarl/\n.*?)^```", read("README.md"), re.M | re.S))
+    names = [line.split()[0] for line in tree.splitlines()]
+    inside = [name for name, line in zip(names, tree.splitlines(), strict=True) if line.startswith("  ")]
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert set(inside) == folders | modules
+    assert [name for name in names if name not in inside] == [
+        "src/flexmarl/",
+        "examples/",
+        "benchmarks/",
+        "tests/",
+        "docs/",
+    ]
+    assert all((ROOT / name).is_dir() for name in names if name not in inside)
+
+
+def test_the_readme_and_the_tour_list_the_layers_in_their_order() -> None:
+    contract = (ROOT / "pyproject.toml").read_text().split("layers = [", 1)[1].split("]", 1)[0]
+    layers = [re.findall(r"\((\w+)\)|\b(\w+)\b", line) for line in contract.splitlines()]
+    order = [
+        a or b
+        for layer in layers
+        for a, b in layer
+        if (PACKAGE / (a or b)).is_dir() or (a or b) in ("assemble", "errors")
+    ]
+    for page, start, pattern in (
+        ("README.md", "## The tree", r"^  (\w+)(?:/|\.py) "),
+        ("docs/architecture.md", "## Layers", r"^ (\w+(?: \| \w+)?) {2,}[\w-]"),
+    ):
+        section = read(page).split(start, 1)[1]
+        listed = [word for line in re.findall(pattern, section, re.M) for word in line.split(" | ")]
+        assert [name for name in listed if name in order] == order, page
+
+
+def test_the_glossary_has_every_word_of_the_vocabulary() -> None:
+    defined = {word.lower() for word in re.findall(r"\*\*([\w\- ]+)\*\*", read("docs/glossary.md"))}
+    assert {word.replace("_", " ").lower() for word in VOCABULARY.split()} <= defined
+
+
+def test_the_glossary_has_every_record() -> None:
+    defined = {word.lower().replace("-", " ") for word in re.findall(r"\*\*([\w\- ]+)\*\*", read("docs/glossary.md"))}
+    nouns = {"Task", "Turn", "VersionRun", "Episode", "Sample", "MicroBatch", "Divisors", "Version"}
+    assert nouns <= set(flexmarl.records.__all__)
+    assert {re.sub(r"(?<=[a-z])(?=[A-Z])", " ", noun).lower() for noun in nouns} <= defined
+
+
+def test_the_laws_name_tests_that_there_are() -> None:
+    laws = list(rows("docs/laws.md", "## The laws"))
+    assert [law for law, *_ in laws] == [str(number) for number in range(1, 13)]
+    for law, _, proofs in laws:
+        tests = re.findall(r"\]\(\.\./([^)]+)\)(?: `(test_\w+)`)?", proofs)
+        assert tests or proofs.startswith("not yet: "), f"law {law} is neither tried nor said to be missing"
+        for path, test in tests:
+            assert f"def {test}" in (ROOT / path).read_text(), f"law {law}: {path} has no {test}"
+
+
+def test_every_conformance_check_is_on_the_page_of_laws() -> None:
+    listed = set(re.findall(r"`flexmarl\.testing\.(\w+)\.(check_\w+)`", read("docs/laws.md")))
+    shipped = {
+        (path.stem, name)
+        for path in (PACKAGE / "testing").glob("*.py")
+        for name in re.findall(r"^(?:async )?def (check_\w+)", path.read_text(), re.M)
+    }
+    assert listed == shipped
+
+
+def test_the_way_to_the_gradient_is_at_most_nine_files() -> None:
+    hops = [
+        (file.strip("`"), text.strip("`")) for _, file, text, _ in rows("docs/architecture.md", "`loss.backward()`")
+    ]
+    assert hops[0][0] == "cli/__init__.py"
+    assert hops[-1][1] == ".backward()"
+    assert len({file for file, _ in hops}) <= 9
+    for file, text in hops:
+        assert text in (PACKAGE / file).read_text(), f"{file} does not hold {text!r}"
+
+
+def test_the_page_of_keys_is_what_the_settings_classes_say() -> None:
+    wanted = reference().rstrip() + "\n"
+    remedy = "run: python tests/docs/config_reference.py > docs/howto/config.md"
+    assert read("docs/howto/config.md").rstrip() + "\n" == wanted, remedy
+
+
+def test_every_key_of_a_config_has_a_meaning() -> None:
+    assert [line for line in reference().splitlines() if line.endswith("|  |")] == []
+
+
+def test_the_tables_of_extensions_are_where_the_pages_say() -> None:
+    for page, table in (("estimator", ESTIMATORS), ("engine", ENGINES)):
+        (path,) = files(f"docs/howto/{page}.md", "line")
+        module = sys.modules[path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")]
+        assert table in vars(module).values()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
+    kinds = set(re.findall(r"^```(\w+)", read(page), re.M))
+    assert kinds <= {"python", "bash", "yaml"}, f"{page}: nothing checks blocks of {kinds}"
+    assert not blocks(page, "yaml") or page.startswith("docs/howto/")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_machine(page: str) -> None:
+    assert not re.search(r"/(?:home|root|work|tmp|mnt)/", prose(page))
+    assert Path.home().name not in {"", "root"} or "/root" not in read(page)
