@@ -25,7 +25,7 @@ from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.cluster.settings import InlineCluster
 from flexmarl.config import RunSettings
 from flexmarl.config.load import read_yaml
-from flexmarl.errors import CheckpointError, ConfigError, boundary
+from flexmarl.errors import CheckpointError, ConfigError, EngineError, boundary
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
@@ -82,7 +82,18 @@ def open_tasks(settings: RunSettings) -> TaskSource:
     for path in settings.code:
         load_code(settings.path(path))
     source = settings.tasks.open(seed=settings.seed, base=settings.base)
-    check_disjoint(source, num_train=settings.batch.groups * settings.steps, num_held_out=settings.evaluate.tasks)
+    num_train = settings.batch.groups * settings.steps
+    if source.num_train is not None and source.num_train < num_train:
+        raise ConfigError(
+            f"tasks: steps={settings.steps} of batch.groups={settings.batch.groups} need {num_train} tasks, there are "
+            f"{source.num_train}; use steps={source.num_train // settings.batch.groups}, or raise tasks.epochs"
+        )
+    if settings.evaluate.tasks and not source.held_out(1):
+        raise ConfigError(
+            f"evaluate.tasks is {settings.evaluate.tasks}, but the tasks hold none out; use evaluate.tasks=0, or "
+            f"tasks.held_out_share=0.1"
+        )
+    check_disjoint(source, num_train=num_train, num_held_out=settings.evaluate.tasks)
     return source
 
 
@@ -95,8 +106,11 @@ def seat_team(settings: RunSettings) -> TeamSpec:
 def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
     """A policy's tokenizer, from its model's folder or name."""
     source = model_source(settings, policy)
-    with boundary(ConfigError, f"policies.{policy}.model: loading the tokenizer of '{source}'"):
+    try:
         return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # Whatever a file of the user's or the hub leads to; often many lines.
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"policies.{policy}.model: no tokenizer from '{source}': {why[0]}") from error
 
 
 def model_source(settings: RunSettings, policy: str) -> str:
@@ -151,9 +165,12 @@ async def open_world(blueprint: Blueprint) -> AsyncIterator[World]:
                 decode=decoders[PolicyName(name)],
                 store=objects,
                 thread=thread,
+                device=cluster.device,
+                deterministic=settings.deterministic,
             )
             for _ in range(policy.instances):
-                engine = make_engine(policy.engine, parts)
+                with boundary(EngineError, f"policies.{name}.engine: making an engine on {cluster.device}"):
+                    engine = make_engine(policy.engine, parts)
                 stack.push_async_callback(engine.close)
                 engines.setdefault(PolicyName(name), []).append(engine)
         trainers = {
@@ -190,8 +207,6 @@ class Run:
 
     def train(self, console: Console) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder."""
-        if not self._settings.trained:
-            raise ConfigError("policies: none is trainable; set trainable: true on one, or use `flexmarl eval`")
         started = datetime.now()
         asyncio.run(self._train(console))
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
@@ -310,9 +325,15 @@ def wire(
 
 def assemble_run(settings: RunSettings, *, resume: Path | None = None) -> Run:
     """A new run in a folder of its own, or the one that `resume` holds, going on."""
+    if not settings.trained:
+        raise ConfigError(
+            f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
+            f"set trainable: true on one, or use `flexmarl eval`"
+        )
     blueprint = draw_up(settings)
     if resume is None:
-        folder = make_run_folder(settings.out, settings.name, datetime.now())
+        with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
+            folder = make_run_folder(settings.out, settings.name, datetime.now())
         folder.config.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     else:
         folder = RunFolder(resume)

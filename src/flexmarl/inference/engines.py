@@ -23,6 +23,10 @@ class EngineParts:
     decode: Callable[[Sequence[int]], str]
     store: ObjectStore
     thread: DeviceThread
+    device: str = "cpu"
+    """Where the model lives: `cpu`, `cuda` or `cuda:1`."""
+    deterministic: bool = False
+    """Whether a request must get the same bits in any company (law 6)."""
     version: Version = FIRST_VERSION
 
 

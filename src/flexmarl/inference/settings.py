@@ -4,7 +4,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 ENGINES: Mapping[str, str] = {
     "embedded": "flexmarl.inference.settings:EmbeddedSettings",
@@ -31,11 +31,13 @@ class EmbeddedSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights, keys and values; published weights must have the same."
     )
-    device: str = Field(default="cpu", description="Where the model lives: `cpu`, `cuda` or `cuda:1`.")
     prefill_tokens: int = Field(
         default=4096, ge=1, description="Prompt tokens computed in one step; a longer prompt has a step of its own."
     )
-    prefix_reuse: bool = Field(default=True, description="Keep a finished call's keys and values for its conversation.")
+    prefix_reuse: bool = Field(
+        default=True,
+        description="Keep a finished call's keys and values for its conversation; never done in deterministic runs.",
+    )
     kept_prefixes: int = Field(
         default=64, ge=0, description="Conversations whose prefix is kept, longest unused out first."
     )
@@ -44,24 +46,10 @@ class EmbeddedSettings(BaseModel):
         ge=1,
         description="Decode steps per turn on the device thread, which a trainer may share.",
     )
-    deterministic: bool = Field(
-        default=False,
-        description="Bit-identical results in any company: fixed shapes, unbatched prefill.",
-    )
 
-    @model_validator(mode="after")
-    def _deterministic_runs_keep_nothing(self) -> "EmbeddedSettings":
-        if self.deterministic and self.prefix_reuse:
-            raise ValueError(
-                "prefix_reuse must be false when deterministic is true, got true; "
-                "a reused prefix was computed in other company, which changes its last bits"
-            )
-        return self
-
-    @property
-    def num_kept(self) -> int:
-        """Cache rows behind the slots."""
-        return self.kept_prefixes if self.prefix_reuse else 0
+    def num_kept(self, *, deterministic: bool) -> int:
+        """Cache rows behind the slots. None if deterministic: a prefix computed in other company has other bits."""
+        return self.kept_prefixes if self.prefix_reuse and not deterministic else 0
 
 
 class PoolSettings(BaseModel):

@@ -25,9 +25,14 @@ class World:
     def __init__(self):
         self.store, self.thread = InlineObjectStore(), DeviceThread("test")
 
-    def engine(self, **changes):
+    def engine(self, *, deterministic=False, **changes):
         parts = EngineParts(
-            policy=POLICY, make_model=tiny.qwen3, decode=tiny.letters, store=self.store, thread=self.thread
+            policy=POLICY,
+            make_model=tiny.qwen3,
+            decode=tiny.letters,
+            store=self.store,
+            thread=self.thread,
+            deterministic=deterministic,
         )
         engine = make_engine(tiny.settings(**changes), parts)
         assert isinstance(engine, EmbeddedEngine)
@@ -79,7 +84,7 @@ def test_it_conforms():
 def test_it_conforms_in_deterministic_mode():
     async def scenario(world):
         async def make():
-            return world.engine(deterministic=True, prefix_reuse=False)
+            return world.engine(deterministic=True)
 
         await check_inference_engine(make, policy=POLICY, stop_text=tiny.letters)
 

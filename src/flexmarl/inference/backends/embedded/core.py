@@ -28,6 +28,9 @@ from flexmarl.objects.interface import Checksum, TensorTree
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, IntArray, Version, VersionRun
 
 _SEED_MASK = (1 << 64) - 1
+_FULL_TILE = 16
+"""Deterministic mode computes a multiple of this many rows: matrix kernels treat the rows of an incomplete tile
+differently, so with 5 slots a request's last bits would depend on whether it sits in the fifth."""
 
 
 @dataclass(slots=True)
@@ -79,18 +82,26 @@ class EngineCore:
         model: torch.nn.Module,
         settings: EmbeddedSettings,
         *,
+        device: str = "cpu",
+        deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
     ) -> None:
-        """Takes the model over: it gets `slot_attention`, and the settings' dtype and device."""
+        """Takes the model over: it gets `slot_attention`, the settings' dtype, and the device.
+
+        `deterministic`: a request gets the same bits in any company, by fixed shapes and unbatched prefill.
+        """
         self._settings = settings
-        self._model = model.to(device=settings.device, dtype=getattr(torch, settings.dtype)).eval()
-        self._cache = SlotCache(model, settings.slots + settings.num_kept, settings.max_len)
+        self._deterministic = deterministic
+        num_kept = settings.num_kept(deterministic=deterministic)
+        self._model = model.to(device=device, dtype=getattr(torch, settings.dtype)).eval()
+        num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
+        self._cache = SlotCache(model, num_rows + num_kept, settings.max_len)
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
         self._stops = StopWatch(self._vocabulary, decode)
-        self._kept = KeptPrefixes(range(settings.slots, settings.slots + settings.num_kept))
-        self._rows = _Rows(settings.slots, settings.max_len)
+        self._kept = KeptPrefixes(range(settings.slots, settings.slots + num_kept))
+        self._rows = _Rows(num_rows, settings.max_len)
         self._running: list[_Running] = []
         self._waiting: deque[GenerationRequest] = deque()
         self._plain = True
@@ -158,7 +169,7 @@ class EngineCore:
         num_rows = len(self._running)
         if not num_rows:
             return []
-        if self._settings.deterministic:
+        if self._deterministic:
             drawn = [self._forward(slice(0, num_decode), ())] if num_decode else []
             drawn += [self._forward(slice(joiner.row, joiner.row), (joiner,)) for joiner in joiners]
             ids, own, raw = (np.concatenate(part) for part in zip(*drawn, strict=True))
@@ -176,11 +187,11 @@ class EngineCore:
 
     def _forward(self, decode: slice, joiners: Sequence[Joiner]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, logprobs and raw logprobs of the next token of the rows `decode` and of the joiners behind them."""
-        rows, fixed = self._rows, self._settings.deterministic
+        rows, fixed = self._rows, self._deterministic
         wanted = slice(decode.start, decode.stop + len(joiners))
         last, lengths = rows.last[decode], rows.length[decode]
         if fixed and not joiners:
-            # Fixed shapes: the other slots compute too, at position 0 of their own row, and nobody looks.
+            # Fixed shapes: all rows compute, at position 0 of their own row, and nobody looks.
             last, lengths = rows.last, np.where(np.arange(len(rows.length)) < decode.stop, rows.length, 0)
         plan = self._cache.lay_out(last, lengths, joiners, fixed)
         self._cache.plan = plan

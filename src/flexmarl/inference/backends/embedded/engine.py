@@ -39,11 +39,15 @@ class EmbeddedEngine:
         policy: PolicyName,
         store: ObjectStore,
         thread: DeviceThread,
+        device: str = "cpu",
+        deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
     ) -> None:
         """The model is the engine's own from here on; `decode` (ids to text) is needed for stop strings only."""
-        core = EngineCore(make_model(), settings, decode=decode, version=version)
+        core = EngineCore(
+            make_model(), settings, device=device, deterministic=deterministic, decode=decode, version=version
+        )
         self._core: EngineCore | None = core
         self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
         self._inbox: list[GenerationRequest] = []
@@ -200,6 +204,8 @@ def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngin
         policy=parts.policy,
         store=parts.store,
         thread=parts.thread,
+        device=parts.device,
+        deterministic=parts.deterministic,
         decode=parts.decode,
         version=parts.version,
     )
