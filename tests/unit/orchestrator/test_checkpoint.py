@@ -93,7 +93,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, harm):
     restored = trainers()
     assert run_virtual(checkpoints.load(restored)).step == 4
     assert restored[SOLVER].weight == 4.0
-    with pytest.raises(CheckpointError, match="step-00008.*(torn: .* bytes were written|is not a complete checkpoint)"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00008.*(torn: .* bytes were written|is not a complete checkpoint)"
+    ):
         run_virtual(checkpoints.load(trainers(), tmp_path / "step-00008"))
 
 
@@ -111,7 +113,7 @@ def test_when_none_is_intact_the_error_says_what_is_wrong_with_each(tmp_path):
     tear(tmp_path / "step-00004")
     with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .* start without"):
         checkpoints.latest()
-    with pytest.raises(CheckpointError, match="no intact checkpoint in .*; start without --resume"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*; start without --resume"):
         Checkpoints(tmp_path / "nowhere", keep=1).latest()
 
 

@@ -195,7 +195,7 @@ def test_a_token_of_another_version_ends_the_run():
         bench = Bench(groups=1)
         group = group_of(0, [0.0, 1.0])
         object.__setattr__(group.episodes[1], "turns", (turn_of(0, 1, 0, version=7),))
-        with pytest.raises(TrainingError, match="token 0 was sampled by version 7 of .solver., but this step"):
+        with pytest.raises(TrainingError, match=r"token 0 was sampled by version 7 of .solver., but this step"):
             await bench.take(group)
 
     run_virtual(scenario())

@@ -74,14 +74,14 @@ def test_weights_that_change_during_an_evaluation_are_an_error():
         running = asyncio.create_task(one.run())
         await asyncio.sleep(0.5)
         versions.acknowledged(SOLVER, Version(1))
-        with pytest.raises(TrainingError, match="weights changed during an evaluation pinned to {'solver': 0"):
+        with pytest.raises(TrainingError, match=r"weights changed during an evaluation pinned to {'solver': 0"):
             await running
 
     run_virtual(scenario())
 
 
 def test_a_turn_of_another_version_than_the_pinned_one_is_an_error():
-    with pytest.raises(TrainingError, match="was sampled by version 0 of 'solver', but .* version 9"):
+    with pytest.raises(TrainingError, match=r"was sampled by version 0 of 'solver', but .* version 9"):
         run_virtual(evaluator(versions=Versions({SOLVER: Version(9), VERIFIER: Version(0)}))[0].run())
 
 

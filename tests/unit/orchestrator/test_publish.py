@@ -14,7 +14,7 @@ from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ServedEngine, character_renderer
+from flexmarl.testing.run import ServedEngine, a_or_b, character_renderer
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.orchestrator.groups import turn_of
 
@@ -40,10 +40,7 @@ class Late(ServedEngine):
 def stage(*kinds):
     objects = InlineObjectStore()
     engines = [
-        kind(
-            lambda prompt, request: "a", character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: ""
-        )
-        for kind in kinds
+        kind(a_or_b, character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: "") for kind in kinds
     ]
     trainer = FakeTrainer(SOLVER, objects)
     pool = InferencePool({SOLVER: engines})
@@ -70,7 +67,7 @@ def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_o
             assert [engine.version for engine in at.engines] == [1, 1]
             assert at.versions.served == {SOLVER: 1}
             await at.objects.get(ObjectKey("weights/solver/1"))
-            with pytest.raises(KeyError, match="no object 'weights/solver/0'; there are: .'weights/solver/1'"):
+            with pytest.raises(KeyError, match=r"no object 'weights/solver/0'; there are: .'weights/solver/1'"):
                 await at.objects.get(ObjectKey("weights/solver/0"))
         assert [event["version"] for event in at.journal.events("published")] == [0, 1]
         assert len({event["checksum"] for event in at.journal.events("published")}) == 2
