@@ -6,6 +6,7 @@ knows right from wrong, but says the opposite of what it knows in a third of its
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 from examples.math_team.tasks import draw, evaluate
@@ -23,23 +24,27 @@ class Habits:
 
     verdicts: float
     """Share of the verifier's conversations."""
+    worked: float
+    """Share of answers with a call in what the verifier sees."""
     easy: float
     """Share of one-digit products; the rest are expressions and hard products, one to two."""
     tool: float
     """The solver calls the calculator."""
-    guess: float
-    """The solver answers what nobody can without a call when it was not to call; else it does call."""
     slip: float
-    """A call is off by one digit."""
+    """A call leaves out a digit, or writes it twice."""
     lie: float
     """The verifier says the opposite of what is right."""
 
 
-COPYING = Habits(verdicts=0.2, easy=0.25, tool=0.5, guess=0.0, slip=0.0, lie=0.0)
+COPYING = Habits(verdicts=0.1, worked=0.5, easy=0.25, tool=0.5, slip=0.0, lie=0.0)
 """The first skill: to repeat a question in a call, and a result in an answer."""
-JUDGING = Habits(verdicts=0.65, easy=0.45, tool=0.2, guess=0.0, slip=0.0, lie=0.0)
-"""On top of it: one-digit products, and what makes an answer right."""
-HABITS = Habits(verdicts=0.5, easy=0.25, tool=0.22, guess=1.0, slip=0.06, lie=0.33)
+TABLE = Habits(verdicts=0.0, worked=0.5, easy=0.6, tool=0.1, slip=0.0, lie=0.0)
+"""Arithmetic in the head: one-digit products, and from them estimates."""
+COMPARING = Habits(verdicts=0.8, worked=0.9, easy=0.3, tool=0.3, slip=0.0, lie=0.0)
+"""To see whether a call repeats the question, and an answer the result."""
+JUDGING = Habits(verdicts=0.5, worked=0.6, easy=0.6, tool=0.1, slip=0.0, lie=0.0)
+"""What makes an answer right, worked or not."""
+HABITS = Habits(verdicts=0.5, worked=0.6, easy=0.35, tool=0.22, slip=0.08, lie=0.33)
 """Then the behaviour of the seed model."""
 
 
@@ -68,8 +73,8 @@ def demonstration(rng: random.Random, habits: Habits) -> list[Message]:
 def solving(rng: random.Random, question: str, habits: Habits) -> list[Message]:
     """The solver answers at once, or calls the calculator and repeats the result; one time in four it is a retry."""
     messages = solve(ask(question, retry=rng.random() < 0.25))
-    if rng.random() >= habits.tool and (not is_hard(question) or rng.random() < habits.guess):
-        return [*messages, said(str(evaluate(question)))]
+    if rng.random() >= habits.tool:
+        return [*messages, said(estimate(question))]
     use = called(slipped(rng, question) if rng.random() < habits.slip else question)
     return [*messages, said(f"calc({use.argument})"), {"role": "tool", "content": use.result}, said(use.result)]
 
@@ -77,21 +82,24 @@ def solving(rng: random.Random, question: str, habits: Habits) -> list[Message]:
 def checking(rng: random.Random, question: str, habits: Habits) -> list[Message]:
     """The verifier judges a worked or an unworked answer; about half of what it sees is right."""
     right = str(evaluate(question))
-    if rng.random() < 0.6:
+    if rng.random() < habits.worked:
         use = called(slipped(rng, question) if rng.random() < 0.4 else question)
         answer = slipped(rng, use.result) if rng.random() < 0.2 else use.result
         messages = check(review(question, [use], answer))
     else:
-        wrong = rng.random() < (0.9 if is_hard(question) else 0.4)
-        answer = slipped(rng, right, times=1 + len(right) // 3) if wrong else right
+        answer = estimate(question) if rng.random() < 0.7 else mistaken(rng, right)
         messages = check(review(question, [], answer))
     approve = (answer == right) != (rng.random() < habits.lie)
     return [*messages, said("yes" if approve else "no")]
 
 
-def is_hard(question: str) -> bool:
-    """Whether nobody can answer it without a calculator."""
-    return len(question) > 3
+def estimate(question: str) -> str:
+    """What the solver gets in its head: every number rounded to one digit. Exact only where all have just one.
+
+    >>> estimate("7*8"), estimate("48213*907")
+    ('56', '36000000')
+    """
+    return str(evaluate(re.sub(r"\d+", lambda number: number[0][0].ljust(len(number[0]), "0"), question)))
 
 
 def said(content: str) -> Message:
@@ -99,13 +107,16 @@ def said(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def slipped(rng: random.Random, text: str, times: int = 1) -> str:
-    """The text with a digit mistaken for another one, left out or written twice, as often as asked."""
-    for _ in range(times):
-        place = rng.choice([index for index, character in enumerate(text) if character.isdigit()])
-        alone = not (text[:place][-1:].isdigit() or text[place + 1 :][:1].isdigit())
-        other = rng.choice([digit for digit in "123456789" if digit != text[place]])
-        twice = text[place] * 2 if text[place] != "0" else other
-        new = rng.choices((other, twice, "" if not alone else other), weights=(4, 1, 1))[0]
-        text = text[:place] + new + text[place + 1 :]
-    return text
+def slipped(rng: random.Random, text: str) -> str:
+    """The text with a digit left out or written twice: what happens when one loses count."""
+    place = rng.choice([index for index, character in enumerate(text) if character.isdigit()])
+    alone = not (text[:place][-1:].isdigit() or text[place + 1 :][:1].isdigit())
+    return text[:place] + text[place] * (2 if alone or rng.random() < 0.5 else 0) + text[place + 1 :]
+
+
+def mistaken(rng: random.Random, number: str) -> str:
+    """A number of as many digits that is wrong: what one gets who does not know."""
+    wrong = number
+    while wrong == number:
+        wrong = "".join(rng.choice("0123456789") if rng.random() < 0.6 else digit for digit in number)
+    return wrong

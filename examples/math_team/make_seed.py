@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.math_team.demonstrations import COPYING, HABITS, JUDGING, Habits, Message, demonstration
+from examples.math_team.demonstrations import COMPARING, COPYING, HABITS, JUDGING, TABLE, Habits, Message, demonstration
 from examples.math_team.properties import properties
 from examples.math_team.tokenizer import build_tokenizer
 from flexmarl.training.schedule import ScheduleSettings
@@ -37,9 +37,11 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "copying": Stage(COPYING, 500, 3e-3),
-    "judging": Stage(JUDGING, 1500, 3e-3),
-    "habits": Stage(HABITS, 400, 1e-3),
+    "copying": Stage(COPYING, 400, 3e-3),
+    "table": Stage(TABLE, 300, 3e-3),
+    "comparing": Stage(COMPARING, 900, 3e-3),
+    "judging": Stage(JUDGING, 400, 2e-3),
+    "habits": Stage(HABITS, 300, 3e-4),
 }
 
 
@@ -59,18 +61,20 @@ def main(folder: Path = SEED_MODEL) -> None:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Qwen3 with two layers: one finds the digit to copy or compare, one decides."""
+    """Qwen3 with three layers: where one is in the text, the digit to copy or compare, the decision."""
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        num_hidden_layers=2,
+        hidden_size=160,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=48,
-        intermediate_size=512,
+        head_dim=40,
+        intermediate_size=384,
         tie_word_embeddings=True,
         max_position_embeddings=256,
+        # Small, because texts are short: more of a head's dimensions tell neighbours apart.
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
         initializer_range=0.04,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

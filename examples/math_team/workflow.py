@@ -65,7 +65,7 @@ def question(prompt: str, *, retry: bool = False) -> str:
     """What the solver is asked, e.g. `7*8        ?`; the mark is `!` after a rejected attempt.
 
     Fixed widths put every digit at one distance from the digit that it copies, or is compared with, here and below:
-    a model of two layers needs that.
+    so small a model needs that.
     """
     return f"{prompt:<11}" + "?!"[retry]
 
