@@ -48,7 +48,7 @@ def test_the_workflow_of_the_readme_plays_and_trains(run_blocks: Callable[[str],
         return "ab"[request.seed % 2]
 
     run = ScriptedRun(
-        page.solve_and_verify,
+        page.until_approved,
         say,
         agents={"solver": "solver", "verifier": "verifier"},
         steps=2,

@@ -9,6 +9,7 @@ import pytest
 import flexmarl.records
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.inference.settings import ENGINES
+from flexmarl.observability.report import Summary
 from tests.docs.config_reference import reference
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, files, links, prose, read, rows
 
@@ -141,3 +142,12 @@ def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
 def test_no_page_names_a_machine(page: str) -> None:
     assert not re.search(r"/(?:home|root|work|tmp|mnt)/", prose(page))
     assert Path.home().name not in {"", "root"} or "/root" not in read(page)
+
+
+def test_the_figures_of_the_example_are_those_that_its_workflow_reports() -> None:
+    source = (ROOT / "examples" / "math_team" / "workflow.py").read_text()
+    names = re.findall(r"^\|[^|]*\| `(?:eval\.\w+\.)?(\w+)` \|", read("docs/math_team.md"), re.M)
+    assert len(names) >= 10
+    for name in names:
+        reported = re.sub(r"_(easy|expression|hard)$", "_{level}", name)
+        assert reported in source or name in Summary.__slots__, f"nothing reports {name}"

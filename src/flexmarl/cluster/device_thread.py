@@ -12,8 +12,8 @@ T = TypeVar("T")
 class DeviceThread:
     """Thread for torch work: the event loop stays free, and engine and trainer never fight for the same cores.
 
-    Work is done in the order it was given. Engines give it one decode step at a time, so that a training micro-batch
-    waits for at most one step.
+    Work is done in the order it was given. Engines give it a few decode steps at a time and trainers one forward pass,
+    so that neither waits long for the other.
     """
 
     def __init__(self, name: str = "device") -> None:
