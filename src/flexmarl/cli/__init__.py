@@ -1,4 +1,7 @@
-"""The command line. In: a config and dotted overrides. Out: a run, an evaluation, a verdict on a config, a model."""
+"""The command line. In: a config and dotted overrides. Out: a run, an evaluation, a verdict on a config, a model.
+
+Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C.
+"""
 
 import sys
 
@@ -13,6 +16,7 @@ from flexmarl.errors import ConfigError, FlexmarlError
 app = typer.Typer(
     name="flexmarl",
     help="Train teams of LLM agents with reinforcement learning.",
+    epilog="Start with: flexmarl check RUN.yaml, then flexmarl train RUN.yaml.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -24,27 +28,25 @@ app.command()(export)
 
 
 def main() -> None:
-    """Runs a command; our own errors become one message and an exit code (2: the config, 1: anything else)."""
+    """Runs a command; our own errors become lines on stderr and an exit code, others are bugs with a traceback."""
     try:
         app()
-    except FlexmarlError as error:
-        sys.exit(_report(error))
-    except ExceptionGroup as group:
-        ours = _first_of_ours(group)
-        if ours is None:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        ours = own_errors(error)
+        if not ours:
             raise
-        sys.exit(_report(ours))
+        for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
+            typer.echo(f"flexmarl: {line}", err=True)
+        sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
 
 
-def _report(error: FlexmarlError) -> int:
-    typer.echo(f"flexmarl: {error}", err=True)
-    return 2 if isinstance(error, ConfigError) else 1
-
-
-def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> FlexmarlError | None:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            error = _first_of_ours(error)
-        if isinstance(error, FlexmarlError):
-            return error
-    return None
+def own_errors(error: Exception) -> list[FlexmarlError]:
+    """The errors of ours that it is, or that an exception group holds; none if something else is among them."""
+    if isinstance(error, FlexmarlError):
+        return [error]
+    if not isinstance(error, ExceptionGroup):
+        return []
+    held = [own_errors(inner) for inner in error.exceptions]
+    return [one for ours in held for one in ours] if all(held) else []

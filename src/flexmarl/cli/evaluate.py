@@ -10,14 +10,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flexmarl.assemble import evaluate_once
+from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Overrides, load_run_folder
 from flexmarl.config import load_run
+from flexmarl.errors import ConfigError
 
 
 def evaluate(
     source: Annotated[
-        Path, typer.Argument(help="A run folder (its newest checkpoint) or a YAML file (its models as they are).")
+        Path,
+        typer.Argument(
+            help="A run folder (its newest checkpoint) or a YAML file (its models as they are).", show_default=False
+        ),
     ],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
@@ -25,9 +29,12 @@ def evaluate(
     """Evaluate a trained team, or an untrained one, on held-out tasks."""
     if source.is_dir():
         settings, folder = load_run_folder(source, overrides)
-        evaluation = evaluate_once(settings, folder.checkpoints)
+        checkpoints = folder.checkpoints
     else:
-        evaluation = evaluate_once(load_run(source, overrides or ()), None)
+        settings, checkpoints = load_run(source, overrides or ()), None
+    if not settings.evaluate.tasks:
+        raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
+    evaluation = assemble.evaluate_once(settings, checkpoints)
     if as_json:
         typer.echo(json.dumps(asdict(evaluation)))
         return

@@ -5,15 +5,17 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.assemble import export_policies
+from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import load_run_folder
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder; its newest checkpoint is exported.")],
-    out: Annotated[Path, typer.Argument(help="Where to write; each policy gets a folder of its own.")],
+    run: Annotated[Path, typer.Argument(help="A run folder; its newest checkpoint is exported.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="Where to write; each policy gets a folder of its own.", show_default=False)
+    ],
 ) -> None:
     """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
     settings, folder = load_run_folder(run)
-    for path in export_policies(settings, folder.checkpoints, out):
+    for path in assemble.export_policies(settings, folder.checkpoints, out):
         typer.echo(str(path))

@@ -6,19 +6,41 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run
+from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Config, Overrides
 from flexmarl.config import load_run
+from flexmarl.observability.run_folder import RunFolder
 
 
 def train(
     config: Config,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the newest checkpoint of this run folder.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Go on from the newest checkpoint of this run folder; CONFIG is then the folder's config.yaml.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Train the team that CONFIG describes. The last line printed is the run folder."""
-    run = assemble_run(load_run(config, overrides or ()), resume=resume)
-    run.train(Console())
+    run = assemble.assemble_run(load_run(config, overrides or ()), resume=resume)
+    try:
+        run.train(Console())
+    except KeyboardInterrupt:
+        typer.echo(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
+        raise typer.Exit(130) from None
+    except Exception:
+        typer.echo(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
+        raise
     typer.echo(str(run.folder))
+
+
+def how_to_go_on(path: Path) -> str:
+    """What is left of a run that ended early, and the command that continues it."""
+    folder = RunFolder(path)
+    saved = sorted(folder.checkpoints.glob("step-*"))
+    if not saved:
+        return f"There is no checkpoint yet (see checkpoint.every); what was seen is in {path}"
+    return f"Last checkpoint: {saved[-1]}; go on with: flexmarl train {folder.config} --resume {path}"

@@ -1,5 +1,6 @@
 """The settings of one run: composed of those that live beside the code they configure."""
 
+from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings, InlineCluster
+from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
@@ -34,6 +36,16 @@ class PolicySettings(BaseModel):
     instances: int = Field(default=1, ge=1, description="Inference replicas.")
     engine: EngineSettings = EmbeddedSettings()
     training: TrainingSettings = TrainingSettings()
+
+    @model_validator(mode="after")
+    def _engine_takes_the_trained_weights(self) -> Self:
+        served = getattr(self.engine, "dtype", None)
+        if self.trainable and served not in (None, self.training.dtype):
+            raise ValueError(
+                f"engine.dtype is '{served}', but training.dtype is '{self.training.dtype}', and published weights "
+                f"are served as they are; set both to the same"
+            )
+        return self
 
 
 class RunSettings(BaseModel):
@@ -69,15 +81,31 @@ class RunSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if problems := [*self._policies_are_used(), *self._something_can_be_learned()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _policies_are_used(self) -> Iterator[str]:
+        used = {seat.policy for seat in self.team.agents.values()}
         names = ", ".join(sorted(self.policies)) or "none"
         for agent, seat in self.team.agents.items():
             if seat.policy not in self.policies:
-                raise ValueError(f"team.agents.{agent}.policy '{seat.policy}' is not one of the policies: {names}")
-        used = {seat.policy for seat in self.team.agents.values()}
-        unused = sorted(set(self.policies) - used)
-        if unused:
-            raise ValueError(f"policies.{unused[0]} is used by no agent; remove it or name it in team.agents")
-        return self
+                yield f"team.agents.{agent}.policy '{seat.policy}' is not one of the policies; there are: {names}"
+        for policy in sorted(set(self.policies) - used) if used <= set(self.policies) else ():
+            yield (
+                f"policies.{policy} is used by no agent (its model: '{self.policies[policy].model}'); "
+                f"remove it, or name it in one of team.agents: {', '.join(self.team.agents)}"
+            )
+
+    def _something_can_be_learned(self) -> Iterator[str]:
+        estimator = self.credit.estimator
+        singleton = estimator.singleton if isinstance(estimator, GroupRelative) else "raw"
+        if self.trained and self.batch.episodes == 1 and singleton in ("zero", "drop", "error"):
+            yield (
+                f"batch.episodes is 1, but credit.estimator compares the episodes of a task, and its singleton "
+                f"'{singleton}' lets a lone one teach nothing; use batch.episodes=8, or singleton: raw there "
+                f"and credit.filter=null"
+            )
 
     @property
     def trained(self) -> frozenset[str]:

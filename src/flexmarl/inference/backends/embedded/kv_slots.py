@@ -126,7 +126,7 @@ class SlotCache(Cache):
     plan: Plan
 
     def __init__(self, model: torch.nn.Module, rows: int, max_len: int) -> None:
-        layers, key_heads, head_size = _attention_shape(model)
+        layers, key_heads, head_size = attention_shape(model)
         parameter = next(model.parameters())
         self.max_len = max_len
         self._device = parameter.device
@@ -279,7 +279,7 @@ def _prefill(
     return out.transpose(1, 2).reshape(-1, num_heads, size)[block.place]
 
 
-def _attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
+def attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
     """(layers, key heads, head size) of the model; raises ConfigError for attention that slots cannot hold."""
     config = getattr(model, "config").get_text_config()  # noqa: B009
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -1,0 +1,95 @@
+"""Looks at everything about a run that can be looked at without its weights and its devices.
+
+code ──► tasks, workflow ──► models, tokenizers, team ──► libraries, devices, memory, ports
+
+Each look finds things, some with a to-do for this machine, or a problem of the config. A look that fails stops none of
+the others, except those that need what it looked at.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from flexmarl.agents import load_code
+from flexmarl.assemble import open_tasks, seat_team
+from flexmarl.cli.finding import Finding
+from flexmarl.cli.machine import look_at_machine
+from flexmarl.cli.models import look_at_models
+from flexmarl.config import RunSettings
+from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.observability.machine import this_machine
+
+Look = Callable[[], Iterable[Finding]]
+
+
+def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
+    """What was found, and what is wrong with the config, a line each."""
+    findings: list[Finding] = []
+    problems: list[str] = []
+
+    def went_well(look: Look) -> bool:
+        try:
+            findings.extend(look())
+        except MissingExtra as lacking:
+            findings.append(Finding("libraries", "something is not installed", str(lacking)))
+        except ConfigError as problem:
+            problems.append(str(problem))
+            return False
+        return True
+
+    if went_well(lambda: _code(settings)):
+        went_well(lambda: _tasks(settings))
+        went_well(lambda: _workflow(settings))
+    models = look_at_models(settings, problems)
+    findings += [found.finding for found in models.values()]
+    if not problems and all(found.readable for found in models.values()):
+        went_well(lambda: _team(settings))
+    went_well(lambda: _run(settings))
+    went_well(lambda: look_at_machine(settings, models, this_machine()))
+    return findings, problems
+
+
+def _code(settings: RunSettings) -> Iterator[Finding]:
+    for path in settings.code:
+        load_code(settings.path(path))
+    if settings.code:
+        yield Finding("code", f"{', '.join(map(str, settings.code))} can be imported")
+
+
+def _tasks(settings: RunSettings) -> Iterator[Finding]:
+    source = open_tasks(settings)
+    wanted = settings.evaluate.tasks
+    held_out = len(source.held_out(wanted))
+    length = "endless" if source.num_train is None else str(source.num_train)
+    todo = f"evaluate.tasks is {wanted}, and only {held_out} are held out: all of them are played"
+    yield Finding("tasks", f"to train on: {length}; held out: {held_out}; disjoint", todo if held_out < wanted else "")
+
+
+def _workflow(settings: RunSettings) -> Iterator[Finding]:
+    settings.team.workflow.resolve()
+    yield Finding("team.workflow", f"{settings.team.workflow.type}: can be resolved")
+
+
+def _team(settings: RunSettings) -> Iterator[Finding]:
+    level = seat_team(settings).level
+    todo = "there is nothing to train: use `flexmarl eval`, or set trainable: true on a policy"
+    yield Finding("team", f"level {level.name}: {level.because}", "" if settings.trained else todo)
+
+
+def _run(settings: RunSettings) -> Iterator[Finding]:
+    if not settings.checkpoint.every:
+        yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
+    lone = isinstance(settings.credit.estimator, GroupRelative) and settings.batch.episodes == 1
+    if lone and settings.credit.filter is not None:
+        yield Finding(
+            "credit.filter",
+            "keeps tasks whose rewards differ; batch.episodes is 1",
+            "set credit.filter=null, unless an agent's rewards differ within one episode",
+        )
+    for name, agent in settings.team.agents.items():
+        max_len = getattr(settings.policies[agent.policy].engine, "max_len", None)
+        if max_len is not None and agent.sampling.max_tokens >= max_len:
+            yield Finding(
+                f"team.agents.{name}.sampling.max_tokens",
+                f"{agent.sampling.max_tokens}, but prompt and message must fit into engine.max_len, {max_len}",
+                f"lower it, or raise policies.{agent.policy}.engine.max_len",
+            )

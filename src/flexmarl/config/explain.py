@@ -1,0 +1,174 @@
+"""Decides how a validation error reads: which key, which value, what would work.
+
+pydantic's                                             ours
+batch.groups: Input should be greater than 0           batch.groups must be greater than 0, got -1
+team.agents.solver.tols: Extra inputs not permitted    team.agents.solver.tols is not a setting (...); did you mean ...
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+Location = tuple[int | str, ...]
+
+_MODEL_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
+_SHOWN = 120
+"""Characters of a value that are shown."""
+
+
+def explain(root: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]:
+    """One sentence per wrong key of a config that `root` refused."""
+    said: dict[str, list[str]] = {}
+    for detail in details:
+        for where, sentence in _sentences(root, detail):
+            said.setdefault(where, [])
+            if sentence not in said[where]:
+                said[where].append(sentence)
+    return [line for sentences in said.values() for line in _joined(sentences)]
+
+
+def _joined(sentences: list[str]) -> Iterator[str]:
+    """The alternatives of a union say in turn what they would take of the same value: one line for all."""
+    parts = [re.fullmatch(r"(\S+) (must .+), got (.+)", sentence) for sentence in sentences]
+    if len(sentences) > 1 and all(parts):
+        first = parts[0]
+        assert first is not None
+        yield f"{first[1]} {', or '.join(part[2] for part in parts if part)}, got {first[3]}"
+    else:
+        yield from sentences
+
+
+def _sentences(root: type[BaseModel], detail: ErrorDetails) -> Iterator[tuple[str, str]]:
+    keys, nodes = _walk(root, detail["loc"])
+    where, value, context = ".".join(keys) or "the config", _shown(detail["input"]), detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden":
+            yield where, f"{where} is not a setting (its value: {value}); {_hint(keys[-1], nodes[-2])}"
+        case "missing":
+            yield where, f"{where} is missing, and has no default{_meaning(nodes[-1])}"
+        case "union_tag_invalid":
+            tags = str(context["expected_tags"])
+            near = difflib.get_close_matches(str(context["tag"]), re.findall(r"'([^']+)'", tags), n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            yield where, f"{where}.type must be one of {tags}, got {context['tag']!r}{hint}"
+        case "union_tag_not_found":
+            yield where, f"{where}.type must be one of {_kinds(nodes[-1])}, and is missing in {value}"
+        case "value_error":
+            for line in str(context["error"]).splitlines():
+                yield where, _placed(keys, nodes[-1], line)
+        case "string_pattern_mismatch":
+            yield where, f"{where} must match {context['pattern']}{_meaning(nodes[-1])}, got {value}"
+        case kind if kind in _MODEL_TYPES and (known := _known_keys(nodes[-1])):
+            some = f"with a type: {kinds}" if (kinds := _kinds(nodes[-1])) else f"({', '.join(known)})"
+            yield where, f"{where} must be a mapping of settings {some}, got {value}"
+        case kind:
+            wanted = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace(" after validation", "")
+            wanted = wanted if wanted.startswith("must ") else f"must be right: {wanted[0].lower()}{wanted[1:]}"
+            unquoted = kind == "string_type" and isinstance(detail["input"], bool | int | float)
+            yield where, f"{where} {wanted}, got {value}{'; put it in quotes' if unquoted else ''}"
+
+
+def _placed(keys: Sequence[str], node: Any, line: str) -> str:
+    """A validator's own sentence begins with its key, or with a key below the one it was raised for."""
+    if not keys:
+        return line
+    where = ".".join(keys)
+    first = re.match(r"[\w.]+", line)
+    if first and first[0] == keys[-1]:
+        return f"{where}{line[first.end() :]}"
+    if first and first[0].split(".")[0] in _known_keys(node):
+        return f"{where}.{line}"
+    return f"{where}: {line}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _hint(key: str, parent: Any) -> str:
+    known = _known_keys(parent)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
+
+
+def _meaning(node: Any) -> str:
+    description = node.description if isinstance(node, FieldInfo) else None
+    return f" ({description.rstrip('.')})" if description else ""
+
+
+def _known_keys(node: Any) -> list[str]:
+    return sorted({name for member in _members(_annotation(node)) for name in _fields(member)})
+
+
+def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[Any]]:
+    """The location as keys of the YAML, and what is expected at each of them, the root's first.
+
+    pydantic puts the chosen member of a union into the location; a reader of the YAML has no such key.
+    """
+    keys: list[str] = []
+    nodes: list[Any] = [root]
+    for part in location:
+        members = _members(_annotation(nodes[-1]))
+        if len(members) > 1:
+            nodes[-1] = next((member for member in members if _is_labelled(member, str(part))), None)
+        elif part != "[key]":
+            keys.append(str(part))
+            nodes.append(_step(members[0], part))
+    return keys, nodes
+
+
+def _is_labelled(member: Any, label: str) -> bool:
+    if (tag := _tag(member)) is not None:
+        return tag == label
+    origin = typing.get_origin(member) or member
+    return label.startswith(getattr(origin, "__name__", "?").lower()) or label == getattr(origin, "__name__", "")
+
+
+def _step(node: Any, part: int | str) -> Any:
+    if part in (known := _fields(node)):
+        return known[str(part)]
+    origin, arguments = typing.get_origin(node), typing.get_args(node)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return arguments[1]
+    if origin is tuple and isinstance(part, int) and ... not in arguments:
+        return arguments[min(part, len(arguments) - 1)]
+    return arguments[0] if origin in (list, tuple) else None
+
+
+def _annotation(node: Any) -> Any:
+    return node.annotation if isinstance(node, FieldInfo) else node
+
+
+def _fields(member: Any) -> Mapping[str, Any]:
+    if isinstance(member, type) and issubclass(member, BaseModel):
+        return member.model_fields
+    return {field.name: field.type for field in fields(member)} if is_dataclass(member) else {}
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of an annotation, `None` left out."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [m for arg in typing.get_args(annotation) for m in _members(arg) if m is not type(None)]
+    return [annotation]
+
+
+def _tag(member: Any) -> str | None:
+    field = _fields(member).get("type")
+    return field.default if isinstance(field, FieldInfo) and isinstance(field.default, str) else None
+
+
+def _kinds(node: Any) -> str:
+    """The tags of a union's members; empty if it is none."""
+    members = _members(_annotation(node))
+    return ", ".join(repr(tag) for member in members if (tag := _tag(member))) if len(members) > 1 else ""
