@@ -189,6 +189,8 @@ class ScriptedRun:
         """By the number of steps done."""
         self.outcome: Outcome | None = None
         self._folder = folder
+        if folder is None and self.settings.checkpoint.every:
+            raise ValueError(f"checkpoint.every is {self.settings.checkpoint.every}: give a `folder` for checkpoints")
 
     def play(self, *beside: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
         """Plays it to its end, with faults and the like `beside` it; raises what ends the run."""

@@ -204,10 +204,10 @@ def consumed(run):
 @pytest.mark.parametrize("stopped_after", [1, 2, 3])
 def test_a_resumed_run_consumes_what_an_undisturbed_one_does(tmp_path, mode, stopped_after):
     sections = {"checkpoint": {"every": 1}, "evaluate": {"tasks": 2}, "deterministic": True}
-    whole = staggered_run(mode, steps=4, **sections).play()
+    whole = staggered_run(mode, steps=4, folder=tmp_path / "whole", **sections).play()
 
     def part(steps):
-        return staggered_run(mode, steps=steps, folder=tmp_path, **sections).play()
+        return staggered_run(mode, steps=steps, folder=tmp_path / "parts", **sections).play()
 
     first, second = part(stopped_after), part(4)
     assert second.events("resumed")[0]["next_group"] == 4 * stopped_after
@@ -227,12 +227,12 @@ def test_a_run_that_ends_within_a_step_plays_that_step_again_when_it_is_resumed(
         await run.world.store.close()
 
     sections = {"steps": 3, "deterministic": True, "checkpoint": {"every": 1}}
-    whole = staggered_run("microbatch", **sections).play()
-    stopped = staggered_run("microbatch", folder=tmp_path, **sections)
+    whole = staggered_run("microbatch", folder=tmp_path / "whole", **sections).play()
+    stopped = staggered_run("microbatch", folder=tmp_path / "parts", **sections)
     with pytest.raises(StoreError):
         stopped.play(close)
     assert stopped.events("group_ready")[-1]["group"] >= 4
-    resumed = staggered_run("microbatch", folder=tmp_path, **sections).play()
+    resumed = staggered_run("microbatch", folder=tmp_path / "parts", **sections).play()
     assert resumed.events("resumed")[0]["step"] == 1
     assert consumed(resumed) == consumed(whole)[4:]
     assert resumed.trainers[SOLVER].weight == whole.trainers[SOLVER].weight
