@@ -10,12 +10,13 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from flexmarl.observability.secrets import MASK, is_secret_key, masked
 
 Location = tuple[int | str, ...]
 
@@ -48,7 +49,7 @@ def _joined(sentences: list[str]) -> Iterator[str]:
 
 def _sentences(root: type[BaseModel], detail: ErrorDetails) -> Iterator[tuple[str, str]]:
     keys, nodes = _walk(root, detail["loc"])
-    where, value, context = ".".join(keys) or "the config", _shown(detail["input"]), detail.get("ctx", {})
+    where, value, context = ".".join(keys) or "the config", _shown(keys, detail["input"]), detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
             yield where, f"{where} is not a setting (its value: {value}); {_hint(keys[-1], nodes[-2])}"
@@ -89,8 +90,8 @@ def _placed(keys: Sequence[str], node: Any, line: str) -> str:
     return f"{where}: {line}"
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _shown(keys: Sequence[str], value: Any) -> str:
+    text = MASK if keys and is_secret_key(keys[-1]) else masked(repr(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
@@ -127,10 +128,9 @@ def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[An
 
 
 def _is_labelled(member: Any, label: str) -> bool:
-    if (tag := _tag(member)) is not None:
-        return tag == label
-    origin = typing.get_origin(member) or member
-    return label.startswith(getattr(origin, "__name__", "?").lower()) or label == getattr(origin, "__name__", "")
+    """A union chosen by type labels its members with their tags, any other with the names of their types."""
+    name = getattr(typing.get_origin(member) or member, "__name__", "?")
+    return label in (_tag(member), name) or label.startswith(name.lower())
 
 
 def _step(node: Any, part: int | str) -> Any:
@@ -148,10 +148,8 @@ def _annotation(node: Any) -> Any:
     return node.annotation if isinstance(node, FieldInfo) else node
 
 
-def _fields(member: Any) -> Mapping[str, Any]:
-    if isinstance(member, type) and issubclass(member, BaseModel):
-        return member.model_fields
-    return {field.name: field.type for field in fields(member)} if is_dataclass(member) else {}
+def _fields(member: Any) -> Mapping[str, FieldInfo]:
+    return member.model_fields if isinstance(member, type) and issubclass(member, BaseModel) else {}
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -165,10 +163,9 @@ def _members(annotation: Any) -> list[Any]:
 
 def _tag(member: Any) -> str | None:
     field = _fields(member).get("type")
-    return field.default if isinstance(field, FieldInfo) and isinstance(field.default, str) else None
+    return field.default if field and isinstance(field.default, str) else None
 
 
 def _kinds(node: Any) -> str:
-    """The tags of a union's members; empty if it is none."""
-    members = _members(_annotation(node))
-    return ", ".join(repr(tag) for member in members if (tag := _tag(member))) if len(members) > 1 else ""
+    """What `type` may be; empty if there is no choice by type."""
+    return ", ".join(repr(tag) for member in _members(_annotation(node)) if (tag := _tag(member)))

@@ -1,0 +1,150 @@
+"""Whole runs through the command line, in this process, with a tiny random model."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexmarl import cli
+from tests.unit.cli.team import write_team
+
+DETERMINISTIC = ["deterministic=true", "cluster={type: inline, threads: 1}"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_team(tmp_path_factory.mktemp("team"))
+
+
+@pytest.fixture
+def flexmarl(config, tmp_path, monkeypatch, capsys):
+    """Runs a command in a folder of its own; returns the lines of its standard output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object, code: int = 0) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["flexmarl", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        said = capsys.readouterr()
+        assert (stopped.value.code or 0) == code, said.err
+        return (said.out if code == 0 else said.err).splitlines()
+
+    return run
+
+
+def weights(run: Path, step: int, policy: str = "one") -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:05d}" / policy / "weights.safetensors")
+
+
+def test_train_leaves_everything_in_the_folder_that_it_prints_last(flexmarl, config):
+    folder = Path(flexmarl("train", config)[-1])
+    left = {"config.yaml", "journal.jsonl", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json", "curve.png"}
+    assert {file.name for file in folder.iterdir()} == left
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["policies"] == {"one": {"version": 2}}
+    assert {"before", "after"} <= summary["eval"].keys()
+    before = load_file(config.parent / "model" / "model.safetensors")
+    after = weights(folder, 2)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(flexmarl, config):
+    """Law 6 at a step boundary."""
+    straight = Path(flexmarl("train", config, *DETERMINISTIC, "steps=3")[-1])
+    stopped = Path(flexmarl("train", config, *DETERMINISTIC, "steps=1")[-1])
+    before = json.loads((stopped / "summary.json").read_text())["eval"]["before"]
+    resumed = Path(flexmarl("train", stopped / "config.yaml", "steps=3", "--resume", stopped)[-1])
+    assert resumed == stopped
+    expected, found = weights(straight, 3), weights(resumed, 3)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    summary = json.loads((resumed / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["eval"]["before"] == before
+    assert not torch.equal(*(weights(resumed, step)["model.norm.weight"] for step in (2, 3)))
+
+
+def test_a_run_is_not_resumed_with_other_settings(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
+    (line,) = flexmarl("train", config, "seed=4", "--resume", folder, code=1)
+    assert "seed differ" in line
+
+
+def test_eval_plays_the_run_and_the_models_as_they_are(flexmarl, config):
+    folder = Path(flexmarl("train", config)[-1])
+    after = json.loads((folder / "summary.json").read_text())["eval"]["after"]
+    trained = json.loads(flexmarl("eval", folder, "--json")[-1])
+    assert trained["episodes"] == 4
+    assert trained["failed"] == 0
+    assert trained["metrics"]["success"] == pytest.approx(after["success"])
+    assert any("held-out episodes, 0 failed" in line for line in flexmarl("eval", config))
+
+
+def test_an_exported_policy_has_the_trainers_logits(flexmarl, config, tmp_path):
+    folder = Path(flexmarl("train", config)[-1])
+    (exported,) = flexmarl("export", folder, tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}], return_tensors="pt", return_dict=False)
+    trained = AutoModelForCausalLM.from_pretrained(config.parent / "model")
+    trained.load_state_dict(weights(folder, 2), strict=False)
+    with torch.no_grad():
+        np.testing.assert_array_equal(model(ids).logits, trained(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "versions"),
+    [
+        ("L1: both share a policy", ["team.agents.writer={policy: one, sampling: {max_tokens: 8}}"], {"one": 1}),
+        (
+            "mixed: one is frozen",
+            [
+                "team.agents.writer={policy: judge, sampling: {max_tokens: 8}}",
+                "policies.judge={model: model, trainable: false, engine: {type: embedded, max_len: 64}}",
+            ],
+            {"one": 1, "judge": 0},
+        ),
+    ],
+)
+def test_teams_of_other_levels_train(flexmarl, config, level, overrides, versions):
+    folder = Path(flexmarl("train", config, "steps=1", *overrides)[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["policies"] == {name: {"version": version} for name, version in versions.items()}, level
+
+
+def test_an_untrained_team_is_evaluated_and_not_trained(flexmarl, config):
+    """L0."""
+    frozen = "policies.one.trainable=false"
+    assert json.loads(flexmarl("eval", config, frozen, "--json")[-1])["episodes"] == 4
+    (line,) = flexmarl("train", config, frozen, code=2)
+    assert "use `flexmarl eval`" in line
+    assert not Path("runs").exists()
+
+
+def test_a_workflow_that_always_fails_ends_the_run_with_its_reason(flexmarl, config):
+    broken = "team.workflow={type: iterative, solver: solver, verifier: writer}"
+    team = "team.agents.writer={policy: one, sampling: {max_tokens: 64, stop: [' ']}, parser: json}"
+    lines = flexmarl("train", config, broken, team, "policies.one.engine.max_len=8", "evaluate.tasks=0", code=1)
+    assert "There is no checkpoint yet" in lines[0]
+    assert "none of its 4 groups had a finished episode" in lines[-1]
+
+
+def test_ctrl_c_names_the_checkpoint_and_how_to_go_on(config, tmp_path):
+    words = [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", "train", str(config), "steps=100000"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    saved = "runs/*/checkpoints/step-*/MANIFEST.json"
+    next(line for line in process.stdout if list(tmp_path.glob(saved)))  # It says something at every step.
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    (line,) = errors.splitlines()
+    assert "flexmarl: stopped. Last checkpoint: runs/sums-" in line
+    assert "go on with: flexmarl train runs/sums-" in line

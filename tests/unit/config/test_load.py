@@ -1,0 +1,245 @@
+"""Configs from files and overrides, and what is said about wrong ones."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.config import RunSettings, load_run, parse_override
+from flexmarl.config.load import read_yaml
+from flexmarl.errors import ConfigError
+
+MINIMAL = """
+tasks: {type: generator, name: sums}
+policies:
+  one: &policy {model: model, engine: {type: embedded, slots: 4}}
+  two: *policy
+team:
+  workflow: {type: sequential, agents: [solver, writer]}
+  agents:
+    solver: {policy: one, tools: [{type: calculator}], syntax: {type: function}}
+    writer: {policy: two}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    return path
+
+
+def refused(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_run(path, overrides)
+    return [line.removeprefix(f"{path}: ") for line in str(error.value).splitlines()]
+
+
+def test_overrides_reach_sections_that_the_file_leaves_out_or_empty(config):
+    config.write_text(f"{MINIMAL}\nbatch:\n", encoding="utf-8")
+    settings = load_run(config, ["batch.groups=8", "policies.one.training.optimizer.learning_rate=3e-4"])
+    assert settings.batch.groups == 8
+    assert settings.policies["one"].training.optimizer.learning_rate == 3e-4
+
+
+def test_what_an_anchor_shares_is_overridden_apart(config):
+    settings = load_run(config, ["policies.one.engine.slots=9"])
+    assert (settings.policies["one"].engine.slots, settings.policies["two"].engine.slots) == (9, 4)
+
+
+def test_an_override_reaches_into_a_list(config):
+    settings = load_run(config, ["team.agents.solver.tools.0.max_digits=7"])
+    assert settings.team.agents["solver"].tools[0].max_digits == 7  # type: ignore[attr-defined]
+
+
+def test_relative_paths_start_from_the_config(config, monkeypatch):
+    monkeypatch.chdir(config.parent.parent)
+    settings = load_run(Path(config.parent.name) / config.name)
+    assert settings.path("model") == config.parent / "model"
+    assert settings.path("/elsewhere") == Path("/elsewhere")
+
+
+def test_a_written_config_loads_back_to_the_same_settings(config, tmp_path):
+    settings = load_run(config, ["policies.one.training.optimizer.eps=1e-30", "credit.filter=null", "mode=sync"])
+    written = tmp_path / "elsewhere" / "config.yaml"
+    written.parent.mkdir()
+    written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    assert load_run(written) == settings
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text("abc xyz", max_size=5), st.lists, max_leaves=5))
+def test_an_override_means_what_its_yaml_means(value):
+    keys, parsed = parse_override(f"a.b-c={yaml.safe_dump(value, default_flow_style=True)}")
+    assert (keys, parsed) == (["a", "b-c"], value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("-2E5", -2e5), ("", ""), ("a=b", "a=b"), ("'1e-3'", 1e-3)]
+)
+def test_numbers_and_signs_in_overrides(text, value):
+    assert parse_override(f"key={text}") == (["key"], value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("groups", "must look like key.subkey=value"),
+        ("=3", "must look like key.subkey=value"),
+        ("a..b=3", "must look like key.subkey=value"),
+        ("a=[1,", "the value '[1,' is not YAML"),
+        ("a={b: 1, b: 2}", "the key 'b' stands here twice"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_shown(text, words):
+    with pytest.raises(ConfigError, match=r"^override ") as error:
+        parse_override(text)
+    assert text in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
+        ("a: {b: 1}\nc: 2\na: 3", "the key 'a' stands here twice (line 3, column 1)"),
+        ("- a\n- b", "must hold a mapping of settings, got list"),
+        ("", "must hold a mapping of settings, got NoneType"),
+        ("a: &a [*a]", "anchor that contains itself"),
+        ("a: !!python/object:os.system {}", "is not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where(tmp_path, text, words):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        read_yaml(path)
+    assert str(error.value).startswith(str(path))
+    assert words in str(error.value)
+
+
+def test_merge_keys_and_their_exceptions_are_no_duplicates(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}", encoding="utf-8")
+    assert read_yaml(path)["b"] == {"x": 1, "y": 3}
+
+
+def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "run.yaml", tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=str(path)):
+            read_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("batch.grups=4", "batch.grups is not a setting (its value: 4); did you mean 'groups'?"),
+        ("batch.zzz=4", "batch.zzz is not a setting (its value: 4); known here: episodes, groups"),
+        ("batch.groups=0", "batch.groups must be greater than or equal to 1, got 0"),
+        ("batch.groups=2.5", "batch.groups must be a valid integer, got a number with a fractional part, got 2.5"),
+        ("batch=3", "batch must be a mapping of settings (episodes, groups), got 3"),
+        ("mode=fast", "mode must be 'sync' or 'microbatch', got 'fast'"),
+        ("name=yes", "name must be a valid string, got True; put it in quotes"),
+        ("name=a b", "name must match ^[A-Za-z0-9._-]+$ (Names the run folder), got 'a b'"),
+        (
+            "policies.one.engine={slots: 3}",
+            "policies.one.engine.type must be one of 'embedded', and is missing in {'slots': 3}",
+        ),
+        ("cluster={}", "cluster.type must be one of 'inline', 'ray', and is missing in {}"),
+        ("cluster={type: rai}", "cluster.type must be one of 'inline', 'ray', got 'rai'; did you mean 'ray'?"),
+        ("tasks=5", "tasks must be a mapping of settings with a type: 'generator', 'jsonl', 'huggingface', got 5"),
+        ("tasks={type: jsonl}", "tasks.file is missing, and has no default"),
+        ("tasks={type: jsonl, fle: x, file: y}", "tasks.fle is not a setting (its value: 'x'); did you mean 'file'?"),
+        ("policies.one.modl=x", "policies.one.modl is not a setting (its value: 'x'); did you mean 'model'?"),
+        (
+            "policies.two={}",
+            "policies.two.model is missing, and has no default (A Hugging Face folder (relative to "
+            "the config) or the name of a model on the hub)",
+        ),
+        (
+            "team.agents.writer.parser=3",
+            "team.agents.writer.parser must be a valid string, "
+            "or must be a mapping of settings with a type: 'choice', got 3; put it in quotes",
+        ),
+        (
+            "team.agents.writer.memory=some",
+            "team.agents.writer.memory must be 'none' or 'full', or must be a valid integer, unable "
+            "to parse string as an integer, got 'some'",
+        ),
+        (
+            "credit.estimator={type: grpo, key: 3}",
+            "credit.estimator.key must be a valid tuple, or must be a valid dictionary, got 3",
+        ),
+        (
+            "credit.filter.reward_range=[1, 0]",
+            "credit.filter.reward_range: 1.0 is not below 0.0; give the worst reward, then the best",
+        ),
+        (
+            "team.agents.writer.sampling.stop=['']",
+            "team.agents.writer.sampling.stop: '' would end every message at once; leave it out",
+        ),
+        (
+            "team.agents.solver.syntax=null",
+            "team.agents.solver.syntax: an agent with tools (calculator) needs one; use type: function or tag",
+        ),
+        ("seed=-1", "seed must be greater than or equal to 0, got -1"),
+    ],
+)
+def test_every_kind_of_mistake_is_explained(config, override, line):
+    assert refused(config, override) == [line]
+
+
+def test_the_alternatives_of_a_union_are_told_one_by_one_where_they_differ(config):
+    said = refused(config, "credit.estimator={type: grpo, key: {a: 3}}")
+    assert said == [
+        "credit.estimator.key must be a valid tuple, got {'a': 3}",
+        "credit.estimator.key.a must be a valid tuple, got 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed.x=1", "'seed' is the value 2, which has no keys"),
+        ("code.7=x", "'code' is a list of 1; it has no '7'"),
+        ("code.last=x", "'code' is a list of 1; it has no 'last'"),
+    ],
+)
+def test_an_override_into_what_is_no_section_is_refused(config, override, words):
+    config.write_text(f"{MINIMAL}\nseed: 2\ncode: [a.py]\n", encoding="utf-8")
+    assert refused(config, override) == [f"override '{override}': {words}"]
+
+
+def test_secrets_are_not_printed(config):
+    said = refused(config, "api_key=abc123", "batch={groups: x, token: abc123}", "seed=hf_abcdefgh123")
+    assert len(said) == 4
+    assert not any("abc123" in line or "hf_abc" in line for line in said)
+    assert any(line.startswith("api_key is not a setting (its value: ***)") for line in said)
+
+
+def test_long_values_are_shortened(config):
+    (line,) = refused(config, f"seed={'x' * 1000}")
+    assert len(line) < 250
+
+
+def test_all_mistakes_are_told_at_once(config):
+    assert len(refused(config, "batch.grups=4", "steps=x", "mode=fast", "team.agents.writer.policy=three")) == 3
+
+
+def test_the_cross_checks_of_a_run_are_told_at_once(config):
+    said = refused(config, "team.agents.writer.policy=three", "batch.episodes=1")
+    assert said[0] == "team.agents.writer.policy 'three' is not one of the policies; there are: one, two"
+    assert said[1].startswith("batch.episodes is 1")
+
+
+def test_a_frozen_policy_may_be_served_in_any_type(config):
+    mixed = ["policies.two.engine.dtype=bfloat16"]
+    assert refused(config, *mixed)[0].startswith("policies.two.engine.dtype is 'bfloat16', but training.dtype")
+    assert load_run(config, [*mixed, "policies.two.trainable=false"]).trained == {"one"}
+
+
+def test_one_episode_is_enough_for_an_estimator_that_keeps_lone_rewards(config):
+    settings = load_run(config, ["batch.episodes=1", "credit.estimator={type: grpo}", "credit.filter=null"])
+    assert isinstance(settings, RunSettings)
