@@ -1,7 +1,7 @@
 """The two life cycles of the system as tables: what is not in a table is an error.
 
-    row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED
-    group  WAITING -> RUNNING -> DONE -> TRAINED
+row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED
+group  WAITING -> RUNNING -> DONE -> TRAINED
 """
 
 from collections.abc import Mapping
