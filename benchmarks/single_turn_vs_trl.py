@@ -32,7 +32,7 @@ from flexmarl.observability.sinks import read_metrics
 
 PROMPTS, COPIES, TOKENS, WARM_UP = 16, 8, 40, 2
 END = "<|end|>"
-CODE = '''
+CODE = """
 import random
 from flexmarl.agents import Team, workflow
 from flexmarl.records import Task
@@ -47,7 +47,7 @@ def product(seed, index, split):
 async def sevens(task: Task, team: Team) -> None:
     reply = await team.solver.act(task.prompt)
     reply.reward(reply.text.count("7") / 40)
-'''
+"""
 
 
 def sevens(completions: list[Any], **_: Any) -> list[float]:
@@ -58,7 +58,9 @@ def sevens(completions: list[Any], **_: Any) -> list[float]:
 def make_model(folder: Path) -> None:
     """Saves model and tokenizer; the end token is one past the model's vocabulary, so it is never sampled."""
     characters = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: index for index, token in enumerate(["<|pad|>", "<|user|>", "<|assistant|>", *characters, END])}
+    vocabulary = {
+        token: index for index, token in enumerate(["<|pad|>", "<|user|>", "<|assistant|>", *characters, END])
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()

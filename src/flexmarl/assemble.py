@@ -6,7 +6,7 @@ settings ──► folder, code, tasks, renderers, team        (no weights yet: 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -187,7 +187,7 @@ async def open_world(blueprint: Blueprint) -> AsyncIterator[World]:
         }
         store = SqliteStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
         stack.push_async_callback(store.close)
-        pool = await stack.enter_async_context(InferencePool(engines))
+        pool = await stack.enter_async_context(InferencePool(engines, settings.pool))
         yield World(objects=objects, store=store, pool=pool, trainers=trainers)
 
 
@@ -215,7 +215,7 @@ class Run:
 
     async def _train(self, console: Console) -> None:
         async with open_world(self._blueprint) as world, AsyncExitStack() as stack:
-            clock = asyncio.get_running_loop().time
+            clock = run_clock()
             journal = Journal(self._folder.journal, clock)
             stack.callback(journal.close)
             metrics = Metrics(clock, [JsonlSink(self._folder.metrics), TensorBoardSink(self._folder.tensorboard)])
@@ -240,6 +240,13 @@ class Run:
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
+
+
+def run_clock() -> Callable[[], float]:
+    """Seconds since now, by the running event loop."""
+    time = asyncio.get_running_loop().time
+    started = time()
+    return lambda: time() - started
 
 
 def wire(
@@ -387,7 +394,7 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
     async with open_world(blueprint) as world:
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
         versions = Versions(initial_versions(settings, start))
-        journal = Journal(None, asyncio.get_running_loop().time)
+        journal = Journal(None, run_clock())
         publisher = Publisher(
             trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
         )

@@ -21,7 +21,7 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.credit import CreditSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.rows import TURN_COLUMNS, response_row, reward_row
+from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
@@ -127,7 +127,9 @@ class Learner:
             for turn in episode.turns:
                 reward = episode.rewards[turn.sample_id]
                 assert reward is not None
-                await self.store.put(turn.agent, [response_row(turn), reward_row(turn.sample_id, SOLVER, reward)])
+                await self.store.put(
+                    turn.agent, [response_row(turn), closing_row(turn.sample_id, SOLVER, reward=reward)]
+                )
         await self.collector.take(group)
 
 

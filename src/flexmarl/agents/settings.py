@@ -9,6 +9,7 @@ from flexmarl.agents.parsers import Choice
 from flexmarl.agents.patterns import AnyWorkflow
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
+from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
 
 
@@ -86,6 +87,9 @@ class TeamSettings(BaseModel):
     agents: Mapping[str, AgentSettings] = Field(min_length=1)
     """By name."""
     workflow: AnyWorkflow
+    """How they interact on one task."""
+    environment: EnvironmentSettings | None = None
+    """What the task is played in, if anything; the workflow finds it at `team.environment`."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> "TeamSettings":

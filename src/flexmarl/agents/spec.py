@@ -1,8 +1,8 @@
 """TeamSpec: the team of a run; seats one Team per episode."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext
@@ -12,7 +12,8 @@ from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team
 from flexmarl.agents.workflow import Workflow
 from flexmarl.errors import ConfigError
-from flexmarl.records import AgentName, PolicyName
+from flexmarl.records import AgentName, PolicyName, Task
+from flexmarl.tasks import Environment
 
 
 class Level(NamedTuple):
@@ -31,6 +32,8 @@ class TeamSpec:
     trained: frozenset[PolicyName]
     """Policies that learn; the others are frozen."""
     run: Workflow
+    environment: Callable[[Task], Environment[Any]] | None = None
+    """Makes the environment of one episode, if the run has one."""
 
     @classmethod
     def build(
@@ -40,7 +43,8 @@ class TeamSpec:
         agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
         if idle := set(trained) - {agent.policy for agent in agents.values()}:
             raise ConfigError(f"policies.{min(idle)} is trained, but no agent acts with it; freeze or remove it")
-        return cls(agents=agents, trained=frozenset(trained), run=settings.workflow.resolve())
+        environment = settings.environment.resolve() if settings.environment else None
+        return cls(agents=agents, trained=frozenset(trained), run=settings.workflow.resolve(), environment=environment)
 
     @property
     def level(self) -> Level:

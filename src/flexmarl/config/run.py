@@ -13,7 +13,7 @@ from flexmarl.cluster.settings import ClusterSettings, InlineCluster
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
-from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
+from flexmarl.inference.settings import EmbeddedSettings, PoolSettings, engine_settings_types
 from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.tasks.settings import TaskSettings
@@ -57,8 +57,8 @@ class RunSettings(BaseModel):
     seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")
     steps: int = Field(default=100, ge=0, description="Updates per policy.")
     deterministic: bool = Field(
-        False,
-        description="Same seed, same weights, bit for bit: fixed batching and ordered consumption; 15-20% slower.",
+        default=False,
+        description="Same seed, same weights, bit for bit: fixed batching, ordered consumption; slower.",
     )
     out: Path = Field(default=Path("runs"), description="Where run folders go, relative to the working directory.")
     base: Path = Field(
@@ -74,6 +74,7 @@ class RunSettings(BaseModel):
     team: TeamSettings
     batch: BatchSettings = BatchSettings()
     rollout: RolloutSettings = RolloutSettings()
+    pool: PoolSettings = PoolSettings()
     store: StoreSettings = StoreSettings(type="memory")
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()

@@ -2,7 +2,7 @@
 
 prompt_row      before the call      opens the row: a call that never answers is seen, and never trained
 response_row    after it             the whole turn; where a prompt row was put, the two must agree
-reward_row      when it is known     a reward that is missing is a missing column, never 0.0
+closing_row     after the episode    a reward that is missing is a missing column, never 0.0
 credit_row      with the group       advantage and weight; then the row is settled READY
 """
 
@@ -64,14 +64,15 @@ def response_row(turn: Turn) -> PartialRow:
     return PartialRow(sample_id=turn.sample_id, policy=turn.policy, values=values, version=turn.version)
 
 
-def next_agent_row(sample_id: SampleId, policy: PolicyName, next_agent_id: int) -> PartialRow:
-    """Whose turn this one fed, as an index in the team's order."""
-    return PartialRow(sample_id=sample_id, policy=policy, next_agent_id=next_agent_id)
+def closing_row(
+    sample_id: SampleId, policy: PolicyName, *, reward: float | None, next_agent_id: int | None = None
+) -> PartialRow:
+    """What is known at the end of the episode: the reward, if the workflow gave one, and whose turn came next.
 
-
-def reward_row(sample_id: SampleId, policy: PolicyName, reward: float) -> PartialRow:
-    """The reward that the workflow gave this turn."""
-    return PartialRow(sample_id=sample_id, policy=policy, values={"reward": reward})
+    `next_agent_id` is the index of that agent in the team's order; None after the last turn.
+    """
+    values = {} if reward is None else {"reward": reward}
+    return PartialRow(sample_id=sample_id, policy=policy, values=values, next_agent_id=next_agent_id)
 
 
 def credit_row(sample: Sample) -> PartialRow:

@@ -49,7 +49,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What a whole run showed."""
 
     before: Evaluation | None
@@ -79,14 +79,14 @@ class Orchestrator:
         """Steps done."""
         self._failures: list[str] = []
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Trains to the last step. Raises what ended the run, out of the groups of the tasks it came through."""
         try:
             return await self._run()
         except ExceptionGroup as group:
             raise cause_of(group) from group
 
-    async def _run(self) -> Outcome:
+    async def _run(self) -> RunOutcome:
         parts = self._parts
         for policy, session in parts.sessions.items():
             await parts.publisher.publish(policy, session.version)
@@ -99,7 +99,7 @@ class Orchestrator:
             await self._save_if_due()
             after = await self._evaluate_if_due()
             parts.monitor.flush(self.step)
-        return Outcome(before=self._before, after=after, steps=self.step)
+        return RunOutcome(before=self._before, after=after, steps=self.step)
 
     async def _step(self) -> None:
         """Rollout, collection and training side by side; then one update per policy, published."""

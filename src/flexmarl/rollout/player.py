@@ -38,7 +38,7 @@ class Player:
 
     async def play(self, group: GroupRecord, index: int) -> Episode:
         """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out."""
-        recorder = StoreRecorder(self._store) if self._store is not None else None
+        recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
         context = EpisodeContext(
             task=group.task,
             group=group.group,
@@ -47,6 +47,7 @@ class Player:
             generate=self._generate,
             recorder=recorder or NoRecorder(),
             sampling=self._sampling,
+            environment=self._team.environment,
         )
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time

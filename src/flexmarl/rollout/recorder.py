@@ -1,19 +1,22 @@
 """Recorder on the experience store: each turn is there as it happens, prompt first, then response, then reward."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from flexmarl.errors import EpisodeError
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import prompt_row, response_row, reward_row
+from flexmarl.experience.rows import closing_row, prompt_row, response_row
 from flexmarl.records import AgentName, Episode, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
 
 
 class StoreRecorder:
     """Writes one episode's turns into its agents' tables, and closes their rows if the episode fails."""
 
-    def __init__(self, store: ExperienceStore) -> None:
+    def __init__(self, store: ExperienceStore, agents: Sequence[AgentName]) -> None:
+        """`agents` in the team's order: the store refers to them by index."""
         self._store = store
-        self._opened: dict[SampleId, tuple[AgentName, PolicyName]] = {}
+        self._agents = tuple(agents)
+        self._opened: list[SampleId] = []
         self._opening: dict[SampleId, tuple[AgentName, PartialRow]] = {}
         self._ended = False
 
@@ -29,7 +32,8 @@ class StoreRecorder:
         """Opens the row, before the call is sent. Raises EpisodeError if the episode has ended."""
         self._check_open(sample_id)
         row = prompt_row(sample_id, policy, prompt_ids)
-        self._opened[sample_id], self._opening[sample_id] = (agent, policy), (agent, row)
+        self._opened.append(sample_id)
+        self._opening[sample_id] = (agent, row)
         await self._store.put(agent, [row])
         del self._opening[sample_id]
 
@@ -45,15 +49,22 @@ class StoreRecorder:
             # Interrupted, or still on its way: whether the row is there is unknown, and putting it twice is no error.
             await self._store.put(agent, [row])
         if not episode.finished:
-            await self._store.settle(list(self._opened), Outcome(state=RowState.FAILED, reason=episode.reason))
+            await self._store.settle(self._opened, Outcome(state=RowState.FAILED, reason=episode.reason))
             return
-        for sample_id, reward in episode.rewards.items():
-            if reward is not None:
-                agent, policy = self._opened[sample_id]
-                await self._store.put(agent, [reward_row(sample_id, policy, reward)])
+        for agent, rows in self._closing_rows(episode).items():
+            await self._store.put(agent, rows)
         unfinished = [sample_id for sample_id in self._opened if sample_id not in episode.rewards]
         if unfinished:
             await self._store.settle(unfinished, Outcome(state=RowState.FAILED, reason="the call did not end"))
+
+    def _closing_rows(self, episode: Episode) -> Mapping[AgentName, Sequence[PartialRow]]:
+        """What each turn came to: its reward, if it got one, and the agent of the call that followed it."""
+        rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
+        for turn, following in zip(episode.turns, (*episode.turns[1:], None), strict=True):
+            reward = episode.rewards[turn.sample_id]
+            next_agent = self._agents.index(following.agent) if following else None
+            rows[turn.agent].append(closing_row(turn.sample_id, turn.policy, reward=reward, next_agent_id=next_agent))
+        return rows
 
     def _check_open(self, sample_id: SampleId) -> None:
         """A task that a workflow left behind must open no row after the last look at them: it would stay OPEN."""

@@ -1,7 +1,7 @@
 """Where questions come from. In: generators, files, datasets. Out: tasks by position; environments to play them in."""
 
 from flexmarl.tasks.disjoint import check_disjoint
-from flexmarl.tasks.environment import Environment, StepResult
+from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
 from flexmarl.tasks.generator import TaskGenerator, task_generator
 from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource
 from flexmarl.tasks.scorers import SCORERS, scorer
@@ -9,6 +9,7 @@ from flexmarl.tasks.settings import TaskSettings
 
 __all__ = [
     "Environment",
+    "EnvironmentSettings",
     "SCORERS",
     "SourceExhausted",
     "Split",
@@ -17,6 +18,7 @@ __all__ = [
     "TaskSettings",
     "TaskSource",
     "check_disjoint",
+    "environment",
     "scorer",
     "task_generator",
 ]

@@ -1,8 +1,14 @@
 """What every environment can do: the state that a task is played in, when it has one."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexmarl.records import Task
+from flexmarl.tasks.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +49,26 @@ class Environment(Protocol[S]):
     def restore(self, snapshot: S) -> None:
         """Back to that state, also in another instance; the future is then the same as it was."""
         ...
+
+
+EnvironmentFactory = Callable[..., Environment[Any]]
+"""`(task, **params) -> Environment`; makes one instance for one episode."""
+
+ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", setting="team.environment.name")
+environment = ENVIRONMENTS.register
+"""Decorator that makes a factory the environment of that name: `@environment("grid")`."""
+
+
+class EnvironmentSettings(BaseModel):
+    """The environment that every task of a run is played in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    """Of the factory; its file is listed under `code`."""
+    params: Mapping[str, Any] = Field(default={})
+    """Its keyword parameters."""
+
+    def resolve(self) -> Callable[[Task], Environment[Any]]:
+        """The factory with its parameters. Raises ConfigError for an unknown name."""
+        return partial(ENVIRONMENTS[self.name], **self.params)

@@ -32,7 +32,7 @@ from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
 from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.run import Outcome
+from flexmarl.orchestrator.run import RunOutcome
 from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
@@ -187,7 +187,7 @@ class ScriptedRun:
         self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
         self.metrics: dict[int, Mapping[str, float]] = {}
         """By the number of steps done."""
-        self.outcome: Outcome | None = None
+        self.outcome: RunOutcome | None = None
         self._folder = folder
         if folder is None and self.settings.checkpoint.every:
             raise ValueError(f"checkpoint.every is {self.settings.checkpoint.every}: give a `folder` for checkpoints")

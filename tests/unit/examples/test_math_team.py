@@ -13,11 +13,11 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from examples.math_team.demonstrations import COPYING, HABITS, JUDGING, check, demonstration, slipped, solve  # noqa: E402
+from examples.math_team.demonstrations import COPYING, HABITS, JUDGING, check, demonstration, solve  # noqa: E402
 from examples.math_team.make_seed import encode  # noqa: E402
 from examples.math_team.tasks import LEVELS, draw, evaluate, math_task, split_of  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
-from examples.math_team.workflow import question, review  # noqa: E402
+from examples.math_team.workflow import misread, question, review  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.agents.reply import ToolUse  # noqa: E402
 from flexmarl.tools import Calculator  # noqa: E402
@@ -60,10 +60,10 @@ def test_shares_that_exceed_one_are_refused_with_their_values() -> None:
         math_task(0, 0, "train", easy=0.7, expression=0.4)
 
 
-def test_a_slip_changes_the_text() -> None:
+def test_a_misread_question_is_another_question() -> None:
     rng = random.Random(0)
     texts = [draw(rng, level) for level in LEVELS for _ in range(200)]
-    assert all(slipped(rng, text) != text for text in texts)
+    assert all(misread(rng, text) != text for text in texts)
 
 
 def test_every_printable_character_is_one_token_and_decodes_to_itself() -> None:

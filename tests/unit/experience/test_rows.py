@@ -11,11 +11,10 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, Row
 from flexmarl.experience.rows import (
     TURN_COLUMNS,
+    closing_row,
     credit_row,
-    next_agent_row,
     prompt_row,
     response_row,
-    reward_row,
     sample_from_row,
     turn_from_row,
 )
@@ -90,7 +89,7 @@ def test_what_training_reads_is_what_rollout_wrote_to_the_last_bit(turn, reward,
         store = new_store()
         await store.put(SOLVER, [prompt_row(turn.sample_id, POLICY, turn.prompt_ids)])
         await store.put(SOLVER, [response_row(turn)])
-        await store.put(SOLVER, [reward_row(turn.sample_id, POLICY, reward), next_agent_row(turn.sample_id, POLICY, 2)])
+        await store.put(SOLVER, [closing_row(turn.sample_id, POLICY, reward=reward, next_agent_id=2)])
         await store.put(SOLVER, [credit_row(Sample(turn=turn, advantage=advantage, weight=0.5, episode_tokens=3.0))])
         await store.settle([turn.sample_id], Outcome(state=RowState.READY))
         return await store.claim(POLICY, 1)

@@ -1,4 +1,4 @@
-"""The embedded engine's core against an independent forward of the same model (acceptance 5, laws 6 and 7)."""
+"""The embedded engine's core against an independent forward of the same model (laws 6 and 7)."""
 
 import numpy as np
 import pytest

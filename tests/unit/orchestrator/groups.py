@@ -6,7 +6,7 @@ import numpy as np
 
 from flexmarl.credit import CreditSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.rows import TURN_COLUMNS, response_row, reward_row
+from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.versions import Versions
@@ -99,7 +99,7 @@ class Bench:
                 reward = episode.rewards[turn.sample_id]
                 rows = [response_row(turn)]
                 if episode.finished and reward is not None:
-                    rows.append(reward_row(turn.sample_id, turn.policy, reward))
+                    rows.append(closing_row(turn.sample_id, turn.policy, reward=reward))
                 await self.store.put(turn.agent, rows)
         await self.collector.take(group)
 

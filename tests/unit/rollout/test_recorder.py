@@ -54,7 +54,7 @@ def test_a_failed_episode_ends_every_row_with_its_reason_and_without_a_reward():
 
     async def scenario():
         store = new_store()
-        recorder = StoreRecorder(store)
+        recorder = StoreRecorder(store, ("solver",))
         (turn,) = episode.turns
         await opened(recorder, turn)
         await recorder.turn(turn)
@@ -71,7 +71,7 @@ def test_a_call_that_never_ended_fails_alone_in_a_finished_episode():
 
     async def scenario():
         store = new_store()
-        recorder = StoreRecorder(store)
+        recorder = StoreRecorder(store, ("solver",))
         (turn,) = episode.turns
         await opened(recorder, turn)
         await opened(recorder, replace(turn, sample_id="sum-1_1_g0e0a0"))
@@ -104,7 +104,7 @@ def test_a_row_whose_opening_was_interrupted_ends_with_its_episode(arrives):
 
     async def scenario():
         store = new_store()
-        recorder = StoreRecorder(Slow(store))
+        recorder = StoreRecorder(Slow(store), ("solver",))
         (turn,) = episode.turns
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
@@ -121,7 +121,7 @@ def test_after_the_end_nothing_is_recorded():
 
     async def scenario():
         store = new_store()
-        recorder = StoreRecorder(store)
+        recorder = StoreRecorder(store, ("solver",))
         (turn,) = episode.turns
         await opened(recorder, turn)
         await recorder.turn(turn)

@@ -13,7 +13,7 @@ from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
-from flexmarl.experience.rows import TURN_COLUMNS, credit_row, response_row, reward_row
+from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, response_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, Divisors, LossReport, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
@@ -33,7 +33,7 @@ def new_store() -> SqliteStore:
 async def make_ready(store: SqliteStore, samples: Sequence[Sample]) -> None:
     for s in samples:
         turn = s.turn
-        await store.put(AGENT, [response_row(turn), reward_row(turn.sample_id, SOLVER, s.reward)])
+        await store.put(AGENT, [response_row(turn), closing_row(turn.sample_id, SOLVER, reward=s.reward)])
         await store.put(AGENT, [credit_row(replace(s, episode_tokens=1.0))])
     await store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
 

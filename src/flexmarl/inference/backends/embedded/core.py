@@ -299,7 +299,7 @@ class EngineCore:
         """Why the request can never be served, or nothing."""
         sampling, prompt = request.sampling, request.prompt_ids
         if not 1 <= len(prompt) <= self._settings.max_len:
-            return f"the prompt must have 1 to {self._settings.max_len} tokens (inference.max_len), got {len(prompt)}"
+            return f"the prompt must have 1 to {self._settings.max_len} tokens (engine.max_len), got {len(prompt)}"
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"prompt ids must be 0 to {self._vocabulary - 1}, got {int(prompt.min())} to {int(prompt.max())}"
         if sampling.max_tokens < 1:

@@ -287,7 +287,7 @@ def attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
         kinds = {"sliding_attention"}
     if kinds != {"full_attention"} or not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
-            f"inference.type embedded needs a model with full attention in every layer, got "
+            f"engine type 'embedded' needs a model with full attention in every layer, got "
             f"{type(model).__name__} with {sorted(kinds)}; Llama, Qwen2 and Qwen3 types without sliding windows work"
         )
     num_heads = config.num_attention_heads
