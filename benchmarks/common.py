@@ -12,6 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 Number = int | float
 
@@ -23,6 +24,26 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=int, default=5, help="interleaved runs of each contender (default 5)")
     options.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     return options
+
+
+def tiny_model(vocabulary: int) -> Qwen3ForCausalLM:
+    """The model of all benchmarks: Qwen3-type, 0.8M parameters, random weights, no end token."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=48,
+        intermediate_size=512,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Number]], repeats: int) -> dict[str, list[float]]:

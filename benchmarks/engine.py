@@ -16,8 +16,8 @@ import warnings
 
 import numpy as np
 import torch
-from common import interleaved, median_ratio, parser, report
-from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from common import interleaved, median_ratio, parser, report, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
@@ -29,25 +29,6 @@ VOCABULARY, PROMPT, REQUESTS, SLOTS, UNIFORM = 100, 16, 256, 64, 64
 LONGEST_BY_MEDIAN = 10.0
 WANTED = {"vs_generate_batch": 10.0, "vs_static_uniform": 0.9, "vs_static_skewed": 3.0}
 POLICY = PolicyName("solver")
-
-
-def tiny_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=48,
-        intermediate_size=512,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def skewed_lengths(rng: np.random.Generator) -> np.ndarray:
@@ -65,8 +46,8 @@ class Contenders:
 
     def __init__(self, prompts: np.ndarray) -> None:
         self.prompts = prompts
-        self.model = tiny_model()
-        self.batching_model = tiny_model()
+        self.model = tiny_model(VOCABULARY)
+        self.batching_model = tiny_model(VOCABULARY)
         self.thread = DeviceThread("bench")
         settings = EmbeddedSettings(slots=SLOTS, max_len=1024)
         self.engine = EmbeddedEngine(tiny_model, settings, policy=POLICY, store=InlineObjectStore(), thread=self.thread)

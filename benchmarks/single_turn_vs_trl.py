@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import yaml
-from common import median_ratio, parser, report
+from common import median_ratio, parser, report, tiny_model
 from datasets import Dataset
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -75,22 +75,7 @@ def make_model(folder: Path) -> None:
             "{% if add_generation_prompt %}<|assistant|>{% endif %}"
         ),
     )
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary) - 1,
-        hidden_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=48,
-        intermediate_size=512,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_model(len(vocabulary) - 1).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -71,12 +71,6 @@ def random_samples(
     return samples
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Tiny tensors are faster on one thread."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., PreTrainedModel]:
     return tiny_model
