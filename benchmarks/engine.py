@@ -50,7 +50,9 @@ class Contenders:
         self.batching_model = tiny_model(VOCABULARY)
         self.thread = DeviceThread("bench")
         settings = EmbeddedSettings(slots=SLOTS, max_len=1024)
-        self.engine = EmbeddedEngine(tiny_model, settings, policy=POLICY, store=InlineObjectStore(), thread=self.thread)
+        self.engine = EmbeddedEngine(
+            lambda: tiny_model(VOCABULARY), settings, policy=POLICY, store=InlineObjectStore(), thread=self.thread
+        )
         self.round = 0
 
     async def embedded(self, lengths: np.ndarray) -> int:

@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexmarl import cli
-from tests.unit.cli.team import write_team
 
 DETERMINISTIC = ["deterministic=true", "cluster={type: inline, threads: 1}"]
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_team(tmp_path_factory.mktemp("team"))
+@pytest.fixture
+def config(small_run: Path) -> Path:
+    return small_run
 
 
 @pytest.fixture

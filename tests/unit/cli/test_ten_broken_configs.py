@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
-from tests.unit.cli.team import write_team
 
 BROKEN = {
     "an unknown key": (["batch.grups=4"], "batch.grups", "4", "did you mean 'groups'?"),
@@ -86,9 +85,9 @@ BROKEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_team(tmp_path_factory.mktemp("team"))
+@pytest.fixture
+def config(small_run: Path) -> Path:
+    return small_run
 
 
 def run(*words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:

@@ -258,7 +258,7 @@ def test_the_seed_alone_decides_in_normal_mode_too():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (request("x", np.zeros(97)), "inference.max_len), got 97"),
+        (request("x", np.zeros(97)), "engine.max_len), got 97"),
         (request("x", []), "got 0"),
         (request("x", [1, 61]), "0 to 60"),
         (request("x", [-1]), "got -1"),
