@@ -18,7 +18,7 @@ GOLDEN_RATIO = 0.6180339887498949
 
 
 @task_generator("math_team")
-def math_task(seed: int, index: int, split: Split, *, easy: float = 0.25, expression: float = 0.2) -> Task:
+def math_task(seed: int, index: int, split: Split, *, easy: float = 0.3, expression: float = 0.2) -> Task:
     """Task number `index` of a split: `easy` and `expression` are the shares of those levels, the rest is hard."""
     if min(easy, expression) < 0 or easy + expression > 1:
         raise ValueError(f"the shares easy={easy} and expression={expression} must be at least 0 and sum to at most 1")

@@ -4,10 +4,14 @@
        ▲                                                                         │
        └────────────────────────────── no: a new attempt ◄───────────────────────┘
 
+The solver reads the question over a bad line: now and then a digit is lost, or comes twice. Only the verifier sees the
+question as it is. So even a perfect solver is sometimes wrong, and one that checks is worth having.
+
 Every attempt and every verdict has a reward of its own: an attempt 1 if its answer is right, less `CALL_COST` for each
 call; a verdict 1 if it is right. Nothing tells the solver which questions are worth a call.
 """
 
+import random
 from collections.abc import Sequence
 
 from flexmarl.agents.reply import ToolUse
@@ -16,7 +20,9 @@ from flexmarl.agents.workflow import workflow
 from flexmarl.records import Task
 
 MAX_ATTEMPTS = 3
-CALL_COST = 0.1
+MISREAD = 0.1
+"""How often the solver's copy of the question is wrong."""
+CALL_COST = 0.15
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
 
 
@@ -39,7 +45,8 @@ async def play(task: Task, team: Team, *, obey: bool) -> None:
     calls: list[int] = []
     rejected = False
     while len(scores) < MAX_ATTEMPTS and (rejected or not scores):
-        attempt = await team.solver.act(question(task.prompt, retry=rejected))
+        heard = misread(team.rng, task.prompt) if team.rng.random() < MISREAD else task.prompt
+        attempt = await team.solver.act(question(heard, retry=rejected))
         verdict = await team.verifier.act(review(task.prompt, attempt.calls, attempt.text))
         approved = verdict.text == "yes"
         scores.append(task.score(attempt.text))
@@ -59,6 +66,13 @@ async def play(task: Task, team: Team, *, obey: bool) -> None:
         **{f"success_{level}": scores[-1], f"tool_used_{level}": used},
         **caught(scores, agreements),
     )
+
+
+def misread(rng: random.Random, text: str) -> str:
+    """The text with a digit left out or written twice, e.g. `4823*907` or `48213*9907` for `48213*907`."""
+    place = rng.choice([index for index, character in enumerate(text) if character.isdigit()])
+    alone = not (text[:place][-1:].isdigit() or text[place + 1 :][:1].isdigit())
+    return text[:place] + text[place] * (2 if alone or rng.random() < 0.5 else 0) + text[place + 1 :]
 
 
 def question(prompt: str, *, retry: bool = False) -> str:
