@@ -8,11 +8,13 @@ The solver reads the question over a bad line: now and then a digit is lost, or 
 question as it is. So even a perfect solver is sometimes wrong, and one that checks is worth having.
 
 Every attempt and every verdict has a reward of its own: an attempt 1 if its answer is right, less `CALL_COST` for each
-call; a verdict 1 if it is right. Nothing tells the solver which questions are worth a call.
+call; a verdict 1 if it is right, and `-MISS_COST` if it lets a wrong answer pass, because nobody looks again. Nothing
+tells the solver which questions are worth a call.
 """
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 from flexmarl.agents.reply import ToolUse
 from flexmarl.agents.team import Team
@@ -22,23 +24,45 @@ from flexmarl.records import Task
 MAX_ATTEMPTS = 3
 MISREAD = 0.1
 """How often the solver's copy of the question is wrong."""
-CALL_COST = 0.15
+CALL_COST = 0.2
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
+
+
+MISS_COST = 1.0
+"""Without it, a verifier of a solver that is nearly always right does best by saying yes to everything."""
+
+Pay = Callable[[str, float], float]
+"""(agent, reward it earned) -> reward it gets."""
 
 
 @workflow("math_team")
 async def solve_and_verify(task: Task, team: Team) -> None:
     """Up to three attempts, until the verifier approves one; the last one is the team's answer."""
-    await play(task, team, obey=True)
+    await play(task, team)
 
 
 @workflow("math_team_always_approve")
 async def always_approve(task: Task, team: Team) -> None:
-    """The control: the verifier says what it thinks and is rewarded for it, but the first attempt stands."""
+    """A control: the verifier says what it thinks and is rewarded for it, but the first attempt stands."""
     await play(task, team, obey=False)
 
 
-async def play(task: Task, team: Team, *, obey: bool) -> None:
+@workflow("math_team_shuffled_rewards")
+async def shuffled_rewards(task: Task, team: Team) -> None:
+    """A control: every attempt and verdict gets a reward that another one earned, of any task."""
+
+    def pay(agent: str, reward: float) -> float:
+        EARNED[agent].append(reward)
+        return team.rng.choice(EARNED[agent])
+
+    await play(task, team, pay=pay)
+
+
+EARNED: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=512))
+"""Latest rewards of each agent, from which the shuffled ones are drawn."""
+
+
+async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda agent, reward: reward) -> None:
     """One episode; `obey`: a rejected answer is tried again."""
     scores: list[float] = []
     agreements: list[float] = []
@@ -52,8 +76,9 @@ async def play(task: Task, team: Team, *, obey: bool) -> None:
         scores.append(task.score(attempt.text))
         agreements.append(float(approved == bool(scores[-1])))
         calls.append(len(attempt.calls))
-        attempt.reward(scores[-1] - CALL_COST * calls[-1])
-        verdict.reward(agreements[-1])
+        missed = approved and not scores[-1]
+        attempt.reward(pay("solver", scores[-1] - CALL_COST * calls[-1]))
+        verdict.reward(pay("verifier", -MISS_COST if missed else agreements[-1]))
         rejected = obey and not approved
     level = task.data["level"]
     used = sum(map(bool, calls)) / len(calls)
