@@ -86,15 +86,15 @@ class Contenders:
             assert out.shape[1] == PROMPT + longest
         return int(lengths.sum())
 
-    def generate_batch(self, length: int) -> int:
+    def generate_batch(self, length: int, memory: float | None) -> int:
+        """As a user calls it, or with its cache held to a share of the free memory, which makes it faster on a CPU."""
         config = GenerationConfig(
             max_new_tokens=length, min_new_tokens=length, do_sample=True, eos_token_id=-1, pad_token_id=0
         )
         done = self.batching_model.generate_batch(
             [prompt.tolist() for prompt in self.prompts],
             generation_config=config,
-            # A tenth of the free memory holds all 256 requests many times over; the default takes nearly all of it.
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.1),
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=memory) if memory else None,
             progress_bar=False,
         )
         return sum(len(output.generated_tokens) for output in done.values())
@@ -115,7 +115,8 @@ def main() -> None:
                 "static generate, uniform": lambda: contenders.static(uniform),
                 "embedded, skewed": lambda: loop.run(contenders.embedded(skewed)),
                 "static generate, skewed": lambda: contenders.static(skewed),
-                "generate_batch, uniform": lambda: contenders.generate_batch(UNIFORM),
+                "generate_batch, uniform": lambda: contenders.generate_batch(UNIFORM, None),
+                "generate_batch, small cache": lambda: contenders.generate_batch(UNIFORM, 0.1),
             },
             arguments.repeats,
         )
@@ -123,6 +124,7 @@ def main() -> None:
     contenders.thread.close()
     figures = {
         "vs_generate_batch": median_ratio(rates, "embedded, uniform", "generate_batch, uniform"),
+        "vs_generate_batch_small_cache": median_ratio(rates, "embedded, uniform", "generate_batch, small cache"),
         "vs_static_uniform": median_ratio(rates, "embedded, uniform", "static generate, uniform"),
         "vs_static_skewed": median_ratio(rates, "embedded, skewed", "static generate, skewed"),
     }

@@ -8,8 +8,7 @@ The solver reads the question over a bad line: now and then a digit is lost, or 
 question as it is. So even a perfect solver is sometimes wrong, and one that checks is worth having.
 
 Every attempt and every verdict has a reward of its own: an attempt 1 if its answer is right, less `CALL_COST` for each
-call; a verdict 1 if it is right, and `-MISS_COST` if it lets a wrong answer pass, because nobody looks again. Nothing
-tells the solver which questions are worth a call.
+call; a verdict 1 if it is right. Nothing tells the solver which questions are worth a call.
 """
 
 import random
@@ -27,9 +26,6 @@ MISREAD = 0.1
 CALL_COST = 0.2
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
 
-
-MISS_COST = 1.0
-"""Without it, a verifier of a solver that is nearly always right does best by saying yes to everything."""
 
 Pay = Callable[[str, float], float]
 """(agent, reward it earned) -> reward it gets."""
@@ -76,9 +72,8 @@ async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda a
         scores.append(task.score(attempt.text))
         agreements.append(float(approved == bool(scores[-1])))
         calls.append(len(attempt.calls))
-        missed = approved and not scores[-1]
         attempt.reward(pay("solver", scores[-1] - CALL_COST * calls[-1]))
-        verdict.reward(pay("verifier", -MISS_COST if missed else agreements[-1]))
+        verdict.reward(pay("verifier", agreements[-1]))
         rejected = obey and not approved
     level = task.data["level"]
     used = sum(map(bool, calls)) / len(calls)
