@@ -81,10 +81,8 @@ async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda a
         success=scores[-1],
         first_success=scores[0],
         attempts=len(scores),
-        verifier_accuracy=sum(agreements) / len(agreements),
-        tool_used=used,
-        **{f"success_{level}": scores[-1], f"tool_used_{level}": used},
-        **caught(scores, agreements),
+        **{f"solved/{level}": scores[-1], f"tool_used/{level}": used},
+        **judged(scores, agreements),
     )
 
 
@@ -109,9 +107,9 @@ def review(prompt: str, calls: Sequence[ToolUse], answer: str) -> str:
     return "|".join([f"{prompt:<12}", *(f"calc({use.argument})={use.result:<10}" for use in calls), answer])
 
 
-def caught(scores: list[float], agreements: list[float]) -> dict[str, float]:
-    """The verifier's accuracy on wrong answers and on right ones, each where there were any."""
+def judged(scores: list[float], agreements: list[float]) -> dict[str, float]:
+    """The verifier's accuracy: on all answers, and on right and on wrong ones, where there were any."""
     right = [agreement for score, agreement in zip(scores, agreements, strict=True) if score]
     wrong = [agreement for score, agreement in zip(scores, agreements, strict=True) if not score]
-    found = {"approved_right": right, "caught_wrong": wrong}
+    found = {"verifier/accuracy": agreements, "verifier/approved_right": right, "verifier/caught_wrong": wrong}
     return {name: sum(values) / len(values) for name, values in found.items() if values}

@@ -68,13 +68,27 @@ class Blueprint:
     """All of a run that needs no weights."""
 
     settings: RunSettings
+    cluster: InlineCluster
     source: TaskSource
     team: TeamSpec
 
 
 def draw_up(settings: RunSettings) -> Blueprint:
     """Opens the tasks and seats the team. Raises ConfigError naming the key."""
-    return Blueprint(settings=settings, source=open_tasks(settings), team=seat_team(settings))
+    cluster = inline_cluster(settings)
+    return Blueprint(settings=settings, cluster=cluster, source=open_tasks(settings), team=seat_team(settings))
+
+
+def inline_cluster(settings: RunSettings) -> InlineCluster:
+    """The one world there is. Raises ConfigError for another, or if its device is not there."""
+    cluster = settings.cluster
+    if not isinstance(cluster, InlineCluster):
+        raise ConfigError(
+            f"cluster.type={cluster.type} cannot run yet: this version trains in one process; use cluster.type=inline"
+        )
+    if cluster.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"cluster.device={cluster.device}, but torch sees no CUDA device; use cluster.device=cpu")
+    return cluster
 
 
 def open_tasks(settings: RunSettings) -> TaskSource:
@@ -140,14 +154,7 @@ class World:
 @asynccontextmanager
 async def open_world(blueprint: Blueprint) -> AsyncIterator[World]:
     """Makes engines and trainers in this process; leaving the block ends them."""
-    settings = blueprint.settings
-    cluster = settings.cluster
-    if not isinstance(cluster, InlineCluster):
-        raise ConfigError(
-            f"cluster.type={cluster.type} cannot run yet: this version trains in one process; use cluster.type=inline"
-        )
-    if cluster.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"cluster.device={cluster.device}, but torch sees no CUDA device; use cluster.device=cpu")
+    settings, cluster = blueprint.settings, blueprint.cluster
     if cluster.threads is not None:
         torch.set_num_threads(cluster.threads)
     torch.manual_seed(settings.seed)

@@ -146,8 +146,8 @@ def test_no_page_names_a_machine(page: str) -> None:
 
 def test_the_figures_of_the_example_are_those_that_its_workflow_reports() -> None:
     source = (ROOT / "examples" / "math_team" / "workflow.py").read_text()
-    names = re.findall(r"^\|[^|]*\| `(?:eval\.\w+\.)?(\w+)` \|", read("docs/math_team.md"), re.M)
+    names = re.findall(r"^\|[^|]*\| `(?:eval\.\w+\.)?([\w/]+)` \|", read("docs/math_team.md"), re.M)
     assert len(names) >= 10
     for name in names:
-        reported = re.sub(r"_(easy|expression|hard)$", "_{level}", name)
+        reported = re.sub(r"/(easy|expression|hard)$", "/{level}", name)
         assert reported in source or name in Summary.__slots__, f"nothing reports {name}"
