@@ -1,0 +1,26 @@
+"""Acceptance: the configs of the example pass `check` on a machine that has neither their devices nor their models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "math_team"
+
+
+@pytest.mark.parametrize(
+    ("config", "todo"), [("cpu.yaml", "nothing to do"), ("gpu.yaml", "to do"), ("cluster.yaml", "to do")]
+)
+def test_a_config_of_the_example_is_right_on_a_laptop(config: str, todo: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from flexmarl.cli import main; main()", "check", str(EXAMPLE / config)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The config is right" in done.stdout
+    assert todo in done.stdout
