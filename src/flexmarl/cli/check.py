@@ -18,8 +18,8 @@ def check(config: Config, overrides: Overrides = None) -> None:
         table.add_column(column, overflow="fold")
     for finding in findings:
         table.add_row("!" if finding.todo else "ok", *finding, style="yellow" if finding.todo else None)
-    Console().print(table)
+    Console(markup=False).print(table)
     if problems:
         raise ConfigError("\n".join(f"{config}: {problem}" for problem in problems))
     todos = sum(bool(finding.todo) for finding in findings)
-    Console().print(f"The config is right; {todos or 'nothing'} to do.")
+    Console(markup=False).print(f"The config is right; {todos or 'nothing'} to do.")

@@ -36,7 +36,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     if not path.is_file():
-        raise ConfigError(f"config file '{path}' does not exist; give the path of a run's YAML file")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"config file '{path}' {what}; give the path of a run's YAML file")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:

@@ -67,7 +67,9 @@ class Checkpoints:
         intact, problems = self._found()
         if not intact:
             found = "; ".join(["", *problems])
-            raise CheckpointError(f"no intact checkpoint in {self._folder}{found}; start without --resume")
+            raise CheckpointError(
+                f"no intact checkpoint in {self._folder}{found}; train anew, with checkpoint.every above 0"
+            )
         return intact[-1]
 
     async def load(self, trainers: Mapping[PolicyName, Trainer], path: Path | None = None) -> RunState:

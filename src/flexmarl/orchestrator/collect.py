@@ -118,13 +118,17 @@ class Collector:
                     await self._drop(group, because)
                 else:
                     kept.append((group, rows))
-        if self._batch_wide and kept:
-            credit = self._credit.estimator.estimate([row for _, rows in kept for row in rows])
-            for group, _ in kept:
+        estimator = self._credit.estimator
+        for compared in [kept] if self._batch_wide and kept else [[one] for one in kept]:
+            credit = estimator.estimate([row for _, rows in compared for row in rows])
+            self._journal.event(
+                "credited",
+                groups=[group.group for group, _ in compared],
+                report=credit.report,
+                because=f"{type(estimator).__name__} compares a {estimator.needs} at a time",
+            )
+            for group, _ in compared:
                 await self._settle(group, credit)
-        elif kept:
-            for group, rows in kept:
-                await self._settle(group, self._credit.estimator.estimate(rows))
 
     def _reason_to_drop(self, rows: Sequence[CreditRow]) -> str:
         if not rows:

@@ -1,9 +1,9 @@
 """Runs the feed: tasks become admitted groups.
 
 consumes    the task source, by position
-waits for   the admission rule: a slot is freed when a group ends
-produces    groups in the order of admission
-unblocked by the end of any group
+waits for   nothing: all groups of the step before have ended, so each of the step finds a free slot
+produces    groups in the order of admission, one when rollout asks for it
+unblocked by rollout, which asks when it has a free query slot
 """
 
 from collections.abc import AsyncIterator

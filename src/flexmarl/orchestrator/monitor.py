@@ -37,7 +37,6 @@ class Monitor:
         self._versions = versions
         self._phase = "starting"
         self._step = 0
-        self._tokens = 0
         self._groups = 0
         self._values: Mapping[str, float] = {}
         self._successes: list[float] = []
@@ -70,7 +69,6 @@ class Monitor:
         metrics.add("rollout/failed_episodes", len(group.episodes) - len(group.finished))
         for episode in group.episodes:
             tokens = sum(len(turn.response_ids) for turn in episode.turns)
-            self._tokens += tokens
             metrics.add("rollout/tokens", tokens)
             metrics.add("rollout/turns", len(episode.turns))
             metrics.mean("rollout/episode_s", episode.duration_s)
@@ -109,9 +107,10 @@ class Monitor:
         for policy, version in self._versions.served.items():
             self._metrics.gauge(f"version/{policy}", version)
         values = self._metrics.flush(step)
-        if step > self._step or "team/success" in values:
+        if "rollout/groups" in values:  # Else it was the evaluation before the first step.
             self._values = values
-            self._successes.append(values.get("team/success", 0.0))
+        if "team/success" in values:
+            self._successes.append(values["team/success"])
         self._step = step
 
     async def _draw(self) -> None:

@@ -1,7 +1,7 @@
 """Decides which groups may be played, and knows where each one is until its single end.
 
     admit()  allowed iff fewer than `slots` groups are active; a slot is freed by the end of a group, never by "taken"
-    retry()  a group that could not be played goes back to WAITING under the SAME id, and keeps its place
+    move()   along the life cycle; a group that is played again goes back to WAITING under the SAME id
 
 With P groups a step and no allowed lag, `slots` is P (docs/math.md, section 9: B = (S + 1) P, S = 0).
 """

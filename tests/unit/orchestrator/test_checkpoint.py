@@ -111,9 +111,9 @@ def test_a_damaged_checkpoint_does_not_push_out_an_intact_one(tmp_path, harm):
 def test_when_none_is_intact_the_error_says_what_is_wrong_with_each(tmp_path):
     checkpoints = save(tmp_path, 4)
     tear(tmp_path / "step-00004")
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .* start without"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .* train anew"):
         checkpoints.latest()
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*; start without --resume"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*; train anew"):
         Checkpoints(tmp_path / "nowhere", keep=1).latest()
 
 

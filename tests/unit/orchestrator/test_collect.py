@@ -89,6 +89,8 @@ def test_advantages_compare_the_episodes_of_the_group_and_failed_ones_are_left_o
         ]
         assert {(row.values["weight"], row.values["episode_tokens"]) for row in rows} == {(1.0, 2.0)}
         assert (await bench.collector.close())[SOLVER].num_trajectories == 3
+        (credited,) = bench.journal.events("credited")
+        assert (credited["groups"], credited["report"]["solver"]["group_sizes"]) == ([0], [3])
 
     run_virtual(scenario())
 

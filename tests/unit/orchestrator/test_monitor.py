@@ -78,3 +78,20 @@ def test_failed_episodes_are_counted_and_are_no_success():
         assert values["team/success"] == 0.0
 
     run_virtual(scenario())
+
+
+def test_a_step_that_ends_with_an_evaluation_is_shown_even_if_no_success_was_reported():
+    async def scenario():
+        screen = Screen()
+        monitor = monitor_of(screen)
+        monitor.begin(0, "rollout")
+        monitor.group_finished(group_of(0, [0.0, 1.0]))
+        monitor.begin(1, "evaluating after training")
+        monitor.flush(1)
+        watching = asyncio.create_task(monitor.watch())
+        await asyncio.sleep(0.1)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        assert (screen.views[-1].rewards, screen.views[-1].success_curve) == ({"solver": 0.5}, ())
+
+    run_virtual(scenario())
