@@ -26,9 +26,11 @@ MISREAD = 0.1
 CALL_COST = 0.2
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
 
-
 Pay = Callable[[str, float], float]
 """(agent, reward it earned) -> reward it gets."""
+
+EARNED: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=512))
+"""Latest rewards of each agent, from which the shuffled ones are drawn."""
 
 
 @workflow("math_team")
@@ -52,10 +54,6 @@ async def shuffled_rewards(task: Task, team: Team) -> None:
         return team.rng.choice(EARNED[agent])
 
     await play(task, team, pay=pay)
-
-
-EARNED: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=512))
-"""Latest rewards of each agent, from which the shuffled ones are drawn."""
 
 
 async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda agent, reward: reward) -> None:

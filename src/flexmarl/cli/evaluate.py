@@ -45,4 +45,4 @@ def evaluate(
         table.add_row(name, f"{value:.3f}")
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
-    Console().print(table)
+    Console(markup=False).print(table)

@@ -27,7 +27,7 @@ def train(
     """Train the team that CONFIG describes. The last line printed is the run folder."""
     run = assemble.assemble_run(load_run(config, overrides or ()), resume=resume)
     try:
-        run.train(Console())
+        run.train(Console(markup=False))
     except KeyboardInterrupt:
         typer.echo(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
         raise typer.Exit(130) from None
