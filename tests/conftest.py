@@ -1,9 +1,13 @@
 """What all tests share: one torch thread, and one small run whose names are registered once per process."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Before anything of transformers is imported: a hub name that slips into a test must fail, with network or without.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests.small_run import write_team
 

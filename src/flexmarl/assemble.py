@@ -246,7 +246,9 @@ class Run:
                 raise
             finally:
                 watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                (ended,) = await asyncio.gather(watching, return_exceptions=True)
+                if isinstance(ended, Exception):
+                    journal.event("monitor_failed", because=f"{type(ended).__name__}: {ended}")
 
 
 def run_clock() -> Callable[[], float]:
@@ -268,6 +270,16 @@ def wire(
 ) -> tuple[Orchestrator, Monitor]:
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings, team = blueprint.settings, blueprint.team
+    world.pool.on_lost = lambda instance, because: journal.event("instance_lost", instance=instance, because=because)
+    journal.event(
+        "run_started",
+        because=team.level.because,
+        level=team.level.name,
+        seed=settings.seed,
+        mode=settings.mode,
+        release=release_of(settings),
+        chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
+    )
     if start:
         journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
     store = world.store
@@ -356,9 +368,12 @@ def assemble_run(settings: RunSettings, *, resume: Path | None = None) -> Run:
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
-    """Raises CheckpointError naming the settings in which a run and its resumption differ and must not."""
+    """Raises CheckpointError naming the settings in which a run and its resumption differ and must not.
+
+    ConfigError if there is no run.
+    """
     if not folder.config.is_file():
-        raise CheckpointError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
+        raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
     then, now = read_yaml(folder.config), settings.model_dump(mode="json")
     differing = sorted(key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key))
     if differing:

@@ -15,7 +15,7 @@ def check(config: Config, overrides: Overrides = None) -> None:
     findings, problems = examine.examine(load_run(config, overrides or ()))
     table = Table(box=box.SIMPLE_HEAD, title=str(config))
     for column in ("", "subject", "found", "to do"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "subject")
     for finding in findings:
         table.add_row("!" if finding.todo else "ok", *finding, style="yellow" if finding.todo else None)
     Console(markup=False).print(table)

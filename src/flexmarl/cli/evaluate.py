@@ -30,8 +30,12 @@ def evaluate(
     if source.is_dir():
         settings, folder = load_run_folder(source, overrides)
         checkpoints = folder.checkpoints
-    else:
+    elif source.suffix in (".yaml", ".yml"):
         settings, checkpoints = load_run(source, overrides or ()), None
+    else:
+        raise ConfigError(
+            f"'{source}' is neither a run folder nor a YAML file; give the path that `train` printed last"
+        )
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
     evaluation = assemble.evaluate_once(settings, checkpoints)

@@ -13,7 +13,7 @@ unblocked by: an answer, a timeout, or the loss of an instance
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,6 +73,8 @@ class InferencePool:
         self._tasks: asyncio.TaskGroup | None = None
         self.lost: dict[str, str] = {}
         """Why each deregistered instance was given up."""
+        self.on_lost: Callable[[str, str], None] = lambda instance, because: None
+        """Told of every instance that is given up, and why."""
 
     async def __aenter__(self) -> "InferencePool":
         self._tasks = await asyncio.TaskGroup().__aenter__()
@@ -221,6 +223,7 @@ class InferencePool:
         if self._instances.pop(instance.name, None) is None:
             return
         self.lost[instance.name] = reason
+        self.on_lost(instance.name, reason)
         self._routers[instance.policy].remove(instance.name)
         for reader in instance.readers:
             if reader is not asyncio.current_task():

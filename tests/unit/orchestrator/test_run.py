@@ -146,6 +146,8 @@ def test_an_engine_that_is_lost_is_made_up_for_by_the_others():
 
     run = ScriptedRun(steps=2, policies={"solver": {"instances": 2}}).play(lose_one)
     assert run.world.pool.lost == {"solver/0": "EngineError: power cut"}
+    (event,) = run.events("instance_lost")
+    assert (event["instance"], event["because"]) == ("solver/0", "EngineError: power cut")
     assert {row.state for row in run.rows()} == {RowState.TRAINED}
     assert run.trainers[SOLVER].version == 2
 
