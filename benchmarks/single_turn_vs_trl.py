@@ -91,8 +91,14 @@ def flexmarl_steps(folder: Path, steps: int, threads: int) -> list[float]:
         "policies": {
             "solver": {
                 "model": "model",
-                "engine": {"type": "embedded", "slots": PROMPTS * COPIES, "max_len": 64, "prefix_reuse": False},
-                "training": {"optimizer": {"learning_rate": 1e-3}, "micro_batch": 64},
+                "engine": {
+                    "type": "embedded",
+                    "slots": PROMPTS * COPIES,
+                    "max_len": 64,
+                    "prefix_reuse": False,
+                    "threads": 1,
+                },
+                "training": {"optimizer": {"learning_rate": 1e-3}, "micro_batch": PROMPTS * COPIES},
             }
         },
         "team": {

@@ -11,7 +11,8 @@ unblocked by: a request; the pump task exists only while there is work
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -155,7 +156,7 @@ class EmbeddedEngine:
                 began, before = clock(), self._use.generated_tokens
                 inbox, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
-                done, self._use = await self._thread.run(_turn, core, inbox, aborts, self._settings.steps_per_turn)
+                done, self._use = await self._thread.run(_turn, core, inbox, aborts, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
                 self._deliver(done)
                 busy = bool(self._use.queued or self._use.running or self._inbox or self._aborts)
@@ -177,17 +178,29 @@ class EmbeddedEngine:
 
 
 def _turn(
-    core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], steps: int
+    core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
 ) -> tuple[list[Generation], EngineUse]:
     """On the device thread: takes the commands, then a few steps; stops early to deliver when nobody waits."""
     done = [refused for request in inbox if (refused := core.add(request)) is not None]
     if aborts:
         done += core.abort(aborts)
-    for _ in range(steps):
-        if core.idle or (done and not core.waiting):
-            break
-        done += core.step()
+    with _threads(settings.threads):
+        for _ in range(settings.steps_per_turn):
+            if core.idle or (done and not core.waiting):
+                break
+            done += core.step()
     return done, core.use()
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Torch's threads inside the block; a trainer on the same device thread keeps its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _drain(core: EngineCore, inbox: Sequence[GenerationRequest]) -> list[Generation]:
