@@ -42,7 +42,9 @@ class EmbeddedSettings(BaseModel):
         default=64, ge=0, description="Conversations whose prefix is kept, longest unused out first."
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a decode step, e.g. 1 for a tiny model; null: those of the process."
+        default=None,
+        ge=1,
+        description="CPU threads of a decode step, e.g. 1 for a tiny model; null: those of the process.",
     )
     steps_per_turn: int = Field(
         default=4,
