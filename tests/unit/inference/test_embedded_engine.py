@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import EngineError
@@ -202,6 +203,26 @@ def test_a_trainer_on_the_same_thread_gets_its_turn_between_steps():
             await world.thread.run(np.sum, [1, 2])
             assert (await engine.usage()).generated_tokens < 90
             await reader
+
+    in_world(scenario)
+
+
+def test_a_decode_step_has_its_own_threads_and_a_trainer_on_the_same_thread_keeps_its_number(monkeypatch):
+    seen = []
+    step = EngineCore.step
+
+    def watched(core):
+        seen.append(torch.get_num_threads())
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", watched)
+
+    async def scenario(world):
+        await world.thread.run(torch.set_num_threads, 1)
+        async with world.engine(threads=2) as engine:
+            await collect(engine, [request("r", max_tokens=3)])
+        assert set(seen) == {2}
+        assert await world.thread.run(torch.get_num_threads) == 1
 
     in_world(scenario)
 
