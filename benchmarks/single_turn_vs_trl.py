@@ -86,7 +86,7 @@ def flexmarl_steps(folder: Path, steps: int, threads: int) -> list[float]:
         "steps": steps + WARM_UP,
         "out": str(folder / "runs"),
         "code": ["team.py"],
-        "cluster": {"type": "inline", "threads": threads},
+        "cluster": {"backend": "inline", "threads": threads},
         "tasks": {"type": "generator", "name": "products"},
         "policies": {
             "solver": {

@@ -9,6 +9,7 @@
 | StoreError      | the experience store   | the journal; ends the run             | the user, with `--resume`       |
 | CreditError     | a workflow's rewards   | the journal; ends the run             | the user, who changes it        |
 | TrainingError   | a trainer              | the journal; ends the run             | the user, with `--resume`       |
+| WorkerError     | a process that died    | `worker_lost` in the journal          | the pool, with a new engine     |
 | CheckpointError | a file                 | printed, exit code 1                  | the user, with an older one     |
 
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
@@ -56,6 +57,10 @@ class CreditError(FlexmarlError):
 
 class TrainingError(FlexmarlError):
     """A trainer could not accumulate, step or publish."""
+
+
+class WorkerError(FlexmarlError):
+    """A process of a worker is gone, or went while it was asked something."""
 
 
 class CheckpointError(FlexmarlError):

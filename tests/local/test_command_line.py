@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexmarl import cli
 
-DETERMINISTIC = ["deterministic=true", "cluster={type: inline, threads: 1}"]
+DETERMINISTIC = ["deterministic=true", "cluster={backend: inline, threads: 1}"]
 
 
 @pytest.fixture

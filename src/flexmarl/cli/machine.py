@@ -8,7 +8,7 @@ import torch
 
 from flexmarl.cli.finding import Finding
 from flexmarl.cli.models import ModelFacts
-from flexmarl.cluster.settings import InlineCluster, RayCluster
+from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.config.run import PolicySettings
 from flexmarl.inference.settings import EmbeddedSettings
@@ -24,18 +24,18 @@ def look_at_machine(settings: RunSettings, models: Mapping[str, ModelFacts], mac
     """What is there, and what is not."""
     cluster = settings.cluster
     yield Finding("libraries", f"Python {machine.python}, torch {machine.torch or machine.torch_error}")
-    if isinstance(cluster, RayCluster):
-        yield from _ray(cluster, machine)
+    if cluster.backend == "ray":
+        yield from _ray(settings, machine)
     else:
         yield _device(cluster, machine)
     yield _memory(settings, models, machine)
-    if isinstance(cluster, RayCluster):
+    if cluster.backend == "ray":
         yield _ports(cluster)
     else:
         yield Finding("ports", "none needed: everything runs in one process")
 
 
-def _device(cluster: InlineCluster, machine: Machine) -> Finding:
+def _device(cluster: ClusterSettings, machine: Machine) -> Finding:
     here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     number = int(cluster.device.partition(":")[2] or 0)
     lacks = cluster.device != "cpu" and number >= len(machine.devices)
@@ -43,21 +43,21 @@ def _device(cluster: InlineCluster, machine: Machine) -> Finding:
     return Finding("devices", f"asked: {cluster.device}; here: {here}", todo if lacks else "")
 
 
-def _ray(cluster: RayCluster, machine: Machine) -> Iterator[Finding]:
+def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     if find_spec("ray") is None:
-        yield Finding("libraries", "cluster.type=ray, but Ray is not installed", "pip install ray")
-    wanted = cluster.rollout_devices + cluster.training_devices
-    there = len(machine.devices) if cluster.device == "cuda" else machine.cores
+        yield Finding("libraries", "cluster.backend=ray, but Ray is not installed", "pip install ray")
+    cluster = settings.cluster
+    engines, trainers = sum(policy.instances for policy in settings.policies.values()), len(settings.trained)
+    here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
+    short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
     yield Finding(
-        "devices",
-        f"asked: {cluster.rollout_devices} {cluster.device} for rollout, {cluster.training_devices} for training, on "
-        f"{cluster.nodes} node(s); here: {', '.join(machine.devices) or f'{machine.cores} cores, no accelerator'}",
-        "" if there >= wanted else "run it on the cluster",
+        "processes",
+        f"{engines} engines and {trainers} trainers, on {cluster.device}; here: {here}",
+        f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
     )
-    yield Finding("world", "ray", "this version trains in one process: add cluster='{type: inline}' to run it today")
 
 
-def _ports(cluster: RayCluster) -> Finding:
+def _ports(cluster: ClusterSettings) -> Finding:
     if cluster.address == "local":
         return Finding("ports", "Ray is started here and chooses free ones")
     host, _, port = cluster.address.rpartition(":")
@@ -78,7 +78,7 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
     needed = training + serving + cache
     parts = f"{needed:.2f} GiB: training {training:.2f}, engines {serving:.2f}, their caches {cache:.2f}"
     cluster = settings.cluster
-    if isinstance(cluster, RayCluster):
+    if cluster.backend == "ray":
         return Finding("memory", f"needs {parts}, over all devices")
     if cluster.device == "cpu":
         free = machine.free_memory_gib

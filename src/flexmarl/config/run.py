@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.agents.settings import TeamSettings
-from flexmarl.cluster.settings import ClusterSettings, InlineCluster
+from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
@@ -68,7 +68,7 @@ class RunSettings(BaseModel):
     mode: Mode = Field(
         default=Mode.MICROBATCH, description="Train complete groups at once, or after the step's rollout."
     )
-    cluster: ClusterSettings = InlineCluster()
+    cluster: ClusterSettings = ClusterSettings()
     tasks: TaskSettings
     policies: dict[str, PolicySettings]
     team: TeamSettings

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
+from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId, Version
 
 
 class ColumnKind(StrEnum):
@@ -93,8 +93,8 @@ class ExperienceStore(Protocol):
         """Opens or fills rows in the agent's table; a sample id belongs to one table only."""
         ...
 
-    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[Row]:
-        """Leases up to n READY rows of the policy, over all its agents' tables, to `holder`.
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
+        """Leases up to n READY rows of the policy, over all its agents' tables, to `holder`; `get` reads them.
 
         In the order of (group, episode, hop), never of arrival.
         """
@@ -106,6 +106,14 @@ class ExperienceStore(Protocol):
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
         """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
+        ...
+
+    async def rewind(self, next_group: GroupId) -> int:
+        """Takes back what a run did after a checkpoint: discards the rows of `next_group` and all younger groups.
+
+        They are played again under the same ids. Returns how many rows it discarded. Raises StoreError, changing
+        nothing, if a row of an older group has not ended: it cannot belong to this checkpoint.
+        """
         ...
 
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:

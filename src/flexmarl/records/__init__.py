@@ -19,6 +19,7 @@ from flexmarl.records.ids import (
 from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
 from flexmarl.records.task import Task, exact_match
 from flexmarl.records.turn import FinishReason, FloatArray, IntArray, Turn, VersionRun
+from flexmarl.records.worker import WorkerLost
 
 __all__ = [
     "AgentName",
@@ -51,6 +52,7 @@ __all__ = [
     "Turn",
     "Version",
     "VersionRun",
+    "WorkerLost",
     "exact_match",
     "make_sample_id",
     "make_trajectory_id",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexmarl.errors import StoreError, TransitionError
-from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow, Row
+from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow
 from flexmarl.records import (
     AgentName,
     PolicyName,
@@ -157,32 +157,32 @@ async def claims_follow_group_episode_and_hop_over_all_tables(store: ExperienceS
     await ready(store, SOLVER, order[4], order[2], order[0])
     first = await store.claim(SHARED, 4, holder="trainer")
     second = await store.claim(SHARED, 4, holder="trainer")
-    assert [row.sample_id for row in [*first, *second]] == order
-    assert {row.state for row in first} == {RowState.CLAIMED}
+    assert [*first, *second] == order
+    assert {row.state for row in await store.get(first)} == {RowState.CLAIMED}
 
 
 async def a_claim_takes_only_ready_rows_of_its_policy(store: ExperienceStore) -> None:
     await ready(store, SOLVER, sample(0))
     await ready(store, SOLVER, sample(1), policy=OTHER)
     await store.put(SOLVER, [partial(sample(2))])
-    assert [row.sample_id for row in await store.claim(OTHER, 9)] == [sample(1)]
-    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(0)]
+    assert await store.claim(OTHER, 9) == [sample(1)]
+    assert await store.claim(SHARED, 9) == [sample(0)]
     assert await store.claim(SHARED, 9) == []
     assert await store.claim(SHARED, 0) == []
 
 
-async def a_claim_shows_the_values(store: ExperienceStore) -> None:
+async def a_claimed_row_shows_its_values(store: ExperienceStore) -> None:
     await store.put(VERIFIER, [partial(sample(0), tensor=np.arange(4), text="yes", reward=0.5)])
     await store.settle([sample(0)], READY)
-    (row,) = await store.claim(SHARED, 1)
+    (row,) = await store.get(await store.claim(SHARED, 1))
     assert (row.agent, row.values["text"], row.values["reward"]) == (VERIFIER, "yes", 0.5)
     assert row.values["tensor"].tolist() == [0, 1, 2, 3]
 
 
 async def claims_at_the_same_time_share_no_row(store: ExperienceStore) -> None:
     await ready(store, SOLVER, *(sample(group) for group in range(12)))
-    claims: list[list[Row]] = await asyncio.gather(*(store.claim(SHARED, 3, holder=str(i)) for i in range(5)))
-    claimed = [row.sample_id for rows in claims for row in rows]
+    claims: list[list[SampleId]] = await asyncio.gather(*(store.claim(SHARED, 3, holder=str(i)) for i in range(5)))
+    claimed = [sample_id for ids in claims for sample_id in ids]
     assert len(claimed) == len(set(claimed)) == 12
 
 
@@ -192,7 +192,7 @@ async def a_failed_row_is_never_claimed(store: ExperienceStore) -> None:
     await store.settle([sample(0)], Outcome(state=RowState.FAILED, reason="timeout"))
     await store.put(SOLVER, [partial(sample(0), text="prompt", int=1)])  # what comes late is kept, and changes no state
     await store.settle([sample(1)], READY)
-    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(1)]
+    assert await store.claim(SHARED, 9) == [sample(1)]
     await refuses(store.settle([sample(0)], READY), TransitionError, sample(0), "failed")
     assert (await store.get([sample(0)]))[0].reason == "timeout"
 
@@ -239,7 +239,7 @@ async def losing_a_holder_returns_exactly_its_claimed_rows(store: ExperienceStor
     await store.settle([sample(0)], Outcome(state=RowState.ACCUMULATED, cache="c0"))
     assert await store.release(holder="lost") == [sample(1), sample(2)]
     assert await store.release(holder="lost") == []
-    assert [row.sample_id for row in await store.claim(SHARED, 9)] == [sample(1), sample(2)]
+    assert await store.claim(SHARED, 9) == [sample(1), sample(2)]
     assert await state_of(store, sample(3)) is RowState.CLAIMED
 
 
@@ -315,7 +315,7 @@ CHECKS = (
     a_sample_id_belongs_to_one_table,
     claims_follow_group_episode_and_hop_over_all_tables,
     a_claim_takes_only_ready_rows_of_its_policy,
-    a_claim_shows_the_values,
+    a_claimed_row_shows_its_values,
     claims_at_the_same_time_share_no_row,
     a_failed_row_is_never_claimed,
     settling_moves_all_rows_or_none,

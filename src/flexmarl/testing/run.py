@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
 from flexmarl.assemble import Blueprint, World, wire
-from flexmarl.cluster.settings import InlineCluster
 from flexmarl.config import RunSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Row
@@ -168,7 +167,6 @@ class ScriptedRun:
         trained = [PolicyName(name) for name in sorted(self.settings.trained)]
         team = TeamSpec.build(self.settings.team, {PolicyName(name): renderer for name in agents.values()}, trained)
         self.blueprint = Blueprint(
-            cluster=InlineCluster(),
             settings=self.settings,
             source=CountedTasks(num_tasks),
             team=replace(team, run=workflow),

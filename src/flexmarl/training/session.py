@@ -8,12 +8,13 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
-from flexmarl.experience.rows import sample_from_row
-from flexmarl.records import Divisors, LossReport, MicroBatch, PolicyName, RowState, SampleId, Version
+from flexmarl.records import Divisors, LossReport, PolicyName, RowState, SampleId, Version
 from flexmarl.training.interface import Trainer
+from flexmarl.training.rows import AccumulateRows, accumulate_rows
 
 
 def _ignore(report: LossReport) -> None:
@@ -24,7 +25,7 @@ class TrainingSession:
     """One policy's trainer in the pipeline. For every step: `accumulate` beside the collect loop, then `finish`.
 
     When the trainer fails, the claimed rows are READY again and the error goes up; what was accumulated before stays in
-    the trainer's cache and in the store.
+    the trainer's cache and in the store. `accumulate` is given where the trainer reads its rows itself.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class TrainingSession:
         *,
         micro_batch: int,
         version: Version,
+        accumulate: AccumulateRows | None = None,
         on_report: Callable[[LossReport], None] = _ignore,
     ) -> None:
         self._policy = policy
@@ -42,6 +44,7 @@ class TrainingSession:
         self._trainer = trainer
         self._micro_batch = micro_batch
         self._version = version
+        self._accumulate_rows = accumulate or partial(accumulate_rows, store, trainer, policy)
         self._on_report = on_report
         self._wake = asyncio.Event()
         self._closed = False
@@ -106,16 +109,13 @@ class TrainingSession:
         # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
         batch_id = f"{self.cache}/{self._claims}"
         self._claims += 1
-        rows = await self._store.claim(self._policy, self._micro_batch, holder=holder)
+        ids = await self._store.claim(self._policy, self._micro_batch, holder=holder)
         try:
             with boundary(TrainingError, f"accumulating micro-batch {batch_id}"):
-                samples = tuple(sample_from_row(row) for row in rows)
-                batch = MicroBatch(micro_batch_id=batch_id, policy=self._policy, samples=samples)
-                report = await self._trainer.accumulate(batch)
+                report = await self._accumulate_rows(batch_id, ids)
         except BaseException:
             await self._store.release(holder=holder)
             raise
-        ids = [row.sample_id for row in rows]
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
         self._accumulated += ids
         self._num_tokens += report.num_tokens

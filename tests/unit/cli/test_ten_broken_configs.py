@@ -77,7 +77,7 @@ BROKEN = {
         "set both to the same",
     ),
     "a device that is none": (
-        ["cluster={type: inline, device: gpu}"],
+        ["cluster={backend: inline, device: gpu}"],
         "cluster.device",
         "'gpu'",
         "cpu, cuda or cuda:N",
@@ -135,10 +135,3 @@ def test_train_refuses_it_too_in_a_process_of_its_own(config):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f"flexmarl: {config}: batch.grups is not a setting (its value: 4); did you mean 'groups'?\n"
-
-
-def test_a_world_that_is_not_there_is_refused_before_any_model_is_looked_for(config, capsys, monkeypatch):
-    words = ("train", str(config), "cluster={type: ray}", "policies.one.model=some/hub-model")
-    code, _, errors = run(*words, capsys=capsys, monkeypatch=monkeypatch)
-    assert code == 2
-    assert "cluster.type=ray cannot run yet" in errors

@@ -138,12 +138,12 @@ class RowLife(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(sorted(set(AGENTS.values()))), n=st.integers(0, 6), holder=NAMES)
     def claim(self, policy, n, holder):
         claimable = [i for i, r in self.model.items() if r.state is RowState.READY and AGENTS[OWNER[i]] == policy]
-        rows = self.run(self.store.claim(policy, n, holder=holder))
-        assert [row.sample_id for row in rows] == sorted(claimable, key=claim_order)[:n]
-        for row in rows:
-            self.claims[row.sample_id] = self.claims.get(row.sample_id, 0) + 1
-            assert self.claims[row.sample_id] == 1, "claimed twice without having been given back"
-            self.model[row.sample_id] = replace(self.model[row.sample_id], state=RowState.CLAIMED, holder=holder)
+        claimed = self.run(self.store.claim(policy, n, holder=holder))
+        assert claimed == sorted(claimable, key=claim_order)[:n]
+        for sample_id in claimed:
+            self.claims[sample_id] = self.claims.get(sample_id, 0) + 1
+            assert self.claims[sample_id] == 1, "claimed twice without having been given back"
+            self.model[sample_id] = replace(self.model[sample_id], state=RowState.CLAIMED, holder=holder)
 
     @precondition(lambda self: self._in(RowState.CLAIMED))
     @rule(holder=NAMES)

@@ -92,7 +92,7 @@ def test_what_training_reads_is_what_rollout_wrote_to_the_last_bit(turn, reward,
         await store.put(SOLVER, [closing_row(turn.sample_id, POLICY, reward=reward, next_agent_id=2)])
         await store.put(SOLVER, [credit_row(Sample(turn=turn, advantage=advantage, weight=0.5, episode_tokens=3.0))])
         await store.settle([turn.sample_id], Outcome(state=RowState.READY))
-        return await store.claim(POLICY, 1)
+        return await store.get(await store.claim(POLICY, 1))
 
     (row,) = run_virtual(life())
     sample = sample_from_row(row)

@@ -81,7 +81,7 @@ def test_advantages_compare_the_episodes_of_the_group_and_failed_ones_are_left_o
     async def scenario():
         bench = Bench(groups=1)
         await bench.take(group_of(0, [0.0, None, 1.0, 1.0]))
-        rows = await bench.store.claim(SOLVER, 10)
+        rows = await bench.store.get(await bench.store.claim(SOLVER, 10))
         assert [(row.sample_id, row.values["advantage"]) for row in rows] == [
             ("task-0_0_g0e0a0", pytest.approx(-2 / 3)),
             ("task-0_0_g0e2a0", pytest.approx(1 / 3)),
@@ -134,7 +134,7 @@ def test_batch_wide_credit_sees_all_groups_of_the_step_at_once():
         for group, of_group in enumerate(rewards):
             await bench.take(group_of(group, of_group))
         await bench.collector.close()
-        return [row.values["advantage"] for row in await bench.store.claim(SOLVER, 10)]
+        return [row.values["advantage"] for row in await bench.store.get(await bench.store.claim(SOLVER, 10))]
 
     assert run_virtual(scenario([[0.25], [0.75]])) == [0.25, 0.75]  # every group is alone: rewards as they are
     assert run_virtual(scenario([[0.25], [0.0, 1.0]])) == [0.0, -0.5, 0.5]

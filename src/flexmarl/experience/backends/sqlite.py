@@ -19,7 +19,7 @@ from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import ClaimOrder, check_move, check_outcome, claim_order, set_once
 from flexmarl.experience.schema import CODECS, Stored, check_names, decode, encode, quote, status_column
-from flexmarl.records import AgentName, PolicyName, RowState, SampleId
+from flexmarl.records import ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId
 
 AMONG = "IN (SELECT value FROM json_each(?))"
 """One parameter for a list of any length, so that the statement is prepared once."""
@@ -66,7 +66,7 @@ class SqliteStore:
                 ],
             )
 
-    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[Row]:
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
         """Leases up to n READY rows of the policy, over all its agents' tables, in the order of `ClaimOrder`."""
         if n < 0:
             raise StoreError(f"claim of {n} rows of policy {policy!r}; n must be at least 0")
@@ -74,7 +74,7 @@ class SqliteStore:
             found = db.execute(self._claimable, {"policy": policy, "n": n}).fetchall()
             for agent, ids in _by_agent(found).items():
                 db.execute(self._table(agent).claim, (holder, json.dumps(ids)))
-            return self._read(db, found)
+            return [sample_id for _, sample_id in found]
 
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
         """Moves rows; all of them or none."""
@@ -97,6 +97,11 @@ class SqliteStore:
                 statement, owner = (table.release_holder, holder) if cache is None else (table.release_cache, cache)
                 released += [sample_id for (sample_id,) in db.execute(statement, (owner,)).fetchall()]
             return sorted(released, key=claim_order)
+
+    async def rewind(self, next_group: GroupId) -> int:
+        """Discards the rows of this and all younger groups, with their payloads."""
+        with self._transaction(f"rewinding to group {next_group}") as db:
+            return sum(self._rewind(db, agent, table, next_group) for agent, table in self._tables.items())
 
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:
         """Rows by sample id, in the order asked."""
@@ -151,6 +156,16 @@ class SqliteStore:
             return self._tables[AgentName(agent)]
         except KeyError:
             raise StoreError(f"there is no table {agent!r}; there are: {', '.join(self._tables)}") from None
+
+    def _rewind(self, db: sqlite3.Connection, agent: str, table: "_Statements", next_group: GroupId) -> int:
+        unended = db.execute(table.unended, (next_group,)).fetchone()
+        if unended:
+            raise StoreError(
+                f"table {agent!r}, row {unended[0]!r} is {unended[1]}, but groups before {next_group} have ended in "
+                f"the checkpoint: the store is of another run, or has lost what came after it"
+            )
+        db.execute(table.drop_payloads, {"next_group": next_group})
+        return db.execute(table.drop, {"next_group": next_group}).rowcount
 
     def _encode(self, agent: AgentName, row: PartialRow) -> dict[str, Stored]:
         cells: dict[str, Stored] = {"policy": row.policy}
@@ -280,6 +295,14 @@ class _Statements:
             f"UPDATE {self._name} SET state = ?, holder = NULL, cache = ?, settled_version = ?, reason = ? "
             f"WHERE sample_id {AMONG}"
         )
+        ended = ", ".join(f"'{state}'" for state in sorted(ROW_TERMINAL))
+        self.unended = (
+            f"SELECT sample_id, state FROM {self._name} WHERE group_id < ? AND state NOT IN ({ended}) LIMIT 1"
+        )
+        younger = f"FROM {self._name} WHERE group_id >= :next_group"
+        keys = " UNION ALL ".join(f"SELECT {quote(name)} {younger}" for name in sorted(self._references))
+        self.drop_payloads = f"DELETE FROM payloads WHERE key IN ({keys or 'SELECT NULL'})"
+        self.drop = f"DELETE {younger}"
         ready = f"UPDATE {self._name} SET state = 'ready', holder = NULL, cache = NULL, reason = ''"
         self.release_holder = f"{ready} WHERE holder = ? RETURNING sample_id"
         self.release_cache = f"{ready} WHERE cache = ? RETURNING sample_id"
@@ -301,6 +324,7 @@ class _Statements:
         )
         literal = "'" + agent.replace("'", "''") + "'"
         count_new = "INSERT INTO tally VALUES (NEW.policy, NEW.state, 1) ON CONFLICT DO UPDATE SET n = n + 1"
+        uncount_old = "UPDATE tally SET n = n - 1 WHERE policy = OLD.policy AND state = OLD.state"
         return [
             f"CREATE TABLE {self._name} (sample_id TEXT PRIMARY KEY, group_id INTEGER NOT NULL, "
             f"episode_index INTEGER NOT NULL, attempt INTEGER NOT NULL, hop INTEGER NOT NULL, policy TEXT NOT NULL, "
@@ -313,7 +337,9 @@ class _Statements:
             f"CREATE TRIGGER {quote(f'{agent} opened')} AFTER INSERT ON {self._name} BEGIN "
             f"INSERT INTO samples VALUES (NEW.sample_id, {literal}); {count_new}; END",
             f"CREATE TRIGGER {quote(f'{agent} moved')} AFTER UPDATE OF state ON {self._name} BEGIN "
-            f"UPDATE tally SET n = n - 1 WHERE policy = OLD.policy AND state = OLD.state; {count_new}; END",
+            f"{uncount_old}; {count_new}; END",
+            f"CREATE TRIGGER {quote(f'{agent} dropped')} AFTER DELETE ON {self._name} BEGIN "
+            f"DELETE FROM samples WHERE sample_id = OLD.sample_id; {uncount_old}; END",
         ]
 
 

@@ -1,0 +1,29 @@
+"""Wires a run: the only place that names backends. In: settings. Out: a run that trains, evaluates or exports.
+
+settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
+         ──► world.py       objects, store, pool, trainers          (exists while a command runs)
+               inline_world.py, ray_world.py                        (the two ways to make them)
+         ──► wiring.py      feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
+         ──► run.py         train, evaluate, export
+"""
+
+from flexmarl.assemble.blueprint import Blueprint, draw_up, load_tokenizer, model_source, open_tasks, seat_team
+from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies
+from flexmarl.assemble.wiring import wire
+from flexmarl.assemble.world import World, open_world
+
+__all__ = [
+    "Blueprint",
+    "Run",
+    "World",
+    "assemble_run",
+    "draw_up",
+    "evaluate_once",
+    "export_policies",
+    "load_tokenizer",
+    "model_source",
+    "open_tasks",
+    "open_world",
+    "seat_team",
+    "wire",
+]

@@ -1,0 +1,89 @@
+"""Settings -> all of a run that needs no weights: tasks, renderers, team. `flexmarl check` makes no more than this."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from flexmarl.agents import ChatRenderer, TeamSpec, load_code
+from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.config import RunSettings
+from flexmarl.errors import ConfigError
+from flexmarl.records import PolicyName
+from flexmarl.tasks import TaskSource, check_disjoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """All of a run that needs no weights."""
+
+    settings: RunSettings
+    source: TaskSource
+    team: TeamSpec
+
+
+def draw_up(settings: RunSettings) -> Blueprint:
+    """Opens the tasks and seats the team. Raises ConfigError naming the key."""
+    check_device(settings.cluster)
+    return Blueprint(settings=settings, source=open_tasks(settings), team=seat_team(settings))
+
+
+def check_device(cluster: ClusterSettings) -> None:
+    """Raises ConfigError if this machine lacks the device; that of a Ray cluster is asked when the run starts."""
+    if cluster.backend == "inline" and cluster.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"cluster.device={cluster.device}, but torch sees no CUDA device; use cluster.device=cpu")
+    if cluster.backend == "ray" and ":" in cluster.device:
+        raise ConfigError(
+            f"cluster.device={cluster.device}, but cluster.backend=ray gives every worker a device of its own; "
+            f"use cluster.device=cuda"
+        )
+
+
+def open_tasks(settings: RunSettings) -> TaskSource:
+    """Loads the user's code and opens the tasks; training and held-out ones must be disjoint."""
+    for path in settings.code:
+        load_code(settings.path(path))
+    source = settings.tasks.open(seed=settings.seed, base=settings.base)
+    num_train = settings.batch.groups * settings.steps
+    if source.num_train is not None and source.num_train < num_train:
+        raise ConfigError(
+            f"tasks: steps={settings.steps} of batch.groups={settings.batch.groups} need {num_train} tasks, there are "
+            f"{source.num_train}; use steps={source.num_train // settings.batch.groups}, or raise tasks.epochs"
+        )
+    if settings.evaluate.tasks and not source.held_out(1):
+        raise ConfigError(
+            f"evaluate.tasks is {settings.evaluate.tasks}, but the tasks hold none out; use evaluate.tasks=0, or "
+            f"tasks.held_out_share=0.1"
+        )
+    check_disjoint(source, num_train=num_train, num_held_out=settings.evaluate.tasks)
+    return source
+
+
+def seat_team(settings: RunSettings) -> TeamSpec:
+    """The team, with a chat renderer for each policy's own tokenizer."""
+    renderers = {PolicyName(name): ChatRenderer(load_tokenizer(settings, name)) for name in settings.policies}
+    return TeamSpec.build(settings.team, renderers, trained=[PolicyName(name) for name in settings.trained])
+
+
+def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
+    """A policy's tokenizer, from its model's folder or name."""
+    source = model_source(settings, policy)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # Whatever a file of the user's or the hub leads to; often many lines.
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"policies.{policy}.model: no tokenizer from '{source}': {why[0]}") from error
+
+
+def model_source(settings: RunSettings, policy: str) -> str:
+    """Where a policy's model is: a folder, or a name on the Hugging Face hub. Raises ConfigError."""
+    model = settings.policies[policy].model
+    folder = settings.path(model)
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if folder.exists() or model.count("/") != 1 or model.startswith((".", "/")):
+        raise ConfigError(
+            f"policies.{policy}.model: '{model}' is no Hugging Face model folder ({folder / 'config.json'} does not "
+            f"exist); give a folder with config.json and weights, or a hub name such as Qwen/Qwen3-0.6B"
+        )
+    return model

@@ -1,0 +1,141 @@
+"""Joins a world's parts to the orchestrator of one run; the same for every world."""
+
+from functools import partial
+
+from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.world import World
+from flexmarl.config import RunSettings
+from flexmarl.observability.journal import Journal
+from flexmarl.observability.metrics import Metrics
+from flexmarl.observability.progress import Progress
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
+from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.evaluate import Evaluator
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.run import Orchestrator, Parts
+from flexmarl.orchestrator.settings import Mode
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import PolicyName, Version
+from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.player import Player
+from flexmarl.rollout.rollout import Rollout
+from flexmarl.training.session import TrainingSession
+
+
+def wire(
+    blueprint: Blueprint,
+    world: World,
+    *,
+    journal: Journal,
+    metrics: Metrics,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    start: RunState | None = None,
+) -> tuple[Orchestrator, Monitor]:
+    """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
+    settings, team = blueprint.settings, blueprint.team
+    world.pool.on_lost = lambda instance, because: journal.event("instance_lost", instance=instance, because=because)
+    journal.event(
+        "run_started",
+        because=team.level.because,
+        level=team.level.name,
+        seed=settings.seed,
+        mode=settings.mode,
+        release=release_of(settings),
+        chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
+    )
+    if start:
+        journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
+    store = world.store
+    versions = Versions(initial_versions(settings, start))
+    admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
+    monitor = Monitor(
+        name=settings.name,
+        steps=settings.steps,
+        metrics=metrics,
+        progress=progress,
+        pool=world.pool,
+        versions=versions,
+    )
+    sessions = {
+        policy: TrainingSession(
+            policy,
+            store,
+            trainer,
+            micro_batch=settings.policies[policy].training.micro_batch,
+            version=versions.served[policy],
+            accumulate=world.accumulate.get(policy),
+            on_report=monitor.accumulated,
+        )
+        for policy, trainer in world.trainers.items()
+    }
+    rollout = settings.rollout
+    player = partial(
+        Player,
+        team=team,
+        generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
+        run_seed=settings.seed,
+        timeout_s=rollout.episode_timeout_s,
+    )
+    parts = Parts(
+        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
+        admission=admission,
+        rollout=Rollout(
+            player=player(store=store),
+            admission=admission,
+            settings=rollout,
+            episodes=settings.batch.episodes,
+            journal=journal,
+        ),
+        collector=Collector(
+            store=store,
+            credit=settings.credit,
+            trained=[PolicyName(name) for name in settings.trained],
+            admission=admission,
+            versions=versions,
+            release=release_of(settings),
+            on_ready=lambda policy: sessions[policy].notify_ready(),
+            journal=journal,
+        ),
+        trainers=world.trainers,
+        sessions=sessions,
+        publisher=Publisher(
+            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+        ),
+        versions=versions,
+        evaluator=make_evaluator(blueprint, player(temperature=settings.evaluate.temperature), versions),
+        checkpoints=checkpoints,
+        journal=journal,
+        monitor=monitor,
+    )
+    orchestrator = Orchestrator(
+        parts, steps=settings.steps, evaluate=settings.evaluate, checkpoint=settings.checkpoint, start=start
+    )
+    return orchestrator, monitor
+
+
+def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:
+    """What every policy serves at the start: 0, or what the checkpoint holds."""
+    versions = start.versions if start else {}
+    return {name: versions.get(name, Version(0)) for name in map(PolicyName, settings.policies)}
+
+
+def release_of(settings: RunSettings) -> Release:
+    """When finished groups become ready, as the mode and determinism ask."""
+    if settings.mode is Mode.SYNC:
+        return Release.AT_END
+    return Release.IN_ORDER if settings.deterministic else Release.AT_ONCE
+
+
+def make_evaluator(blueprint: Blueprint, player: Player, versions: Versions) -> Evaluator:
+    """The evaluator of a run, on the tasks that it holds out."""
+    settings = blueprint.settings
+    return Evaluator(
+        player=player,
+        versions=versions,
+        tasks=blueprint.source.held_out(settings.evaluate.tasks),
+        episodes=settings.evaluate.episodes,
+        parallel=settings.rollout.inter_query * settings.rollout.intra_query,
+    )

@@ -1,0 +1,19 @@
+"""Reads claimed rows where the trainer is, so that samples do not pass through the controller on their way to it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from flexmarl.experience.interface import ExperienceStore
+from flexmarl.experience.rows import sample_from_row
+from flexmarl.records import LossReport, MicroBatch, PolicyName, SampleId
+from flexmarl.training.interface import Trainer
+
+AccumulateRows = Callable[[str, Sequence[SampleId]], Awaitable[LossReport]]
+"""Accumulates the rows of these ids as the micro-batch of that id; errors are those of the store and of the trainer."""
+
+
+async def accumulate_rows(
+    store: ExperienceStore, trainer: Trainer, policy: PolicyName, micro_batch_id: str, ids: Sequence[SampleId]
+) -> LossReport:
+    """Reads the rows as samples and gives them to the trainer."""
+    samples = tuple(sample_from_row(row) for row in await store.get(ids))
+    return await trainer.accumulate(MicroBatch(micro_batch_id=micro_batch_id, policy=policy, samples=samples))
