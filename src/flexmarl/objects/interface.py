@@ -7,11 +7,17 @@ from typing import NewType, Protocol
 
 import torch
 
+from flexmarl.errors import FlexmarlError
+
 ObjectKey = NewType("ObjectKey", str)
 """Names one immutable object, e.g. `weights/solver/3`."""
 Checksum = NewType("Checksum", str)
 """Hex digest over names, dtypes, shapes and bytes of a tensor tree."""
 TensorTree = Mapping[str, torch.Tensor]
+
+
+class ObjectError(FlexmarlError):
+    """An object could not be stored; the text says how much room it needs, and how to make it."""
 
 
 def checksum(tree: TensorTree) -> Checksum:
@@ -41,7 +47,10 @@ class ObjectStore(Protocol):
     """Holds tensor trees by key until they are released. Called by trainers (`set`) and engines (`get`)."""
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
-        """Stores a copy: later changes to the caller's tensors are not seen. A key is set once."""
+        """Stores a copy: later changes to the caller's tensors are not seen.
+
+        A key is set once: raises ValueError if it is taken. Raises ObjectError if there is no room.
+        """
         ...
 
     async def get(self, key: ObjectKey) -> TensorTree:

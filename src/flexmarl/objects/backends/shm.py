@@ -1,0 +1,143 @@
+"""Object store on files in shared memory: set in one process, mapped in all processes of the machine.
+
+    /dev/shm/flexmarl-{run}/weights%2Fsolver%2F3.object
+
+    8 bytes: length of the index | index (JSON) | block: one contiguous buffer per dtype
+
+A file appears under its name only when it is whole, so a reader never sees half an object, and a writer that dies
+leaves only a `.partial` file behind. Nothing is registered anywhere: who removes the folder removes everything.
+"""
+
+import asyncio
+import errno
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from urllib.parse import quote, unquote
+from uuid import uuid4
+
+from flexmarl.objects.block import copy_in, layout_of, views
+from flexmarl.objects.interface import ObjectError, ObjectKey, ObjectMeta, TensorTree, checksum
+from flexmarl.objects.packing import ALIGNMENT, Layout
+
+_LENGTH_BYTES = 8
+_LONGEST_NAME = 200
+"""Bytes. File systems end at 255; a longer name is cut, and its key's digest keeps it apart from others."""
+_NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
+
+
+class ShmObjectStore:
+    """One run's objects in one folder. Every process makes its own with the same `root`; it may be pickled.
+
+    The process that owns the run calls `create` before and `remove` after all others. Set copies on a thread, so that
+    the event loop goes on; get maps, and pages come as they are read. What a reader writes to its tensors stays its
+    own. A released object lives on for those who have mapped it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """`root` is a folder in memory, `/dev/shm/...`; on a disk it works too, at the disk's speed."""
+        self._root = root
+
+    def create(self) -> None:
+        """Makes the folder, for this user alone."""
+        self._root.mkdir(mode=0o700, parents=True)
+
+    def remove(self) -> None:
+        """Releases everything, the folder too; calling it twice is no error."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder."""
+        return await asyncio.to_thread(self._set, key, tree)
+
+    async def get(self, key: ObjectKey) -> TensorTree:
+        """Views of this process's own map of the object. Raises KeyError with the keys there are."""
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise KeyError(f"no object '{key}' in {self._root}; there are: {self._keys() or 'none'}") from None
+        try:
+            block = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        length = int.from_bytes(block[:_LENGTH_BYTES], "little")
+        layout = Layout.from_plain(json.loads(block[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+        return views(layout, block, _begin(length))
+
+    async def release(self, key: ObjectKey) -> None:
+        """Takes its name away; its memory is free when the last reader lets it go."""
+        self._path(key).unlink(missing_ok=True)
+
+    def _set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        layout = layout_of(tree)
+        index = json.dumps(layout.as_plain(), separators=(",", ":")).encode()
+        begin = _begin(len(index))
+        with self._file(key, begin + layout.num_bytes) as block:
+            block[:_LENGTH_BYTES] = len(index).to_bytes(_LENGTH_BYTES, "little")
+            block[_LENGTH_BYTES : _LENGTH_BYTES + len(index)] = index
+            held = views(layout, block, begin)
+            copy_in(tree, held)
+            return ObjectMeta(key, layout.num_bytes, checksum(held))
+
+    @contextmanager
+    def _file(self, key: ObjectKey, num_bytes: int) -> Iterator[mmap.mmap]:
+        """A new file to write to, which gets its name when the block ends well, and is gone when it does not."""
+        partial = self._root / f"{uuid4().hex}.partial"
+        try:
+            descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            raise ObjectError(
+                f"setting '{key}': there is no folder {self._root}; its run has ended, or has not created it yet"
+            ) from None
+        try:
+            try:
+                self._reserve(descriptor, num_bytes, key)
+                block = mmap.mmap(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+            yield block
+            try:
+                os.link(partial, self._path(key))
+            except FileExistsError:
+                raise ValueError(f"object '{key}' is already set; keys name immutable objects") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _reserve(self, descriptor: int, num_bytes: int, key: ObjectKey) -> None:
+        """Takes the memory now: a map of a file that finds none later kills the process (SIGBUS)."""
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise ObjectError(
+                f"setting '{key}' needs {num_bytes:,} bytes in {self._root}, where {_free_bytes(self._root):,} are "
+                "free; remove what dead runs left there (`flexmarl clean`), give the machine more shared memory "
+                "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), or train a smaller model"
+            ) from error
+
+    def _path(self, key: ObjectKey) -> Path:
+        """Another file for every key: percent-encoded, so no key is a path, and cut if it is too long for a name."""
+        name = quote(key, safe="", errors="surrogatepass")
+        if len(name) <= _LONGEST_NAME:
+            return self._root / f"{name}.object"
+        digest = blake2b(name.encode(), digest_size=16).hexdigest()
+        return self._root / f"{name[: _LONGEST_NAME - len(digest)]}{digest}.cut"
+
+    def _keys(self) -> list[str]:
+        return sorted(unquote(path.stem) for kind in ("object", "cut") for path in self._root.glob(f"*.{kind}"))
+
+
+def _begin(index_bytes: int) -> int:
+    """Where the block begins in a file."""
+    return -(-(_LENGTH_BYTES + index_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def _free_bytes(folder: Path) -> int:
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize

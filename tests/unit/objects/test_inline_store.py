@@ -1,0 +1,10 @@
+"""Objects of this process."""
+
+import asyncio
+
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.testing.objects import check_object_store
+
+
+def test_the_inline_store_keeps_the_contract():
+    asyncio.run(check_object_store(InlineObjectStore))

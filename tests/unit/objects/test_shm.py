@@ -1,0 +1,143 @@
+"""Objects in shared memory, seen from several processes."""
+
+import asyncio
+import os
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.interface import ObjectError, ObjectKey, checksum
+from flexmarl.testing.objects import check_object_store, heterogeneous_tree
+
+KEY = ObjectKey("weights/solver/3")
+
+
+@pytest.fixture
+def root():
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="flexmarl-test-"))
+    yield folder / "objects"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def store(root):
+    made = ShmObjectStore(root)
+    made.create()
+    return made
+
+
+def elsewhere(root, code, ends=0):
+    """Runs the body of an async function in a process of its own; what it prints."""
+    program = f"""
+import asyncio
+import os
+import signal
+from pathlib import Path
+import torch
+from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.interface import checksum
+from flexmarl.testing.objects import heterogeneous_tree
+async def main(store):
+{code}
+asyncio.run(main(ShmObjectStore(Path({str(root)!r}))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == ends, done.stderr
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_the_store_in_shared_memory_keeps_the_contract(root):
+    def make():
+        folder = ShmObjectStore(Path(tempfile.mkdtemp(dir=root.parent)) / "objects")
+        folder.create()
+        return folder
+
+    asyncio.run(check_object_store(make))
+
+
+def test_what_one_process_sets_another_gets_with_the_same_checksum_and_may_keep(root, store):
+    (set_there,) = elsewhere(root, f"    print((await store.set({KEY!r}, heterogeneous_tree())).checksum)")
+
+    async def scenario():
+        tree = await store.get(KEY)
+        released = elsewhere(root, f"    await store.release({KEY!r}); print('released')")
+        return checksum(tree), released
+
+    assert asyncio.run(scenario()) == (set_there, ["released"])
+    assert set_there == checksum(heterogeneous_tree())
+    assert list(root.iterdir()) == []
+
+
+def test_what_a_reader_writes_nobody_else_sees(root, store):
+    async def scenario():
+        await store.set(KEY, {"w": torch.zeros(3)})
+        mine, other = (await store.get(KEY))["w"], (await store.get(KEY))["w"]
+        mine.fill_(9.0)
+        return mine.tolist(), other.tolist()
+
+    assert asyncio.run(scenario()) == ([9.0] * 3, [0.0] * 3)
+    assert elsewhere(root, f"    print((await store.get({KEY!r}))['w'].sum().item())") == ["0.0"]
+
+
+def test_a_writer_that_is_killed_half_way_leaves_no_object(root, store):
+    killed = f"""
+    class Tree(dict):
+        def __getitem__(self, name):
+            if name == "b":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(name)
+    await store.set({KEY!r}, Tree(a=torch.ones(1000), b=torch.ones(1000)))"""
+    elsewhere(root, killed, ends=-signal.SIGKILL)
+    (left,) = root.iterdir()
+    assert left.suffix == ".partial", "the witness that it was killed in the middle"
+
+    async def scenario():
+        with pytest.raises(KeyError, match="there are: none"):
+            await store.get(KEY)
+        await store.set(KEY, {"w": torch.ones(2)})
+        assert (await store.get(KEY))["w"].tolist() == [1.0, 1.0]
+
+    asyncio.run(scenario())
+    store.remove()
+    store.remove()
+    assert not root.exists()
+
+
+def test_only_the_user_may_read(root, store):
+    asyncio.run(store.set(KEY, {"w": torch.zeros(3)}))
+    (file,) = root.iterdir()
+    assert (stat.S_IMODE(root.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
+    assert file.name == "weights%2Fsolver%2F3.object"
+
+
+def test_an_object_that_does_not_fit_is_an_error_that_says_what_would_work(root, store):
+    there_are = os.statvfs(root).f_blocks * os.statvfs(root).f_frsize
+    too_big = torch.zeros(1).expand(there_are)
+    asyncio.run(store.set(KEY, {"w": torch.zeros(3)}))
+    with pytest.raises(ObjectError) as raised:
+        asyncio.run(store.set(ObjectKey("weights/solver/4"), {"w": too_big}))
+    for part in ("weights/solver/4", f"{4 * there_are:,}"[:5], str(root), "are free", "flexmarl clean", "--shm-size"):
+        assert part in str(raised.value)
+    assert [path.name for path in root.iterdir()] == ["weights%2Fsolver%2F3.object"], "nothing of it stays"
+
+
+def test_without_the_folder_of_the_run_nothing_is_set(root):
+    with pytest.raises(ObjectError, match=r"there is no folder .*objects; its run has ended, or has not created it"):
+        asyncio.run(ShmObjectStore(root).set(KEY, {"w": torch.zeros(3)}))
+
+
+def test_a_store_travels_to_other_processes(root, store):
+    asyncio.run(store.set(KEY, {"w": torch.ones(3)}))
+    there = pickle.loads(pickle.dumps(store))
+    assert asyncio.run(there.get(KEY))["w"].tolist() == [1.0] * 3
