@@ -1,0 +1,157 @@
+"""A trainer in another process, seen through a worker."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.errors import StoreError, TrainingError
+from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.divisors import divisors_of
+from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
+from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, Sample, SampleId, Version
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.training import FakeTrainer, check_trainer
+from flexmarl.training.backends.host import TrainerHost, host_trainer
+from flexmarl.training.backends.remote import RemoteTrainer
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.session import TrainingSession
+from flexmarl.training.settings import AdamWSettings, TrainingSettings
+from tests.unit.training.conftest import tiny_model
+from tests.unit.training.test_session import make_ready
+from tests.unit.workers import LocalWorker
+
+SOLVER = PolicyName("solver")
+NAME = "trainer/solver"
+DOUBLE = TrainingSettings(dtype="float64", optimizer=AdamWSettings(learning_rate=1e-2))
+Samples = Callable[..., list[Sample]]
+
+
+def new_store() -> SqliteStore:
+    return SqliteStore(agents=[AgentName("solver")], columns=TURN_COLUMNS)
+
+
+def micro_batches(*parts: Sequence[Sample]) -> list[MicroBatch]:
+    return [MicroBatch(micro_batch_id=f"mb/{i}", policy=SOLVER, samples=tuple(p)) for i, p in enumerate(parts)]
+
+
+def remote(worker: LocalWorker) -> RemoteTrainer:
+    return RemoteTrainer(worker, SOLVER)
+
+
+class Hosted:
+    """A trainer of one number in a worker, beside a store that the worker shares with the test."""
+
+    def __init__(self, cost_s: float = 0.0, fail_on: Sequence[str] = (), latency_s: float = 0.0) -> None:
+        self.store = new_store()
+        self.fake = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=cost_s, fail_on=frozenset(fail_on))
+        self.worker = LocalWorker(dict, name=NAME, latency_s=latency_s)
+        self.worker.hosted = TrainerHost(self.fake, self.store, SOLVER)
+        self.trainer = remote(self.worker)
+
+    def session(self) -> TrainingSession:
+        return TrainingSession(
+            SOLVER,
+            self.store,
+            self.trainer,
+            micro_batch=4,
+            version=Version(0),
+            accumulate=self.trainer.accumulate_rows,
+        )
+
+
+def real_trainer(objects: ObjectStore, thread: DeviceThread) -> SingleProcessTrainer:
+    return SingleProcessTrainer(SOLVER, tiny_model(), DOUBLE, objects, thread=thread)
+
+
+def test_a_real_trainer_conforms_through_its_worker(make_samples: Samples, tmp_path: Path) -> None:
+    samples = make_samples(5)
+    workers: list[LocalWorker] = []
+
+    def make_trainer(objects: ObjectStore) -> RemoteTrainer:
+        worker = LocalWorker(dict, name=NAME)
+        worker.hosted = host_trainer(policy=SOLVER, make_trainer=partial(real_trainer, objects), open_store=new_store)
+        workers.append(worker)
+        return remote(worker)
+
+    async def check() -> None:
+        await check_trainer(make_trainer, micro_batches(samples[:3], samples[3:]), tmp_path)
+        for worker in workers:
+            await worker.call("close")
+
+    asyncio.run(check())
+
+
+def test_the_trainer_reads_its_rows_where_it_is_and_only_ids_cross(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted, samples = Hosted(), make_samples(0, 20, weights=(1.0,))[:10]
+        session = hosted.session()
+        await make_ready(hosted.store, samples)
+        session.close_step()
+        await session.accumulate()
+        assert set(hosted.worker.calls) == {"accumulate_rows"}
+        assert await session.finish(divisors_of(samples)) == 1
+        assert await hosted.store.counts(SOLVER) == {RowState.TRAINED: 10}
+        expected = sum(s.weight * s.advantage * s.num_tokens for s in samples) / divisors_of(samples).num_tokens
+        assert hosted.fake.weight == pytest.approx(expected, rel=1e-12)
+        assert hosted.trainer.last_update == hosted.fake.last_update
+
+    run_virtual(scenario())
+
+
+def test_a_trainer_whose_process_dies_says_so_and_how_to_go_on(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(cost_s=1.0)
+        session = hosted.session()
+        await make_ready(hosted.store, make_samples(1, 20)[:4])
+        session.close_step()
+        training = asyncio.create_task(session.accumulate())
+        await asyncio.sleep(1.5)
+        hosted.worker.die()
+        with pytest.raises(TrainingError, match=r"policy 'solver'.*process died.*died in accumulate_rows.*--resume"):
+            await training
+        assert await hosted.store.counts(SOLVER) == {RowState.READY: 4}
+
+    run_virtual(scenario())
+
+
+def test_errors_of_trainer_and_store_come_back_as_themselves(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(fail_on=["mb/0"])
+        with pytest.raises(RuntimeError, match="scripted failure on mb/0"):
+            await hosted.trainer.accumulate(micro_batches(make_samples(2))[0])
+        with pytest.raises(StoreError, match="nobody"):
+            await hosted.trainer.accumulate_rows("mb/1", [SampleId("nobody_0_g0e0a0")])
+        with pytest.raises(TrainingError, match="nothing to update from"):
+            await hosted.trainer.step(divisors_of([]))
+
+    run_virtual(scenario())
+
+
+def test_after_a_cancelled_micro_batch_the_trainer_refuses_to_go_on_until_it_is_loaded(
+    make_samples: Samples, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(cost_s=1.0)
+        first, second = micro_batches(make_samples(3)[:3], make_samples(3)[3:])
+        await hosted.trainer.save(tmp_path)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await hosted.trainer.accumulate(first)
+        with pytest.raises(TrainingError, match=r"micro-batch mb/0 was cancelled.*--resume"):
+            await hosted.trainer.accumulate(second)
+        assert await hosted.trainer.load(tmp_path) == 0
+        assert [b.micro_batch_id for b in hosted.fake.accumulated] == ["mb/0"], (
+            "the work was not cancelled, and loading waited for its end"
+        )
+        await hosted.trainer.accumulate(second)
+        await hosted.trainer.step(divisors_of(second.samples))
+        assert hosted.trainer.last_update is not None
+        assert hosted.trainer.last_update.num_samples == len(second.samples)
+
+    run_virtual(scenario())
