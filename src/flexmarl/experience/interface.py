@@ -116,6 +116,15 @@ class ExperienceStore(Protocol):
         """
         ...
 
+    async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
+        """Makes room: while the store is larger, the oldest groups before `before_group` lose their payloads.
+
+        Of rows that have ended, strings, lists and tensors go (their status becomes false); numbers, states and
+        versions stay. Call it after a checkpoint with its next group: a resume needs nothing older. Returns how many
+        rows it pruned. One group at a time: other calls need not wait for all of it.
+        """
+        ...
+
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:
         """Rows by sample id, in the order asked."""
         ...
@@ -125,7 +134,7 @@ class ExperienceStore(Protocol):
         ...
 
     async def query(self, sql: str) -> Table:
-        """Any read-only SQL over the agents' tables and `payloads`."""
+        """Any one SELECT over the agents' tables; `payload(column)` shows a string, list or tensor as text or JSON."""
         ...
 
     async def close(self) -> None:

@@ -39,8 +39,9 @@ META_COLUMNS = (
     "settled_version",
     "reason",
 )
-SHARED_TABLES = ("payloads", "samples", "tally")
-"""Beside the agents' tables: the values kept by reference, the table of every sample, the count of every state."""
+SHARED_TABLES = ("payloads", "samples", "tally", "pruned", "layout")
+"""Beside the agents' tables: the values kept by reference, the table of every sample, the count of every state, how far
+payloads have been dropped, and (in a file) what the tables are."""
 
 
 def quote(name: str) -> str:
@@ -95,6 +96,14 @@ def encode(table: str, column: Column, value: Any) -> Stored:
 def decode(kind: ColumnKind, stored: Stored) -> Any:
     """The value in a cell. Arrays are fresh copies that the caller owns."""
     return CODECS[kind].decode(stored)
+
+
+def as_text(payload: str | bytes) -> str:
+    """A payload as a person reads it: strings and JSON as they are, a tensor as JSON lists."""
+    if isinstance(payload, str):
+        return payload
+    array = _decode_tensor(payload)
+    return json.dumps(array.tolist(), default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +162,16 @@ def _encode_tensor(value: Any) -> bytes:
 
 
 def _decode_tensor(stored: bytes) -> np.ndarray:
-    header, _, _ = stored.partition(b"\n")
+    end = stored.index(b"\n")
+    dtype, shape = _tensor_form(stored[:end])
+    values = np.frombuffer(stored, dtype, offset=end + 1) if len(stored) > end + 1 else []
+    return np.array(values, dtype).reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_form(header: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     dtype, _, shape = header.decode().rpartition(";")
-    values = np.frombuffer(stored, _dtype_from(dtype), offset=len(header) + 1) if len(stored) > len(header) + 1 else []
-    return np.array(values, _dtype_from(dtype)).reshape([int(size) for size in shape.split(",") if size])
+    return _dtype_from(dtype), tuple(int(size) for size in shape.split(",") if size)
 
 
 @lru_cache

@@ -1,0 +1,147 @@
+"""SQLite on a file with full sync: the experience store of real runs; what it acknowledged survives kill -9.
+
+One process owns it (`create`, or `open` to resume), others join. In each process one thread writes and one reads;
+SQLite's locks order the writers of several processes, and readers never wait for them.
+"""
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+from flexmarl.experience.backends.call_thread import CallThread, commit_together, read_together
+from flexmarl.experience.backends.store_file import (
+    LOCK_WAIT_S,
+    Ownership,
+    check_file,
+    connect_file,
+    explained,
+    make_file,
+    read_layout,
+    refuse_file,
+    require_file,
+)
+from flexmarl.experience.backends.tables import Tables, query
+from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+
+Result = TypeVar("Result")
+
+
+class DurableStore:
+    """An ExperienceStore on one file of this machine: `create`, `open` or `join` it."""
+
+    def __init__(self, path: Path, tables: Tables, *, owner: Ownership | None, lock_wait_s: float) -> None:
+        self._path = path
+        self._tables = tables
+        self._owner = owner
+        with explained(path, "opening the experience store"):
+            self._writer = CallThread("store/write", connect_file(path, wait_s=lock_wait_s), commit_together)
+            self._reader = CallThread("store/read", connect_file(path, wait_s=lock_wait_s), read_together)
+
+    @classmethod
+    def create(
+        cls, path: Path, *, agents: Sequence[AgentName], columns: Sequence[Column], lock_wait_s: float = LOCK_WAIT_S
+    ) -> Self:
+        """A new store, with the same data columns for every agent; refuses a file that is there."""
+        tables = Tables(agents, columns)
+        owner = Ownership.of(path)
+        try:
+            refuse_file(path)
+            make_file(path, tables)
+            return cls(path, tables, owner=owner, lock_wait_s=lock_wait_s)
+        except BaseException:
+            owner.give_up()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> Self:
+        """The store of a run that is to go on: recovered to the last acknowledged call, and checked. Then `rewind`."""
+        require_file(path)
+        owner = Ownership.of(path)
+        try:
+            tables = cls._read(path, lock_wait_s, check=True)
+            return cls(path, tables, owner=owner, lock_wait_s=lock_wait_s)
+        except BaseException:
+            owner.give_up()
+            raise
+
+    @classmethod
+    def join(cls, path: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> Self:
+        """The store of a run whose owner is another process of this machine."""
+        require_file(path)
+        return cls(path, cls._read(path, lock_wait_s, check=False), owner=None, lock_wait_s=lock_wait_s)
+
+    @staticmethod
+    def _read(path: Path, lock_wait_s: float, *, check: bool) -> Tables:
+        with explained(path, "opening the experience store"):
+            db = connect_file(path, wait_s=lock_wait_s)
+            try:
+                tables = read_layout(path, db)
+                if check:
+                    check_file(path, db)
+                return tables
+            finally:
+                db.close()
+
+    async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
+        """Opens or fills rows in the agent's table."""
+        encoded = self._tables.encode(agent, rows)
+        await self._write(f"putting rows into table {agent!r}", lambda db: self._tables.put(db, encoded))
+
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
+        """Leases up to n READY rows of the policy to `holder`."""
+        doing = f"claiming rows of policy {policy!r}"
+        return await self._write(doing, lambda db: self._tables.claim(db, policy, n, holder))
+
+    async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
+        """Moves rows; all of them or none."""
+        await self._write(f"settling rows as {outcome.state}", lambda db: self._tables.settle(db, ids, outcome))
+
+    async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
+        """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
+        doing = f"releasing the rows of {cache or holder}"
+        return await self._write(doing, lambda db: self._tables.release(db, holder, cache))
+
+    async def rewind(self, next_group: GroupId) -> int:
+        """Discards the rows of this and all younger groups, with their payloads."""
+        return await self._write(f"rewinding to group {next_group}", lambda db: self._tables.rewind(db, next_group))
+
+    async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
+        """Drops payloads of the oldest groups until the store is small enough."""
+        doing = f"pruning groups before {before_group}"
+        pruned = 0
+        while True:
+            rows = await self._write(doing, lambda db: self._tables.prune_one_group(db, before_group, budget_bytes))
+            if rows is None:
+                return pruned
+            pruned += rows
+
+    async def get(self, ids: Sequence[SampleId]) -> list[Row]:
+        """Rows by sample id, in the order asked."""
+        return await self._read_only("reading rows", lambda db: self._tables.get(db, ids))
+
+    async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
+        """How many rows of the policy are in each state (absent: none)."""
+        doing = f"counting rows of policy {policy!r}"
+        return await self._read_only(doing, lambda db: self._tables.counts(db, policy))
+
+    async def query(self, sql: str) -> Table:
+        """Any one SELECT over the agents' tables and the shared ones."""
+        return await self._read_only("querying", lambda db: query(db, sql))
+
+    async def close(self) -> None:
+        """Ends it once all calls have; calling it twice is no error."""
+        with explained(self._path, "closing the experience store"):
+            await self._reader.close()
+            await self._writer.close()
+        if self._owner is not None:
+            self._owner.give_up()
+
+    async def _write(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        with explained(self._path, doing):
+            return await self._writer.call(work)
+
+    async def _read_only(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        with explained(self._path, doing):
+            return await self._reader.call(work)

@@ -1,0 +1,144 @@
+"""SQL for the experience store's tables, whatever file or memory they are in.
+
+"solver", "verifier", ...   one table per agent: meta columns, data columns, a status column beside each of these
+payloads                    key -> string, JSON text or tensor bytes that a data column refers to
+samples                     sample id -> agent: an id is in one table only
+tally                       (policy, state) -> rows, kept by triggers, so that counting never scans
+pruned                      one row: payloads of groups below this one have been dropped
+
+SELECT sample_id, payload(text), reward FROM solver WHERE reward_status
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from flexmarl.experience.interface import Column
+from flexmarl.experience.ledger import ClaimOrder
+from flexmarl.experience.schema import CODECS, quote, status_column
+from flexmarl.records import ROW_TERMINAL, AgentName, RowState
+
+AMONG = "IN (SELECT value FROM json_each(?))"
+"""One parameter for a list of any length, so that the statement is prepared once."""
+ORDER = ", ".join(ClaimOrder._fields)
+ROW_META = ("sample_id", "policy", "policy_version", "state", "next_agent_id", "cache", "settled_version", "reason")
+SHARED_LAYOUT = (
+    "CREATE TABLE payloads (key INTEGER PRIMARY KEY, value NOT NULL)",
+    "CREATE TABLE samples (sample_id TEXT PRIMARY KEY, agent TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE tally (policy TEXT, state TEXT, n INTEGER NOT NULL, PRIMARY KEY (policy, state)) WITHOUT ROWID",
+    "CREATE TABLE pruned (before_group INTEGER NOT NULL)",
+    "INSERT INTO pruned VALUES (0)",
+)
+
+
+class Statements:
+    """The SQL of one agent's table."""
+
+    def __init__(self, agent: AgentName, columns: Sequence[Column]) -> None:
+        self._name = quote(agent)
+        self._references = [column.name for column in columns if CODECS[column.kind].by_reference]
+        data = [column.name for column in columns]
+        self.insert = lru_cache(self._insert)
+        self.fill = lru_cache(self._fill)
+        self.stored = lru_cache(self._stored)
+        self.layout = list(self._layout(agent, columns))
+        self.read = self._select([*ROW_META, *data], AMONG)
+        self.states = self._select(["sample_id", "state", "policy_version"], AMONG)
+        self.ids = f"SELECT sample_id FROM {self._name} ORDER BY {ORDER}, sample_id"
+        self.claim = f"UPDATE {self._name} SET state = 'claimed', holder = ? WHERE sample_id {AMONG}"
+        self.settle = (
+            f"UPDATE {self._name} SET state = ?, holder = NULL, cache = ?, settled_version = ?, reason = ? "
+            f"WHERE sample_id {AMONG}"
+        )
+        ready = f"UPDATE {self._name} SET state = 'ready', holder = NULL, cache = NULL, reason = ''"
+        self.release_holder = f"{ready} WHERE holder = ? RETURNING sample_id"
+        self.release_cache = f"{ready} WHERE cache = ? RETURNING sample_id"
+        not_ended = ", ".join(f"'{state}'" for state in RowState if state not in ROW_TERMINAL)
+        self.not_ended = (
+            f"SELECT sample_id, state FROM {self._name} WHERE policy IN (SELECT policy FROM tally) "
+            f"AND state IN ({not_ended}) AND group_id < ? LIMIT 1"
+        )
+        younger = f"FROM {self._name} WHERE group_id >= ?1"
+        self.drop_payloads = self._payloads_of(younger)
+        self.drop = f"DELETE {younger}"
+        self.prune_payloads = self._payloads_of(f"FROM {self._name} WHERE {self._ended_in_group()}")
+        forgotten = ", ".join(f"{quote(name)} = NULL" for name in self._references)
+        self.prune = f"UPDATE {self._name} SET {forgotten or 'policy = policy'} WHERE {self._ended_in_group()}"
+
+    def _insert(self, names: tuple[str, ...]) -> str:
+        marks = ", ".join("?" * (len(names) + len(ClaimOrder._fields) + 2))
+        listed = "".join(f", {quote(name)}" for name in names)
+        return f"INSERT INTO {self._name} (sample_id, {ORDER}, policy{listed}) VALUES ({marks})"
+
+    def _fill(self, names: tuple[str, ...]) -> str:
+        return f"UPDATE {self._name} SET {', '.join(f'{quote(name)} = ?' for name in names)} WHERE sample_id = ?"
+
+    def _stored(self, names: tuple[str, ...]) -> str:
+        return self._select(["policy", *names], "= ?")
+
+    def _select(self, names: Sequence[str], which: str) -> str:
+        """Reads these columns of the rows named, with payloads in place of their keys."""
+        cells = [
+            f"(SELECT value FROM payloads WHERE key = {quote(name)})" if name in self._references else quote(name)
+            for name in names
+        ]
+        return f"SELECT {', '.join(cells)} FROM {self._name} WHERE sample_id {which}"
+
+    def _payloads_of(self, rows: str) -> str:
+        keys = " UNION ALL ".join(f"SELECT {quote(name)} {rows}" for name in self._references)
+        return f"DELETE FROM payloads WHERE key IN ({keys or 'SELECT NULL WHERE ?1'})"
+
+    def _ended_in_group(self) -> str:
+        """Through the index by state: every policy there is, every state that ends a row."""
+        ended = ", ".join(f"'{state}'" for state in sorted(ROW_TERMINAL))
+        return f"policy IN (SELECT policy FROM tally) AND state IN ({ended}) AND group_id = ?1"
+
+    def _layout(self, agent: AgentName, columns: Sequence[Column]) -> Iterator[str]:
+        """A value that is there is never NULL, so a status column is computed and cannot disagree with its value."""
+        data = "".join(
+            f", {quote(column.name)} {CODECS[column.kind].sql_type}, {quote(status_column(column.name))} BOOLEAN "
+            f"GENERATED ALWAYS AS ({quote(column.name)} IS NOT NULL) VIRTUAL"
+            for column in columns
+        )
+        count_new = "INSERT INTO tally VALUES (NEW.policy, NEW.state, 1) ON CONFLICT DO UPDATE SET n = n + 1"
+        uncount_old = "UPDATE tally SET n = n - 1 WHERE policy = OLD.policy AND state = OLD.state"
+        yield (
+            f"CREATE TABLE {self._name} (sample_id TEXT PRIMARY KEY, group_id INTEGER NOT NULL, "
+            f"episode_index INTEGER NOT NULL, attempt INTEGER NOT NULL, hop INTEGER NOT NULL, policy TEXT NOT NULL, "
+            f"policy_version INTEGER, state TEXT NOT NULL DEFAULT 'open', "
+            f"is_processing BOOLEAN GENERATED ALWAYS AS (state = 'accumulated') VIRTUAL, next_agent_id INTEGER, "
+            f"holder TEXT, cache TEXT, settled_version INTEGER, reason TEXT NOT NULL DEFAULT ''{data}) WITHOUT ROWID"
+        )
+        yield f"CREATE INDEX {quote(f'{agent} by state')} ON {self._name} (policy, state, {ORDER})"
+        yield f"CREATE INDEX {quote(f'{agent} by holder')} ON {self._name} (holder) WHERE holder IS NOT NULL"
+        yield f"CREATE INDEX {quote(f'{agent} by cache')} ON {self._name} (cache) WHERE cache IS NOT NULL"
+        yield (
+            f"CREATE TRIGGER {quote(f'{agent} opened')} AFTER INSERT ON {self._name} BEGIN "
+            f"INSERT INTO samples VALUES (NEW.sample_id, {literal(agent)}); {count_new}; END"
+        )
+        yield (
+            f"CREATE TRIGGER {quote(f'{agent} moved')} AFTER UPDATE OF state ON {self._name} BEGIN "
+            f"{uncount_old}; {count_new}; END"
+        )
+        yield (
+            f"CREATE TRIGGER {quote(f'{agent} dropped')} AFTER DELETE ON {self._name} BEGIN "
+            f"DELETE FROM samples WHERE sample_id = OLD.sample_id; {uncount_old}; END"
+        )
+
+
+def claimable(agents: Sequence[AgentName]) -> str:
+    """The first n READY rows of a policy over all tables: each index gives its first n in order, then they merge."""
+    firsts = [
+        f"SELECT * FROM (SELECT {literal(agent)} AS agent, sample_id, {ORDER} FROM {quote(agent)} "
+        f"WHERE policy = :policy AND state = 'ready' ORDER BY {ORDER}, sample_id LIMIT :n)"
+        for agent in agents
+    ]
+    return f"SELECT agent, sample_id FROM ({' UNION ALL '.join(firsts)}) ORDER BY {ORDER}, sample_id LIMIT :n"
+
+
+def literal(text: str) -> str:
+    """A text as an SQL string.
+
+    >>> literal("it's")
+    "'it''s'"
+    """
+    return "'" + text.replace("'", "''") + "'"

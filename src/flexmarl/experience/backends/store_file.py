@@ -1,0 +1,197 @@
+"""SQLite files that hold an experience store: making, checking and owning one, and what its errors mean.
+
+experience.sqlite          the tables; `layout` says which agents and columns they have
+experience.sqlite-wal      the newest transactions, until they are merged in: acknowledged rows, never delete it
+experience.sqlite-shm      index of the -wal file
+experience.sqlite.owner    process id of the run that owns the store; locked as long as that process lives
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Self
+from urllib.parse import quote
+
+import psutil
+
+from flexmarl.errors import StoreError, boundary
+from flexmarl.experience.backends.tables import Tables, connect, transaction
+from flexmarl.experience.interface import Column, ColumnKind
+from flexmarl.records import AgentName
+
+APPLICATION_ID = int.from_bytes(b"flxm")
+LAYOUT_VERSION = 1
+PAGE_BYTES = 8192
+"""Two kilobytes is the usual tensor: pages of 4096 hold one of them and waste the rest."""
+WAL_PAGES = 4000
+"""Merge the -wal file at 32 MB: a merge costs a sync of its own, and pages that are written often are merged once."""
+LOCK_WAIT_S = 30.0
+"""Other processes hold the write lock for one commit, which is milliseconds; half a minute means that one hangs."""
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.s3fs"}
+)
+
+
+def connect_file(path: Path, *, wait_s: float = LOCK_WAIT_S, mode: str = "rw") -> sqlite3.Connection:
+    """A connection whose commits are on the disk when they return; `mode` is that of an SQLite URI."""
+    db = connect(f"file:{quote(str(path.resolve()))}?mode={mode}", wait_s=wait_s)
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA temp_store = MEMORY")
+    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+    db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * PAGE_BYTES}")
+    return db
+
+
+def make_file(path: Path, tables: Tables) -> None:
+    """Makes a new store there; the layout is there whole, or the file is none of ours."""
+    with explained(path, "making the experience store"):
+        db = connect_file(path, mode="rwc")
+        try:
+            db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            db.execute("PRAGMA journal_mode = WAL")
+            with transaction(db):
+                db.execute("CREATE TABLE layout (agents TEXT NOT NULL, columns TEXT NOT NULL)")
+                columns = [[column.name, column.kind.value] for column in tables.columns.values()]
+                db.execute("INSERT INTO layout VALUES (?, ?)", (json.dumps(tables.agents), json.dumps(columns)))
+                tables.lay_out(db)
+                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {LAYOUT_VERSION}")
+        finally:
+            db.close()
+
+
+def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
+    """The tables that the file says it has; StoreError if it is no store of ours."""
+    with explained(path, "reading the layout of the experience store"):
+        (application,), (version,) = (
+            db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+        )
+        if application != APPLICATION_ID:
+            raise StoreError(
+                f"{path} is an SQLite file, but holds no experience store (or making it was interrupted); "
+                f"name another file, or move this one away"
+            )
+        if version != LAYOUT_VERSION:
+            raise StoreError(
+                f"{path} has layout {version} of the experience store, this flexmarl reads {LAYOUT_VERSION}; "
+                f"use the flexmarl that made it, or move it away"
+            )
+        agents, columns = db.execute("SELECT agents, columns FROM layout").fetchone()
+        return Tables(
+            [AgentName(agent) for agent in json.loads(agents)],
+            [Column(name, ColumnKind(kind)) for name, kind in json.loads(columns)],
+        )
+
+
+def check_file(path: Path, db: sqlite3.Connection) -> None:
+    """Reads the whole file; StoreError if pages are torn or missing."""
+    with explained(path, "checking the experience store"):
+        found = [line for (line,) in db.execute("PRAGMA quick_check(3)")]
+        if found != ["ok"]:
+            raise StoreError(f"checking the experience store: {path}: {DAMAGED} ({'; '.join(found)})")
+
+
+def require_file(path: Path) -> None:
+    """Refuses a path where no file is."""
+    if not path.is_file():
+        raise StoreError(f"there is no experience store at {path}; a run with `store.type: sqlite` makes one")
+
+
+def refuse_file(path: Path) -> None:
+    """Refuses a path where a new store would not be the first."""
+    if path.exists():
+        raise StoreError(f"{path} exists; go on with it (`--resume`), or choose another run folder")
+    left = [f"{path}{ending}" for ending in ("-wal", "-shm") if Path(f"{path}{ending}").exists()]
+    if left:
+        raise StoreError(f"{', '.join(left)} exist without {path}: put that file back, or move these away")
+
+
+class Ownership:
+    """The right to run on a store, which one process has at a time; the system takes it back when that process ends."""
+
+    def __init__(self, lock: IO[str]) -> None:
+        self._lock = lock
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Takes it, or says who has it."""
+        owner = Path(f"{path}.owner")
+        with explained(path, "taking ownership of the experience store"):
+            lock = owner.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            pid = lock.read().strip() or "unknown"
+            lock.close()
+            raise StoreError(
+                f"{path} is in use by process {pid}: wait until that run ends, or end it (kill {pid}); "
+                f"to look into it meanwhile, use `flexmarl store`"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return cls(lock)
+
+    def give_up(self) -> None:
+        """Ends it; twice is no error."""
+        self._lock.close()
+
+
+DAMAGED = (
+    "the file is damaged. Keep a copy; `sqlite3 FILE .recover` gets out what is readable. To go on, move it away "
+    "with its -wal and -shm files and use `--resume`: a run resumes from its checkpoint and a new, empty store"
+)
+
+
+@contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """Turns SQLite's and the system's errors inside the block into a StoreError that says what to do."""
+    with boundary(StoreError, doing):
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"{doing}: {path}: {_meaning(error, path)} ({error})") from error
+
+
+def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = None if code is None else code & 0xFF
+    folder = path.parent
+    if primary in (sqlite3.SQLITE_CORRUPT,):
+        return DAMAGED
+    if primary == sqlite3.SQLITE_NOTADB:
+        return "this is no SQLite file; name the store of a run (`experience.sqlite` in its folder), or move this away"
+    if primary == sqlite3.SQLITE_BUSY:
+        return f"another process holds the write lock: find it with `fuser {path}` and end it{_network_hint(path)}"
+    if primary == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_WRITE:
+        return (
+            f"it cannot grow: {_free(folder)} free in {folder}, and the process may have a limit of file size "
+            f"(ulimit -f). Make room, or set `store.budget_gb`; what was acknowledged is safe"
+        )
+    if not os.access(folder, os.W_OK) or primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return f"it cannot be written: {folder} must be an existing folder and writable, with its files"
+    if primary == sqlite3.SQLITE_IOERR:
+        return f"the disk does not take or give data; what was acknowledged is safe if the disk is{_network_hint(path)}"
+    return "SQLite refused"
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB"
+    except OSError:
+        return "an unknown space"
+
+
+def _network_hint(path: Path) -> str:
+    """A word on the file system, if it is one on which SQLite cannot lock and share memory reliably."""
+    mounts = [disk for disk in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(disk.mountpoint)]
+    nearest = max(mounts, key=lambda disk: len(disk.mountpoint), default=None)
+    if nearest is None or nearest.fstype not in NETWORK_FILE_SYSTEMS:
+        return ""
+    return f"; {nearest.mountpoint} is a network file system ({nearest.fstype}): put the run folder on a local disk"

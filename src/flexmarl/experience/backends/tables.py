@@ -1,0 +1,296 @@
+"""SQLite transactions of the experience store: what each call does to a connection, whoever begins and commits.
+
+Nothing here waits or locks: the inline store calls it in the caller's thread, the durable one in its writer's.
+"""
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flexmarl.errors import StoreError, boundary
+from flexmarl.experience.backends.statements import AMONG, SHARED_LAYOUT, Statements, claimable
+from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.experience.ledger import ClaimOrder, check_move, check_outcome, claim_order, set_once
+from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode
+from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+
+READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
+CACHED_STATEMENTS = 512
+"""A few per agent's table and set of columns that is filled together; preparing one costs more than running it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """Rows of one table as the database takes them, each sample id once."""
+
+    agent: AgentName
+    policies: Mapping[SampleId, PolicyName]
+    places: Mapping[SampleId, ClaimOrder]
+    cells: Mapping[SampleId, Mapping[str, Stored]]
+
+
+class Tables:
+    """The tables of one store: their agents and data columns."""
+
+    def __init__(self, agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
+        check_names(agents, columns)
+        self.agents = tuple(agents)
+        self.columns = {column.name: column for column in columns}
+        self._references = {column.name for column in columns if CODECS[column.kind].by_reference}
+        self._tables = {agent: Statements(agent, columns) for agent in agents}
+        self._claimable = claimable(agents)
+
+    def lay_out(self, db: sqlite3.Connection) -> None:
+        """Makes the tables, in a transaction."""
+        for statement in (*SHARED_LAYOUT, *(line for table in self._tables.values() for line in table.layout)):
+            db.execute(statement)
+
+    def encode(self, agent: AgentName, rows: Sequence[PartialRow]) -> EncodedRows:
+        """What `put` writes; refuses what no table of this store takes. Needs no connection."""
+        self._table(agent)
+        policies: dict[SampleId, PolicyName] = {}
+        cells: dict[SampleId, dict[str, Stored]] = {}
+        for row in rows:
+            sample_id, given = row.sample_id, self._encode(agent, row)
+            if sample_id in cells:
+                set_once(agent, sample_id, {"policy": policies[sample_id]}, {"policy": row.policy})
+                given = set_once(agent, sample_id, cells[sample_id], given) | cells[sample_id]
+            policies[sample_id], cells[sample_id] = row.policy, given
+        return EncodedRows(agent, policies, {sample_id: claim_order(sample_id) for sample_id in cells}, cells)
+
+    def put(self, db: sqlite3.Connection, rows: EncodedRows) -> None:
+        """Opens or fills these rows."""
+        table = self._table(rows.agent)
+        writing = _Writing(db)
+        for sample_id, given in rows.cells.items():
+            policy = rows.policies[sample_id]
+            there = self._stored(db, table, sample_id, tuple(given))
+            if there is None:
+                self._refuse_owned(db, rows.agent, sample_id)
+                cells = writing.by_reference(given, self._references)
+                db.execute(table.insert(tuple(cells)), (sample_id, *rows.places[sample_id], policy, *cells.values()))
+            else:
+                set_once(rows.agent, sample_id, {"policy": there.pop("policy")}, {"policy": policy})
+                fresh = set_once(rows.agent, sample_id, there, given) if there else given
+                if fresh:
+                    cells = writing.by_reference(fresh, self._references)
+                    db.execute(table.fill(tuple(cells)), (*cells.values(), sample_id))
+        writing.write_payloads()
+
+    def claim(self, db: sqlite3.Connection, policy: PolicyName, n: int, holder: str) -> list[SampleId]:
+        """Leases up to n READY rows of the policy, over all its agents' tables, in the order of `ClaimOrder`."""
+        if n < 0:
+            raise StoreError(f"claim of {n} rows of policy {policy!r}; n must be at least 0")
+        found = db.execute(self._claimable, {"policy": policy, "n": n}).fetchall()
+        for agent, ids in _by_agent(found).items():
+            db.execute(self._table(agent).claim, (holder, json.dumps(ids)))
+        return [sample_id for _, sample_id in found]
+
+    def settle(self, db: sqlite3.Connection, ids: Sequence[SampleId], outcome: Outcome) -> None:
+        """Moves rows; checks all of them before."""
+        check_outcome(outcome)
+        for agent, of_agent in _by_agent(self._locate(db, ids)).items():
+            table = self._table(agent)
+            listed = json.dumps(of_agent)
+            for sample_id, state, version in db.execute(table.states, (listed,)):
+                check_move(agent, sample_id, RowState(state), version, outcome)
+            db.execute(table.settle, (outcome.state.value, outcome.cache, outcome.version, outcome.reason, listed))
+
+    def release(self, db: sqlite3.Connection, holder: str | None, cache: str | None) -> list[SampleId]:
+        """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
+        if (holder is None) == (cache is None):
+            raise StoreError(f"release takes a holder or a cache, got holder={holder!r} and cache={cache!r}")
+        released: list[SampleId] = []
+        for table in self._tables.values():
+            statement, owner = (table.release_holder, holder) if cache is None else (table.release_cache, cache)
+            released += [sample_id for (sample_id,) in db.execute(statement, (owner,)).fetchall()]
+        return sorted(released, key=claim_order)
+
+    def rewind(self, db: sqlite3.Connection, next_group: GroupId) -> int:
+        """Discards the rows of this and all younger groups, with their payloads."""
+        for agent, table in self._tables.items():
+            not_ended = db.execute(table.not_ended, (next_group,)).fetchone()
+            if not_ended:
+                raise StoreError(
+                    f"table {agent!r}, row {not_ended[0]!r} is {not_ended[1]}, but groups before {next_group} have "
+                    f"ended in the checkpoint: the store is of another run, or has lost what came after it"
+                )
+        db.execute("UPDATE pruned SET before_group = min(before_group, ?)", (next_group,))
+        dropped = 0
+        for table in self._tables.values():
+            db.execute(table.drop_payloads, (next_group,))
+            dropped += db.execute(table.drop, (next_group,)).rowcount
+        return dropped
+
+    def prune_one_group(self, db: sqlite3.Connection, before_group: GroupId, budget_bytes: int) -> int | None:
+        """Drops the payloads of the oldest group that has some; None if the store is small enough or none is left."""
+        ((group,),) = db.execute("SELECT before_group FROM pruned")
+        if group >= before_group or used_bytes(db) <= budget_bytes:
+            return None
+        db.execute("UPDATE pruned SET before_group = ?", (group + 1,))
+        for table in self._tables.values():
+            db.execute(table.prune_payloads, (group,))
+        return sum(db.execute(table.prune, (group,)).rowcount for table in self._tables.values())
+
+    def get(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[Row]:
+        """Rows by sample id, in the order asked."""
+        rows: dict[SampleId, Row] = {}
+        for agent, of_agent in _by_agent(self._locate(db, ids)).items():
+            for cells in db.execute(self._table(agent).read, (json.dumps(of_agent),)):
+                rows[cells[0]] = self._row(AgentName(agent), cells)
+        return [rows[sample_id] for sample_id in ids]
+
+    def counts(self, db: sqlite3.Connection, policy: PolicyName) -> Mapping[RowState, int]:
+        """How many rows of the policy are in each state (absent: none)."""
+        counted = db.execute("SELECT state, n FROM tally WHERE policy = ? AND n > 0", (policy,))
+        return {RowState(state): n for state, n in counted}
+
+    def ids(self, db: sqlite3.Connection, agent: AgentName) -> list[SampleId]:
+        """All sample ids of an agent's table, in the order of `ClaimOrder`."""
+        return [sample_id for (sample_id,) in db.execute(self._table(agent).ids)]
+
+    def _table(self, agent: str) -> Statements:
+        try:
+            return self._tables[AgentName(agent)]
+        except KeyError:
+            raise StoreError(f"there is no table {agent!r}; there are: {', '.join(self._tables)}") from None
+
+    def _encode(self, agent: AgentName, row: PartialRow) -> dict[str, Stored]:
+        cells: dict[str, Stored] = {}
+        if row.version is not None:
+            cells["policy_version"] = int(row.version)
+        if row.next_agent_id is not None:
+            cells["next_agent_id"] = int(row.next_agent_id)
+        for name, value in row.values.items():
+            column = self.columns.get(name)
+            if column is None:
+                raise StoreError(f"table {agent!r} has no column {name!r}; there are: {', '.join(self.columns)}")
+            cells[name] = encode(agent, column, value)
+        return cells
+
+    def _stored(
+        self, db: sqlite3.Connection, table: Statements, sample_id: SampleId, names: tuple[str, ...]
+    ) -> dict[str, Stored] | None:
+        """The row's policy and what is there already of these cells; None if there is no such row."""
+        found = db.execute(table.stored(names), (sample_id,)).fetchone()
+        if found is None:
+            return None
+        return {name: cell for name, cell in zip(("policy", *names), found, strict=True) if cell is not None}
+
+    def _refuse_owned(self, db: sqlite3.Connection, agent: AgentName, sample_id: SampleId) -> None:
+        owner = db.execute("SELECT agent FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
+        if owner is not None:
+            raise StoreError(f"table {agent!r}: row {sample_id!r} is in table {owner[0]!r} already")
+
+    def _locate(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[tuple[str, SampleId]]:
+        """(agent, sample id) in the order asked."""
+        found = dict(db.execute(f"SELECT sample_id, agent FROM samples WHERE sample_id {AMONG}", (json.dumps([*ids]),)))
+        unknown = [sample_id for sample_id in ids if sample_id not in found]
+        if unknown:
+            raise StoreError(f"no table has row {unknown[0]!r} ({len(unknown)} of {len(ids)} ids are unknown)")
+        return [(found[sample_id], sample_id) for sample_id in ids]
+
+    def _row(self, agent: AgentName, cells: Sequence[Any]) -> Row:
+        sample_id, policy, version, state, next_agent_id, cache, settled_version, reason, *data = cells
+        return Row(
+            sample_id=sample_id,
+            agent=agent,
+            policy=policy,
+            version=version,
+            state=RowState(state),
+            next_agent_id=next_agent_id,
+            cache=cache,
+            settled_version=settled_version,
+            reason=reason,
+            values={
+                name: decode(column.kind, cell)
+                for (name, column), cell in zip(self.columns.items(), data, strict=True)
+                if cell is not None
+            },
+        )
+
+
+class _Writing:
+    """The payloads of one put: their keys are given out at once, the values are written together."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        ((self._last,),) = db.execute("SELECT coalesce(max(key), 0) FROM payloads")
+        self._payloads: list[tuple[int, Stored]] = []
+
+    def by_reference(self, cells: Mapping[str, Stored], references: set[str]) -> dict[str, Stored]:
+        """The cells with keys in place of strings, lists and tensors."""
+        row = dict(cells)
+        for name in references & cells.keys():
+            self._last += 1
+            self._payloads.append((self._last, cells[name]))
+            row[name] = self._last
+        return row
+
+    def write_payloads(self) -> None:
+        """Writes what the keys stand for."""
+        self._db.executemany("INSERT INTO payloads VALUES (?, ?)", self._payloads)
+
+
+def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
+    """A connection that begins no transaction of its own, knows `payload(key)`, and may be used in any one thread."""
+    db = sqlite3.connect(
+        database,
+        isolation_level=None,
+        check_same_thread=False,
+        cached_statements=CACHED_STATEMENTS,
+        timeout=wait_s,
+        uri=database.startswith("file:"),
+    )
+
+    def payload(key: int | None) -> str | None:
+        found = db.execute("SELECT value FROM payloads WHERE key = ?", (key,)).fetchone()
+        return found and as_text(found[0])
+
+    db.create_function("payload", 1, payload)
+    return db
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+    """All that is done in the block, or nothing of it."""
+    db.execute(begin)
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def query(db: sqlite3.Connection, sql: str) -> Table:
+    """Any one SELECT; anything that would write is refused."""
+    with boundary(StoreError, f"query {sql!r} (one SELECT statement works)"):
+        db.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READING else sqlite3.SQLITE_DENY)
+        try:
+            cursor = db.execute(sql)
+            names = tuple(column[0] for column in cursor.description or ())
+            return Table(names, tuple(cursor.fetchall()))
+        finally:
+            db.set_authorizer(None)
+
+
+def used_bytes(db: sqlite3.Connection) -> int:
+    """Size of the database without the pages that wait to be used again."""
+    ((pages, free, size),) = db.execute(
+        "SELECT p.page_count, f.freelist_count, s.page_size "
+        "FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s"
+    )
+    return (pages - free) * size
+
+
+def _by_agent(located: Sequence[tuple[str, SampleId]]) -> dict[str, list[SampleId]]:
+    ids: dict[str, list[SampleId]] = defaultdict(list)
+    for agent, sample_id in located:
+        ids[agent].append(sample_id)
+    return ids
