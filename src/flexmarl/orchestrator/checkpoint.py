@@ -1,27 +1,38 @@
 """Checkpoints on a folder: one atomic set per step boundary.
 
     checkpoints/step-00040/
-        state.json          step, next group, versions, the settings it belongs to
-        solver/ verifier/   what each trainer saved
-        MANIFEST.json       every file with its size: written last, so a folder without it is no checkpoint
+        state.json          the RunState
+        solver/ verifier/   what each trainer saved: weights, optimiser, version, its empty gradient cache
+        MANIFEST.json       every file with its size and digest
 
-The folder is written under another name and renamed when it is complete. One that is torn all the same, by a disk say,
-does not count: the newest intact one is the newest.
+The folder is written under another name, flushed to the disk, and renamed when it is complete. One that is damaged all
+the same, by a disk say, does not count: the newest intact one is the newest.
+
+What a checkpoint need not hold: a call's seed is computed from the run's seed and from what the call is
+(agents/seeds.py), a learning rate from the version (training/schedule.py), and no estimator remembers anything.
 """
 
+import asyncio
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from flexmarl.errors import CheckpointError
+from flexmarl.errors import CheckpointError, boundary
 from flexmarl.orchestrator.evaluate import Evaluation
-from flexmarl.records import PolicyName, Version
+from flexmarl.orchestrator.retention import Drop, Held, to_drop
+from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
+from flexmarl.records import GroupId, PolicyName, Version
+from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Trainer
 
-_MANIFEST = "MANIFEST.json"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_COMPLETE, _PARTIAL = "step-", ".partial-"
+"""What the folders are called: a partial one is being written, or removed, or is left of a killed run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,52 +42,66 @@ class RunState:
     step: int
     """Steps done."""
     next_group: int
-    """Position in the task source, and id of the next group."""
+    """Position in the task source, and id of the next group. All groups before it have ended; none after it counts."""
     versions: Mapping[PolicyName, Version]
     before: Evaluation | None = None
     """The evaluation before the first step: a resumed run compares with it."""
+    wall_s: float = 0.0
+    """Seconds that all processes of the run so far took together, one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest intact checkpoint, and why newer ones were passed over, newest first."""
+
+    path: Path | None
+    passed_over: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A new checkpoint, and what went to make room for it."""
+
+    path: Path
+    num_bytes: int
+    dropped: Sequence[Drop]
+    first_group: GroupId
+    """The first group that a run may play again, whichever checkpoint it goes on from."""
 
 
 class Checkpoints:
     """The checkpoints of one run, newest last."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
+        """Without `in_thread` the disk is waited for in the event loop: virtual time has no threads."""
+        self._folder = folder.absolute()  # Trainers write there, from processes with another working directory.
         self._keep = keep
+        self._budget_bytes = budget_bytes
+        self._in_thread = in_thread
 
-    async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Path:
-        """Writes a checkpoint and drops the oldest beyond `keep`; on any error the older ones stay."""
-        final = self._folder / f"step-{state.step:05d}"
-        partial = self._folder / f".partial-{state.step:05d}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for policy, trainer in trainers.items():
-            await trainer.save(partial / policy)
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-        _seal(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(self._folder)
-        intact, _ = self._found()
-        for old in intact[: -self._keep]:
-            shutil.rmtree(old)
-        return final
+    async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
+        """Writes a checkpoint and drops those that `to_drop` names. On any error the older ones stay.
 
-    def latest(self) -> Path:
-        """The newest intact checkpoint. Raises CheckpointError."""
-        intact, problems = self._found()
-        if not intact:
-            found = "; ".join(["", *problems])
-            raise CheckpointError(
-                f"no intact checkpoint in {self._folder}{found}; train anew, with checkpoint.every above 0"
-            )
-        return intact[-1]
+        Trainers write one after the other: they share the disk. Raises CheckpointError, and errors of trainers.
+        """
+        partial = self._path(state.step, _PARTIAL)
+        with boundary(CheckpointError, f"saving {self._path(state.step)}"):
+            try:
+                await self._aside(self._begin, partial)
+                for policy, trainer in trainers.items():
+                    await trainer.save(partial / policy)
+                return await self._aside(self._complete, partial, state)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)  # A full disk gets its space back.
+                raise
 
-    async def load(self, trainers: Mapping[PolicyName, Trainer], path: Path | None = None) -> RunState:
-        """Restores every trainer from the newest checkpoint, or from `path`."""
-        path = path or self.latest()
-        verify(path)
-        state = read_state(path)
+    async def find(self) -> Found:
+        """Reads checkpoints, newest first, until one is intact."""
+        return await self._aside(self._find)
+
+    async def restore(self, path: Path, trainers: Mapping[PolicyName, Trainer]) -> RunState:
+        """Gives every trainer what it saved. `find` found the checkpoint intact. Raises CheckpointError."""
+        state = _read_state(path)
         missing = sorted(set(trainers) - set(state.versions))
         if missing:
             raise CheckpointError(f"{path} has no policy '{missing[0]}'; it has: {', '.join(sorted(state.versions))}")
@@ -86,53 +111,102 @@ class Checkpoints:
                 raise CheckpointError(f"{path}: '{policy}' is at version {version}, not {state.versions[policy]}")
         return state
 
-    def _found(self) -> tuple[list[Path], list[str]]:
-        """The intact checkpoints, oldest first; and what is wrong with the others."""
-        intact, problems = [], []
-        for folder in sorted(self._folder.glob("step-*"), key=lambda folder: (len(folder.name), folder.name)):
+    async def load(self, trainers: Mapping[PolicyName, Trainer]) -> RunState:
+        """Restores the newest intact checkpoint. Raises CheckpointError if there is none."""
+        found = await self.find()
+        if found.path is None:
+            raise CheckpointError(self.none_intact(found))
+        return await self.restore(found.path, trainers)
+
+    def none_intact(self, found: Found) -> str:
+        """What to do when there is nothing to load."""
+        if not found.passed_over:
+            return f"no checkpoint in {self._folder}; train first, with checkpoint.every above 0"
+        return (
+            f"no intact checkpoint in {self._folder}: {'; '.join(found.passed_over)}. Put back a copy of one, or "
+            f"remove that folder: --resume then begins at step 0"
+        )
+
+    def held(self) -> list[Held]:
+        """Every checkpoint there is, oldest first, by a look at its files' sizes."""
+        return [_look(folder) for folder in self._folders()]
+
+    def clear_partial(self) -> list[Path]:
+        """Removes what a killed run left half-written; only for the one process that runs in this folder."""
+        left = sorted(self._folder.glob(f"{_PARTIAL}*"))
+        for folder in left:
+            shutil.rmtree(folder)
+        return left
+
+    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Lets the event loop go on while the disk is busy."""
+        return await asyncio.to_thread(work, *args, **kwargs) if self._in_thread else work(*args, **kwargs)
+
+    def _begin(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        last = next((one for one in reversed(self.held()) if not one.damage), None)
+        if last:
+            require_space(self._folder, last.num_bytes, "a checkpoint as big as the last one")
+
+    def _complete(self, partial: Path, state: RunState) -> Saved:
+        final = self._path(state.step)
+        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+        seal(partial)
+        self._remove(state.step)
+        partial.rename(final)
+        flush(self._folder)
+        held = self.held()
+        drops = to_drop(held, saved=state.step, keep=self._keep, budget_bytes=self._budget_bytes)
+        for drop in drops:
+            self._remove(drop.step)
+        dropped = {drop.step for drop in drops}
+        kept = [one for one in held if one.step not in dropped]
+        return Saved(
+            path=final,
+            num_bytes=kept[-1].num_bytes,
+            dropped=drops,
+            first_group=GroupId(_read_state(self._path(kept[0].step)).next_group),
+        )
+
+    def _find(self) -> Found:
+        passed_over: list[str] = []
+        for folder in reversed(self._folders()):
             try:
                 verify(folder)
-                intact.append(folder)
+                return Found(path=folder, passed_over=passed_over)
             except CheckpointError as error:
-                problems.append(str(error))
-        return intact, problems
+                passed_over.append(str(error))
+        return Found(path=None, passed_over=passed_over)
+
+    def _remove(self, step: int) -> None:
+        """Takes its name away first: one that is removed only in part is then no damaged checkpoint."""
+        folder, going = self._path(step), self._path(step, f"{_PARTIAL}removed-")
+        if folder.exists():
+            shutil.rmtree(going, ignore_errors=True)
+            folder.rename(going)
+            shutil.rmtree(going)
+
+    def _folders(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{_COMPLETE}*"), key=_step_of)
+
+    def _path(self, step: int, prefix: str = _COMPLETE) -> Path:
+        return self._folder / f"{prefix}{step:05d}"
 
 
-def read_state(path: Path) -> RunState:
-    """The state in a checkpoint."""
-    raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    before = raw.pop("before")
-    return RunState(**raw, before=Evaluation(**before) if before else None)
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix(_COMPLETE))
 
 
-def verify(path: Path) -> None:
-    """Raises CheckpointError naming the first file that is missing or has another size than when it was written."""
-    manifest = path / _MANIFEST
-    if not manifest.is_file():
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {_MANIFEST}")
-    for name, size in json.loads(manifest.read_text(encoding="utf-8")).items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != size:
-            found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
-            raise CheckpointError(f"{file} is torn: {size} bytes were written, {found} is there")
-
-
-def _seal(folder: Path) -> None:
-    """Flushes every file to the disk, then writes the manifest."""
-    sizes = {}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            _sync(file)
-            sizes[str(file.relative_to(folder))] = file.stat().st_size
-    manifest = folder / _MANIFEST
-    manifest.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-    _sync(manifest)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _look(folder: Path) -> Held:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return Held(step=_step_of(folder), num_bytes=check_sizes(folder))
+    except CheckpointError as error:
+        return Held(step=_step_of(folder), damage=str(error))
+
+
+def _read_state(path: Path) -> RunState:
+    with boundary(CheckpointError, f"{path / 'state.json'} is not a state of this version of flexmarl"):
+        raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        before = raw.pop("before")
+        return RunState(**raw, before=Evaluation(**before) if before else None)

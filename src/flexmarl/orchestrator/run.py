@@ -10,7 +10,7 @@ unblocked by every part in turn; any failure ends the step, and with it the run,
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flexmarl.errors import EpisodeError, cause_of
@@ -21,6 +21,7 @@ from flexmarl.orchestrator.evaluate import Evaluation, Evaluator
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.save import Prune, Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, GroupRecord, PolicyName
@@ -28,6 +29,10 @@ from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
+
+
+def _ignore(warning: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,10 @@ class Parts:
     checkpoints: Checkpoints
     journal: Journal
     monitor: Monitor
+    warn: Callable[[str], None] = _ignore
+    """Puts a line on the screen; the journal has it already."""
+    prune: Prune | None = None
+    """For a store whose size is bounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,8 @@ class RunOutcome:
     before: Evaluation | None
     after: Evaluation | None
     steps: int
+    wall_s: float
+    """Seconds of all processes that the run took, one resumed after the other."""
 
 
 class Orchestrator:
@@ -73,8 +84,17 @@ class Orchestrator:
         self._parts = parts
         self._steps = steps
         self._evaluate = evaluate
-        self._checkpoint = checkpoint
+        self._saver = Saver(
+            parts.checkpoints,
+            parts.trainers,
+            checkpoint,
+            journal=parts.journal,
+            warn=parts.warn,
+            prune=parts.prune,
+        )
         self._before = start.before if start else None
+        self._earlier_s = start.wall_s if start else 0.0
+        self._began = asyncio.get_running_loop().time()
         self.step = start.step if start else 0
         """Steps done."""
         self._failures: list[str] = []
@@ -94,12 +114,19 @@ class Orchestrator:
             self._before = await self._evaluated("before")
             parts.monitor.flush(self.step)
         after = self._before
+        if self.step and self.step >= self._steps:  # It was ended after its last step, while that was evaluated say.
+            after = await self._evaluated("after")
+            parts.monitor.flush(self.step)
         while self.step < self._steps:
             await self._step()
             await self._save_if_due()
             after = await self._evaluate_if_due()
             parts.monitor.flush(self.step)
-        return RunOutcome(before=self._before, after=after, steps=self.step)
+        return RunOutcome(before=self._before, after=after, steps=self.step, wall_s=self._wall_s)
+
+    @property
+    def _wall_s(self) -> float:
+        return self._earlier_s + asyncio.get_running_loop().time() - self._began
 
     async def _step(self) -> None:
         """Rollout, collection and training side by side; then one update per policy, published."""
@@ -153,17 +180,16 @@ class Orchestrator:
     async def _save_if_due(self) -> None:
         parts = self._parts
         last = self.step == self._steps
-        if not self._checkpoint.every or not (last or self.step % self._checkpoint.every == 0):
-            return
-        state = RunState(
-            step=self.step,
-            next_group=parts.admission.next_group,
-            versions=dict(parts.versions.served),
-            before=self._before,
-        )
-        with parts.monitor.time("checkpoint"):
-            path = await parts.checkpoints.save(state, parts.trainers)
-        parts.journal.event("checkpoint", step=self.step, path=path)
+        if self._saver.due(self.step, last=last):
+            state = RunState(
+                step=self.step,
+                next_group=parts.admission.next_group,
+                versions=dict(parts.versions.served),
+                before=self._before,
+                wall_s=self._wall_s,
+            )
+            with parts.monitor.time("checkpoint"):
+                await self._saver.save(state, last=last)
 
     async def _evaluate_if_due(self) -> Evaluation | None:
         if self.step == self._steps:

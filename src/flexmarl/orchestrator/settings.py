@@ -46,3 +46,13 @@ class CheckpointSettings(BaseModel):
 
     every: int = Field(default=10, ge=0, description="Save every so many steps, and after the last one; 0 is never.")
     keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints stay.")
+    budget_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Fewer stay if they would take more than this; the newest always stays. null: no bound.",
+    )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes."""
+        return None if self.budget_gb is None else int(self.budget_gb * 1e9)

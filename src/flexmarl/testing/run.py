@@ -32,6 +32,7 @@ from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
 from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.run import RunOutcome
 from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
 from flexmarl.simulator.virtual_time import run_virtual
@@ -140,11 +141,13 @@ class ScriptedRun:
         seconds_per_sample: float = 0.0,
         fails: Callable[[GenerationRequest], str] = lambda request: "",
         folder: Path | None = None,
+        store: SqliteStore | None = None,
         **sections: Any,
     ) -> None:
         """`agents` gives the policy of each; `fails` the reason why a call fails, or ""; `sections` are those of a
         config (`steps=2, mode="sync", rollout={...}`), small by default, and without filter, evaluation and
-        checkpoints. Checkpoints need a `folder`; when there are some in it, the run goes on from the newest.
+        checkpoints. Checkpoints need a `folder`; when there are some in it, the run goes on from the newest, and
+        so it does with the `store` of a run that was ended, even before its first checkpoint.
         """
         policies: Mapping[str, Any] = sections.pop("policies", {})
         self.settings = RunSettings.model_validate(
@@ -182,7 +185,7 @@ class ScriptedRun:
         self.trainers = {name: FakeTrainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained}
         self.world = World(
             objects=objects,
-            store=SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS),
+            store=store or SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS),
             pool=InferencePool(self.engines),
             trainers=self.trainers,
         )
@@ -190,7 +193,10 @@ class ScriptedRun:
         self.metrics: dict[int, Mapping[str, float]] = {}
         """By the number of steps done."""
         self.outcome: RunOutcome | None = None
+        self.said: list[str] = []
+        """What went to the screen."""
         self._folder = folder
+        self._resumes = folder is not None and (store is not None or any(folder.glob("step-*")))
         if folder is None and self.settings.checkpoint.every:
             raise ValueError(f"checkpoint.every is {self.settings.checkpoint.every}: give a `folder` for checkpoints")
 
@@ -219,9 +225,16 @@ class ScriptedRun:
         return await self.world.store.get([sample_id for (sample_id,) in found.rows])
 
     async def _play(self, beside: Sequence[Callable[["ScriptedRun"], Coroutine[Any, Any, None]]]) -> None:
-        checkpoints = Checkpoints(self._folder or Path(), keep=self.settings.checkpoint.keep)
-        resumes = self._folder is not None and any(self._folder.glob("step-*"))
+        saving = self.settings.checkpoint
+        checkpoints = Checkpoints(
+            self._folder or Path(), keep=saving.keep, budget_bytes=saving.budget_bytes, in_thread=False
+        )
         async with self.world.pool:
+            start = None
+            if self._resumes:
+                start = await resume(
+                    checkpoints, self.trainers, self.world.store, journal=self.journal, say=self.said.append
+                )
             orchestrator, _ = wire(
                 self.blueprint,
                 self.world,
@@ -229,7 +242,7 @@ class ScriptedRun:
                 metrics=Metrics(asyncio.get_running_loop().time, [self]),
                 progress=NullProgress(),
                 checkpoints=checkpoints,
-                start=await checkpoints.load(self.trainers) if resumes else None,
+                start=start,
             )
             happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]
             try:

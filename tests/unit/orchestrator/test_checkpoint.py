@@ -1,14 +1,20 @@
 """Checkpoints are whole or do not count."""
 
+import asyncio
+import errno
 import json
+import os
 import shutil
+import signal
+from itertools import count
 
 import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState, verify
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.retention import Drop
 from flexmarl.records import AgentName, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
@@ -32,14 +38,28 @@ def state(step=4):
         rewards={AgentName("solver"): 0.25},
         tokens=80,
     )
-    return RunState(step=step, next_group=40, versions={SOLVER: Version(step), VERIFIER: Version(step)}, before=before)
+    versions = {SOLVER: Version(step), VERIFIER: Version(step)}
+    return RunState(step=step, next_group=10 * step, versions=versions, before=before, wall_s=12.5)
+
+
+def checkpoints_in(folder, *, keep=2, budget_bytes=None):
+    return Checkpoints(folder, keep=keep, budget_bytes=budget_bytes, in_thread=False)
+
+
+def save_step(checkpoints, step):
+    return run_virtual(checkpoints.save(state(step), trainers(weight=float(step), version=step)))
 
 
 def save(folder, *steps, keep=2):
-    checkpoints = Checkpoints(folder, keep=keep)
+    checkpoints = checkpoints_in(folder, keep=keep)
     for step in steps:
-        run_virtual(checkpoints.save(state(step), trainers(weight=float(step), version=step)))
+        save_step(checkpoints, step)
     return checkpoints
+
+
+def newest(checkpoints):
+    found = run_virtual(checkpoints.find())
+    return found.path and found.path.name
 
 
 def names(folder):
@@ -55,89 +75,199 @@ def test_what_was_saved_comes_back(tmp_path):
 
 
 def test_a_state_without_an_evaluation_comes_back_too(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = checkpoints_in(tmp_path)
     bare = RunState(step=1, next_group=2, versions={SOLVER: Version(0), VERIFIER: Version(0)})
     run_virtual(checkpoints.save(bare, trainers()))
     assert run_virtual(checkpoints.load(trainers())) == bare
 
 
+def test_trainers_get_whole_paths_whatever_their_working_directory_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    class Elsewhere(FakeTrainer):
+        async def save(self, path):
+            asked.append(path)
+            await super().save(path)
+
+    trainer = Elsewhere(SOLVER, InlineObjectStore())
+    run_virtual(Checkpoints(tmp_path.relative_to(tmp_path), keep=1, in_thread=False).save(state(0), {SOLVER: trainer}))
+    assert asked == [tmp_path / ".partial-00000" / "solver"]
+
+
+def test_the_event_loop_goes_on_while_the_disk_is_busy(tmp_path):
+    ticks = []
+
+    class Marks(FakeTrainer):
+        async def save(self, path):
+            await super().save(path)
+            ticks.clear()
+
+    async def tick():
+        for number in count():
+            ticks.append(number)
+            await asyncio.sleep(0)
+
+    async def scenario():
+        ticking = asyncio.create_task(tick())
+        await Checkpoints(tmp_path, keep=1).save(state(0), {SOLVER: Marks(SOLVER, InlineObjectStore())})
+        ticking.cancel()
+
+    asyncio.run(scenario())
+    assert ticks
+
+
 def test_the_newest_stay_and_the_oldest_go(tmp_path):
     checkpoints = save(tmp_path, 1, 2, 3, 99_999, 100_000, keep=3)
     assert names(tmp_path) == ["step-00003", "step-100000", "step-99999"]
-    assert checkpoints.latest().name == "step-100000"
+    assert newest(checkpoints) == "step-100000"
+
+
+def test_a_save_tells_what_it_took_what_went_and_what_may_be_played_again(tmp_path):
+    checkpoints = save(tmp_path, 4, 8)
+    saved = save_step(checkpoints, 12)
+    files = [file for file in saved.path.rglob("*") if file.is_file() and file.name != "MANIFEST.json"]
+    assert saved.num_bytes == sum(file.stat().st_size for file in files)
+    assert saved.dropped == [Drop(step=4, because="checkpoint.keep is 2")]
+    assert saved.first_group == 80
+
+
+def test_the_budget_drops_the_oldest_but_never_the_newest(tmp_path):
+    size = save_step(checkpoints_in(tmp_path), 4).num_bytes
+    roomy = checkpoints_in(tmp_path, keep=5, budget_bytes=2 * size + 20)
+    save_step(roomy, 5)
+    save_step(roomy, 6)
+    assert names(tmp_path) == ["step-00005", "step-00006"]
+    saved = save_step(checkpoints_in(tmp_path, keep=5, budget_bytes=1), 7)
+    assert names(tmp_path) == ["step-00007"]
+    assert [drop.step for drop in saved.dropped] == [6, 5]
 
 
 def tear(folder):
     file = folder / "solver" / "trainer.json"
     file.write_text(file.read_text()[:-3])
+    return "trainer.json is torn: 44 bytes were written, 41 bytes are there"
+
+
+def flip_a_bit(folder):
+    file = folder / "verifier" / "trainer.json"
+    content = bytearray(file.read_bytes())
+    content[12] ^= 1
+    file.write_bytes(content)
+    return "trainer.json is damaged: its bytes are not those that were written"
 
 
 def lose_a_file(folder):
     (folder / "state.json").unlink()
+    return "state.json is missing"
 
 
 def lose_the_manifest(folder):
     (folder / "MANIFEST.json").unlink()
+    return "is not complete: it has no MANIFEST.json"
+
+
+def tear_the_manifest(folder):
+    file = folder / "MANIFEST.json"
+    file.write_text(file.read_text()[:-30])
+    return "MANIFEST.json is damaged"
 
 
 def lose_everything(folder):
     shutil.rmtree(folder)
     folder.mkdir()
+    return "is not complete: it has no MANIFEST.json"
 
 
-@pytest.mark.parametrize("harm", [tear, lose_a_file, lose_the_manifest, lose_everything])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, harm):
+HARMS = [tear, flip_a_bit, lose_a_file, lose_the_manifest, tear_the_manifest, lose_everything]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, harm):
     checkpoints = save(tmp_path, 4, 8)
-    harm(tmp_path / "step-00008")
-    assert checkpoints.latest().name == "step-00004"
+    because = harm(tmp_path / "step-00008")
+    found = run_virtual(checkpoints.find())
+    assert found.path == tmp_path / "step-00004"
+    (told,) = found.passed_over
+    assert because in told
+    assert "step-00008" in told
     restored = trainers()
     assert run_virtual(checkpoints.load(restored)).step == 4
     assert restored[SOLVER].weight == 4.0
-    with pytest.raises(
-        CheckpointError, match=r"step-00008.*(torn: .* bytes were written|is not a complete checkpoint)"
-    ):
-        run_virtual(checkpoints.load(trainers(), tmp_path / "step-00008"))
 
 
-@pytest.mark.parametrize("harm", [tear, lose_a_file, lose_the_manifest, lose_everything])
-def test_a_damaged_checkpoint_does_not_push_out_an_intact_one(tmp_path, harm):
+@pytest.mark.parametrize("harm", [harm for harm in HARMS if harm is not flip_a_bit])
+def test_a_damaged_checkpoint_goes_and_does_not_push_out_an_intact_one(tmp_path, harm):
     save(tmp_path, 4, 8, keep=2)
-    harm(tmp_path / "step-00008")
-    save(tmp_path, 12, keep=2)
-    verify(tmp_path / "step-00004")
-    verify(tmp_path / "step-00012")
+    because = harm(tmp_path / "step-00008")
+    (drop,) = save_step(checkpoints_in(tmp_path), 12).dropped
+    assert drop.step == 8
+    assert because in drop.because
+    assert names(tmp_path) == ["step-00004", "step-00012"]
 
 
-def test_when_none_is_intact_the_error_says_what_is_wrong_with_each(tmp_path):
+def test_a_checkpoint_behind_which_the_run_went_back_goes_at_the_next_save(tmp_path):
+    checkpoints = save(tmp_path, 4, 8)
+    flip_a_bit(tmp_path / "step-00008")
+    assert run_virtual(checkpoints.load(trainers())).step == 4
+    (drop,) = save_step(checkpoints, 6).dropped
+    assert (drop.step, drop.because) == (8, "the run went back behind it, and is at step 6 now")
+    assert names(tmp_path) == ["step-00004", "step-00006"]
+
+
+def test_when_none_is_intact_the_error_says_what_is_wrong_with_each_and_what_to_do(tmp_path):
     checkpoints = save(tmp_path, 4)
     tear(tmp_path / "step-00004")
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .* train anew"):
-        checkpoints.latest()
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*; train anew"):
-        Checkpoints(tmp_path / "nowhere", keep=1).latest()
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .*Put back a copy"):
+        run_virtual(checkpoints.load(trainers()))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere; train first"):
+        run_virtual(checkpoints_in(tmp_path / "nowhere").load(trainers()))
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
-def test_a_save_that_breaks_off_leaves_the_older_ones_and_no_checkpoint(tmp_path, fails_at):
+@pytest.mark.parametrize(
+    ("error", "seen_as"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), CheckpointError),
+        (TrainingError("the trainer is gone"), TrainingError),
+    ],
+)
+def test_a_save_that_breaks_off_leaves_the_older_ones_and_no_trace(tmp_path, fails_at, error, seen_as):
     checkpoints = save(tmp_path, 4)
     broken = list(trainers(version=8).items())
 
-    async def full_disk(path):
-        raise TrainingError("no space left on device")
+    async def breaks(path):
+        path.mkdir(parents=True)
+        raise error
 
-    broken[fails_at][1].save = full_disk
-    with pytest.raises(TrainingError, match="no space left"):
+    broken[fails_at][1].save = breaks
+    with pytest.raises(seen_as, match=r"No space left on device|the trainer is gone"):
         run_virtual(checkpoints.save(state(8), dict(broken)))
-    assert checkpoints.latest().name == "step-00004"
-    save(tmp_path, 8)
-    assert (checkpoints.latest().name, names(tmp_path)) == ("step-00008", ["step-00004", "step-00008"])
+    assert names(tmp_path) == ["step-00004"]
+    save_step(checkpoints, 8)
+    assert names(tmp_path) == ["step-00004", "step-00008"]
+
+
+def test_a_disk_that_has_no_room_for_one_more_is_noticed_before_anything_is_written(tmp_path):
+    checkpoints = save(tmp_path, 4)
+    huge = 8 * 2**40
+    os.truncate(tmp_path / "step-00004" / "solver" / "trainer.json", huge)  # A sparse file: it takes no space.
+    manifest = tmp_path / "step-00004" / "MANIFEST.json"
+    sealed = json.loads(manifest.read_text())
+    sealed["solver/trainer.json"]["bytes"] = huge
+    manifest.write_text(json.dumps(sealed))
+    with pytest.raises(
+        CheckpointError, match=r"no room for a checkpoint as big .*: it takes about 8.8e\+03 GB, .* free"
+    ):
+        save_step(checkpoints, 8)
+    assert names(tmp_path) == ["step-00004"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 4)
-    run_virtual(Checkpoints(tmp_path, keep=2).save(state(4), trainers(weight=7.0, version=4)))
+    run_virtual(checkpoints_in(tmp_path).save(state(4), trainers(weight=7.0, version=4)))
     restored = trainers()
-    run_virtual(Checkpoints(tmp_path, keep=2).load(restored))
+    run_virtual(checkpoints_in(tmp_path).load(restored))
     assert restored[SOLVER].weight == 7.0
 
 
@@ -149,11 +279,35 @@ def test_a_checkpoint_of_another_run_names_the_policy_it_lacks(tmp_path):
 
 
 def test_versions_that_disagree_are_an_error(tmp_path):
-    save(tmp_path, 4)
-    path = tmp_path / "step-00004"
-    told = json.loads((path / "state.json").read_text())
-    text = json.dumps({**told, "versions": {"solver": 4, "verifier": 5}}, indent=1)
-    (path / "state.json").write_text(text)
-    assert len(text) == json.loads((path / "MANIFEST.json").read_text())["state.json"]
-    with pytest.raises(CheckpointError, match="'verifier' is at version 4, not 5"):
-        run_virtual(Checkpoints(tmp_path, keep=1).load(trainers()))
+    checkpoints = checkpoints_in(tmp_path)
+    run_virtual(checkpoints.save(state(5), trainers(version=4)))
+    with pytest.raises(CheckpointError, match="'solver' is at version 4, not 5"):
+        run_virtual(checkpoints.load(trainers()))
+
+
+def test_a_process_killed_at_any_moment_of_saving_leaves_a_newest_checkpoint_that_is_whole(tmp_path):
+    """Real processes and kill -9; a pipe tells after which step each was killed."""
+    left_half_written = 0
+    for kills in range(20):
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            checkpoints = checkpoints_in(tmp_path)
+            for step in count(1):
+                save_step(checkpoints, 1000 * kills + step)
+                os.write(tell, b".")
+        os.close(tell)
+        saved = sum(len(os.read(told, 1)) for _ in range(1 + kills % 4))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(told, "rb") as rest:
+            saved += len(rest.read())
+        checkpoints = checkpoints_in(tmp_path)
+        left_half_written += len(checkpoints.clear_partial())
+        found = run_virtual(checkpoints.find())
+        assert found.passed_over == []
+        restored = trainers()
+        step = run_virtual(checkpoints.load(restored)).step
+        assert step in (1000 * kills + saved, 1000 * kills + saved + 1), "the last one that was told of, or one more"
+        assert {trainer.weight for trainer in restored.values()} == {float(step)}
+    assert left_half_written, "no kill came while a checkpoint was written: nothing was tested"

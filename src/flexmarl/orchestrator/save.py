@@ -1,0 +1,77 @@
+"""Runs saving: the end of a step becomes a checkpoint, and what no checkpoint needs goes if space is short.
+
+consumes    the state of a run at a step boundary
+waits for   each trainer, then the disk
+produces    a checkpoint; in the journal what was saved, dropped or failed
+unblocked by the disk; a full one is a warning, as long as an older checkpoint is there to go on from
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from flexmarl.errors import CheckpointError
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState, Saved
+from flexmarl.orchestrator.settings import CheckpointSettings
+from flexmarl.records import GroupId, PolicyName
+from flexmarl.training.interface import Trainer
+
+Prune = Callable[[GroupId], Awaitable[int]]
+"""Told the first group that a run may still play again: the payloads of older ones may go. Returns of how many rows."""
+
+
+class Saver:
+    """Saves when it is due, and decides what a failed save means."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainers: Mapping[PolicyName, Trainer],
+        settings: CheckpointSettings,
+        *,
+        journal: Journal,
+        warn: Callable[[str], None],
+        prune: Prune | None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._trainers = trainers
+        self._settings = settings
+        self._journal = journal
+        self._warn = warn
+        self._prune = prune
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the end of this step is saved."""
+        return bool(self._settings.every) and (last or step % self._settings.every == 0)
+
+    async def save(self, state: RunState, *, last: bool) -> None:
+        """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""
+        try:
+            saved = await self._checkpoints.save(state, self._trainers)
+        except CheckpointError as error:
+            self._failed(state, error, last)
+            return
+        self._tell(state, saved)
+        if self._prune:
+            rows = await self._prune(saved.first_group)
+            if rows:
+                because = f"every checkpoint goes on from group {saved.first_group} or later"
+                self._journal.event("store_pruned", before_group=saved.first_group, rows=rows, because=because)
+
+    def _failed(self, state: RunState, error: CheckpointError, last: bool) -> None:
+        """The run goes on if an older checkpoint is there and a later save will come; else now is the time to end."""
+        older = [one.step for one in self._checkpoints.held() if not one.damage]
+        self._journal.event("checkpoint_failed", step=state.step, because=str(error))
+        if last or not older:
+            raise error
+        self._warn(f"no checkpoint of step {state.step}: {error}. Going on; the newest is of step {older[-1]}")
+
+    def _tell(self, state: RunState, saved: Saved) -> None:
+        self._journal.event("checkpoint", step=state.step, path=saved.path, bytes=saved.num_bytes)
+        for drop in saved.dropped:
+            self._journal.event("checkpoint_dropped", step=drop.step, because=drop.because)
+        budget = self._settings.budget_bytes
+        if budget is not None and saved.num_bytes > budget:
+            self._warn(
+                f"a checkpoint takes {saved.num_bytes / 1e9:.3g} GB, more than checkpoint.budget_gb, "
+                f"{self._settings.budget_gb:g}: only the newest stays"
+            )
