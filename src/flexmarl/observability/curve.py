@@ -4,7 +4,6 @@ Thin lines are single steps, thick lines their moving average, dots the evaluati
 same colour in every panel; members that are numbered (levels, hops) go from dark to light.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flexmarl.observability.metrics import time_shares
+from flexmarl.observability.natural import natural
 
 INK = "#2b2d33"
 PALETTE = ("#2f6db3", "#d9772b", "#3f9b6c", "#a4508b", "#b8a12e", "#5aa7b8", "#8a5a44", "#6b6f7b")
@@ -51,7 +51,7 @@ class Panel:
     @property
     def names(self) -> list[str]:
         """Of its lines, `level_2` before `level_10`."""
-        return sorted({*self.train, *self.held_out}, key=_natural)
+        return sorted({*self.train, *self.held_out}, key=natural)
 
     @property
     def is_share(self) -> bool:
@@ -64,6 +64,7 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
     success, reward = Panel("Success (share of episodes)"), Panel("Reward per agent (mean per turn)")
     shares = Panel("Team (mean per episode)")
     time, speed = Panel("Time (share of step; phases overlap)"), Panel("Speed (sampled tokens per second)")
+    hidden = Panel("Training hidden behind rollout (share)")
     others: dict[str, Panel] = {}
     phases = {phase for values in steps.values() for phase in time_shares(values)}
     for step, values in steps.items():
@@ -71,6 +72,8 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
             match name.removeprefix("eval/").split("/"):
                 case ["team", "success"]:
                     panel, line = success, "success"
+                case ["overlap", "training_hidden"]:
+                    panel, line = hidden, "training_hidden"
                 case ["reward", agent]:
                     panel, line = reward, agent
                 case ["agent", agent, metric]:
@@ -93,7 +96,7 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
             del others[metric]
     if len(shares.names) == 1:
         shares.title = _words(shares.names[0]).capitalize()
-    ordered = [success, reward, shares, *(others[metric] for metric in sorted(others)), time, speed]
+    ordered = [success, reward, shares, *(others[metric] for metric in sorted(others)), time, hidden, speed]
     return [panel for panel in ordered if panel.names]
 
 
@@ -183,10 +186,6 @@ def _colours(names: Sequence[str], agents: Sequence[str]) -> dict[str, Any]:
         return {name: ramp(0.05 + 0.75 * index / (len(names) - 1)) for index, name in enumerate(names)}
     fixed = agents if set(names) <= {*agents} else names
     return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(fixed)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _words(name: str) -> str:

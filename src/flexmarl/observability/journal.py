@@ -3,7 +3,14 @@
     journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
 
 writes `{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1}`: one line, one write, so
-that a killed process loses at most the line it was writing (see jsonl.py).
+that a killed process loses at most the line it was writing (see jsonl.py). Nothing is held back: of the 8 us that the
+event of a call takes, its write is one and a half.
+
+What took time also says when it began, by `journal.now()`, and in which process of the run; the timeline shows it:
+
+    journal.event("updated", process="trainer/solver", began=began, version=4)
+
+`t` is its end, or `ended` where that was earlier. Each command of a run starts with the event `run_started`.
 """
 
 import json
@@ -14,7 +21,11 @@ from typing import Any
 from flexmarl.observability.jsonl import append_lines, read_lines
 from flexmarl.observability.plain import plain
 
-_RESERVED = frozenset({"t", "event"})
+START = "run_started"
+"""First event of each command that works on a run."""
+TIMES = ("t", "began", "ended")
+"""Fields that are moments; all by the clock of their command."""
+_RESERVED = ("t", "event")
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -32,14 +43,20 @@ class Journal:
         self._lines: list[str] = []
         self._file = None if path is None else append_lines(path)
 
+    def now(self) -> float:
+        """The moment by the journal's clock: what `began` and `ended` of an event are."""
+        return round(self._clock(), 6)
+
     def event(self, event: str, /, *, because: str = "", **fields: Any) -> None:
         """Writes one line: what happened, why (wherever somebody decided), and the event's own fields."""
-        entry: dict[str, Any] = {"t": round(self._clock(), 6), "event": event}
+        entry: dict[str, Any] = {"t": self.now(), "event": event}
         if because:
             entry["because"] = plain(because)
-        for name in _RESERVED & fields.keys():
-            raise ValueError(f"journal field {name!r} of event {event!r} is the journal's own; give it another name")
-        line = _encode(entry | plain(fields))
+        for name in _RESERVED:
+            if name in fields:
+                raise ValueError(f"journal field {name!r} of event {event!r} is the journal's own; rename it")
+        entry.update(plain(fields))
+        line = _encode(entry)
         if self._file is None:
             self._lines.append(line)
         else:
@@ -66,3 +83,16 @@ class MemoryJournal(Journal):
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the events of a journal in order, without a torn last line."""
     return read_lines(path)
+
+
+def read_run(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the events of all commands on one clock: each command's goes on where the one before stopped."""
+    offset = latest = 0.0
+    for entry in read_journal(path):
+        if entry["event"] == START:
+            offset = latest
+        for name in TIMES:
+            if isinstance(entry.get(name), (int, float)):
+                entry[name] = round(entry[name] + offset, 6)
+        latest = max(latest, entry["t"])
+        yield entry

@@ -15,6 +15,10 @@ Names are paths; curves, tables and the live screen find them by the first part:
 | `version/{policy}`            | gauge   | updates so far                                                      |
 | `time/{phase}_s`              | counter | seconds in which somebody was in the phase; phases may overlap      |
 | `time/step_s`                 | counter | seconds since the last flush                                        |
+| `overlap/training_hidden`     | mean    | share of training that was hidden behind rollout (see overlap.py)   |
+| `overlap/training_s`          | counter | seconds of training, added up over the trainers: its weight         |
+| `lag/event_loop_ms`           | mean    | how late the event loop wakes who asked to be woken                 |
+| `lag/event_loop_max_ms`       | gauge   | the worst of these in the step                                      |
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -43,6 +43,10 @@ class ProgressView:
     """By policy."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
     """By phase, of the last completed step; they may overlap."""
+    training_hidden: float | None = None
+    """Share of training that was hidden behind rollout, of the last completed step."""
+    processes: int = 0
+    """That are alive; 0 where nobody counts them."""
 
     @property
     def left_s(self) -> float | None:
@@ -176,6 +180,8 @@ def line(view: ProgressView) -> str:
         parts.append("reward " + ", ".join(f"{agent} {reward:.2f}" for agent, reward in view.rewards.items()))
     if view.tokens_per_s:
         parts.append(f"{view.tokens_per_s:.0f} tokens/s")
+    if view.training_hidden is not None:
+        parts.append(f"{view.training_hidden:.0%} of training hidden")
     parts.append(duration(view.elapsed_s) + (f", left {duration(view.left_s)}" if view.left_s else ""))
     return " | ".join(parts)
 
@@ -183,17 +189,20 @@ def line(view: ProgressView) -> str:
 def screen(name: str, view: ProgressView) -> RenderableType:
     """The view as live lines: progress, success, agents, policies, time."""
     head = Table.grid(padding=(0, 2))
-    left = "" if view.left_s is None else f"left {duration(view.left_s)}"
+    left = "" if view.left_s is None else f"  left {duration(view.left_s)}"
+    processes = f"  {view.processes} processes" if view.processes else ""
     head.add_row(
         Text(name, "bold"),
         ProgressBar(total=max(view.steps, 1), completed=view.step, width=28, complete_style="cyan"),
         f"step {view.step}/{view.steps}",
-        Text(f"{duration(view.elapsed_s)}  {left}", "dim"),
+        Text(f"{duration(view.elapsed_s)}{left}{processes}", "dim"),
     )
     success = Text("success  ", "dim")
     success.append(sparkline(view.success_curve, width=48), "green")
     success.append("" if view.success is None else f" {view.success:.2f}", "bold green")
     success.append(f"   {view.tokens_per_s:,.0f} tokens/s   ", "dim")
+    if view.training_hidden is not None:
+        success.append(f"{view.training_hidden:.0%} of training hidden   ", "dim")
     success.append(view.phase, "cyan")
     policies = sorted({*view.versions, *view.running, *view.queued})
     tables = [

@@ -1,10 +1,11 @@
-"""Report of a finished run: summary.json, the table before and after, and curve.png."""
+"""Report of a run: summary.json, the table before and after, curve.png and timeline.json."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -12,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flexmarl.observability.curve import draw_curve
+from flexmarl.observability.history import History, history_of
+from flexmarl.observability.journal import read_run
 from flexmarl.observability.progress import duration
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import read_metrics
+from flexmarl.observability.timeline import render_timeline
 
 Figures = Mapping[str, float]
 
@@ -30,16 +34,28 @@ class Summary:
     policies: Mapping[str, Mapping[str, int]]
     """By policy: `version`, its updates."""
     wall_s: float
-    """Of the whole command, when the caller knows it; otherwise the sum over the steps."""
+    """Of all commands, when the caller knows how long the last one took; otherwise the sum over the steps."""
     time: Figures
     """Seconds by phase, over all steps; phases may overlap."""
     steps: int
     tokens: int
     """Sampled in training rollouts."""
+    processes: Mapping[str, Mapping[str, Any]]
+    """By name: `pid` and `node`."""
+    processes_lost: int
+    processes_replaced: int
+    training_hidden: float | None
+    """Share of all training that was hidden behind rollout; None when nothing was trained."""
+    event_loop_lag: Figures
+    """`mean_ms` and `max_ms`; empty when nobody watched."""
+    timeline: str
+    """Where timeline.json is."""
 
 
-def summarise(steps: Mapping[int, Figures], *, wall_s: float | None = None) -> Summary:
-    """Draws the figures of a run together from its values by step."""
+def summarise(
+    steps: Mapping[int, Figures], history: History, *, timeline: str = "", wall_s: float | None = None
+) -> Summary:
+    """Draws the figures of a run together from its values by step and its history; `wall_s` is the last command's."""
     evals = [_evaluated(values) for values in steps.values()]
     evals = [values for values in evals if values] or [{}]
     totals: dict[str, float] = {}
@@ -56,7 +72,7 @@ def summarise(steps: Mapping[int, Figures], *, wall_s: float | None = None) -> S
             for name, value in latest.items()
             if name.startswith("version/")
         },
-        wall_s=round(totals.get("time/step_s", 0.0) if wall_s is None else wall_s, 3),
+        wall_s=round(totals.get("time/step_s", 0.0) if wall_s is None else history.earlier_s + wall_s, 3),
         time={
             name.removeprefix("time/").removesuffix("_s"): round(totals[name], 3)
             for name in totals
@@ -64,17 +80,36 @@ def summarise(steps: Mapping[int, Figures], *, wall_s: float | None = None) -> S
         },
         steps=max(steps, default=0),
         tokens=int(totals.get("rollout/tokens", 0)),
+        processes=history.processes,
+        processes_lost=history.lost,
+        processes_replaced=history.replaced,
+        training_hidden=_mean_over(steps, "overlap/training_hidden", weight="overlap/training_s"),
+        event_loop_lag=_lag(steps),
+        timeline=timeline,
     )
 
 
 def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
-    """Reads metrics.jsonl of the run folder, writes summary.json and curve.png into it, and returns the summary."""
+    """Writes summary.json, curve.png and timeline.json from the metrics and the journal of the run folder.
+
+    `wall_s` is how long the last command took.
+    """
     folder = RunFolder(run_dir)
-    steps = read_metrics(folder.metrics)
-    summary = summarise(steps, wall_s=wall_s)
+    render_pictures(run_dir)
+    summary = summarise(
+        read_metrics(folder.metrics), history_of(read_run(folder.journal)), timeline=str(folder.timeline), wall_s=wall_s
+    )
     folder.summary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-    draw_curve(steps, folder.curve, run_dir.name)
     return summary
+
+
+def render_pictures(run_dir: Path) -> None:
+    """Writes curve.png and timeline.json, of what there is; also of a run that failed, was stopped or still runs."""
+    folder = RunFolder(run_dir)
+    if folder.metrics.exists():
+        draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
+    if folder.journal.exists():
+        render_timeline(run_dir)
 
 
 def summary_table(summary: Summary) -> RenderableType:
@@ -91,7 +126,7 @@ def summary_table(summary: Summary) -> RenderableType:
     for agent, figures in summary.agents.items():
         for name in [key.removesuffix("_before") for key in figures if key.endswith("_before")]:
             _add_row(table, f"{agent}: {name}", figures[f"{name}_before"], figures[f"{name}_after"])
-    return Group(table, Text(_cost(summary)))
+    return Group(table, _cost(summary))
 
 
 def _evaluated(values: Figures) -> dict[str, float]:
@@ -125,7 +160,44 @@ def _add_row(table: Table, name: str, before: float | None, after: float | None,
     table.add_row(name.replace("_", " "), *cells, change, style="bold" if bold else "")
 
 
-def _cost(summary: Summary) -> str:
+def _mean_over(steps: Mapping[int, Figures], name: str, *, weight: str) -> float | None:
+    weighted = [(values[name], values[weight]) for values in steps.values() if name in values]
+    total = sum(weight for _, weight in weighted)
+    return round(sum(value * weight for value, weight in weighted) / total, 4) if total else None
+
+
+def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
+    mean = _mean_over(steps, "lag/event_loop_ms", weight="time/step_s")
+    if mean is None:
+        return {}
+    worst = max(values.get("lag/event_loop_max_ms", 0.0) for values in steps.values())
+    return {"mean_ms": round(mean, 2), "max_ms": round(worst, 2)}
+
+
+def _cost(summary: Summary) -> RenderableType:
+    """What it took: one line for each thing that was used."""
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in summary.time.items())
-    versions = ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items())
-    return f"  {summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})\n  {versions}"
+    rows = {
+        "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",
+        "policies": ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items()),
+    }
+    if summary.training_hidden is not None:
+        rows["overlap"] = f"{summary.training_hidden:.0%} of training hidden behind rollout"
+    if lag := summary.event_loop_lag:
+        rows["event loop"] = f"wakes {lag['mean_ms']:.1f} ms late on average, {lag['max_ms']:.0f} ms at most"
+    if summary.processes:
+        rows["processes"] = _processes(summary)
+    if summary.timeline:
+        rows["timeline"] = f"open in ui.perfetto.dev: {summary.timeline}"
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(Text(f"  {name}", "dim"), Text(text, overflow="fold"))
+    return table
+
+
+def _processes(summary: Summary) -> str:
+    nodes = {process["node"] for process in summary.processes.values()}
+    count = f"{len(summary.processes)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
+    lost = f", {summary.processes_lost} lost, {summary.processes_replaced} replaced" if summary.processes_lost else ""
+    names = ", ".join(f"{name} {process['pid']}" for name, process in summary.processes.items())
+    return f"{count}{lost}: {names}"

@@ -8,6 +8,7 @@ runs/math_team-20260131-142530/
   checkpoints/     what --resume needs
   summary.json     before, after, times, versions
   curve.png        the run at a glance
+  timeline.json    who worked when; open it in ui.perfetto.dev
 """
 
 import re
@@ -60,6 +61,11 @@ class RunFolder:
     def curve(self) -> Path:
         """Picture of the whole run."""
         return self.path / "curve.png"
+
+    @property
+    def timeline(self) -> Path:
+        """Who worked when, for Perfetto."""
+        return self.path / "timeline.json"
 
 
 def make_run_folder(root: Path, name: str, now: datetime) -> RunFolder:

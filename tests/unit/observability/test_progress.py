@@ -28,6 +28,8 @@ def view(step: int, **changes) -> ProgressView:
         "queued": {"solver": 3},
         "versions": {"solver": step, "verifier": step},
         "time_shares": {"rollout": 0.93, "train": 0.42},
+        "training_hidden": 0.83,
+        "processes": 5,
     }
     return ProgressView(step=step, **(shown | changes))
 
@@ -53,8 +55,10 @@ def test_a_log_gets_one_line_per_completed_step():
     progress.stop()
     assert out.getvalue().splitlines() == [
         "math_team: 8 steps",
-        "step 1/8 | success 0.50 | reward solver 0.45, verifier 0.80 | 3120 tokens/s | 0:10, left 1:10",
-        "step 2/8 | success 0.50 | reward solver 0.45, verifier 0.80 | 3120 tokens/s | 0:20, left 1:00",
+        "step 1/8 | success 0.50 | reward solver 0.45, verifier 0.80 | 3120 tokens/s | 83% of training hidden | "
+        "0:10, left 1:10",
+        "step 2/8 | success 0.50 | reward solver 0.45, verifier 0.80 | 3120 tokens/s | 83% of training hidden | "
+        "0:20, left 1:00",
         "evaluating 256 tasks [held-out]",
     ]
     assert out.getvalue().isascii()
@@ -81,6 +85,7 @@ def test_a_terminal_shows_everything():
     for part in (
         "math_team", "step 3/8", "0:30", "left 0:50", "rollout 31/64 episodes", "▃▃▃ 0.50", "3,120 tokens/s",
         "0.450", "0.800", "48", "queued", "93%", "42%", "checkpoint written",
+        "83% of training hidden", "5 processes",
     ):  # fmt: skip
         assert part in shown
 
@@ -123,7 +128,7 @@ def test_nothing_is_known_before_the_first_step():
     progress.start("run", 8)
     progress.stop()
     assert "step 0/8" in out.getvalue()
-    assert "left" not in out.getvalue()
+    assert not {"left", "hidden", "processes"} & set(out.getvalue().split())
     assert line(ProgressView(step=0, steps=8, elapsed_s=0.0)) == "step 0/8 | 0:00"
 
 

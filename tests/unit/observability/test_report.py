@@ -11,13 +11,16 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from flexmarl.observability.curve import panels_of, smooth, spread
-from flexmarl.observability.report import Summary, render_summary, summarise, summary_table
+from flexmarl.observability.history import History
+from flexmarl.observability.report import Summary, render_pictures, render_summary, summarise, summary_table
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import JsonlSink, read_metrics
+from tests.unit.observability.runs import STEP_S, write_command
 
 
 def play(folder: Path, steps: int = 20) -> None:
-    """Writes the metrics of a run whose figures can be checked by eye: success goes from 0.40 to 0.80."""
+    """Writes journal and metrics of a run whose figures can be checked by eye: success goes from 0.40 to 0.80."""
+    write_command(folder / "journal.jsonl", steps=steps, first_pid=10)
     sink = JsonlSink(folder / "metrics.jsonl")
     for step in range(steps + 1):
         done = step / steps
@@ -32,6 +35,10 @@ def play(folder: Path, steps: int = 20) -> None:
                 "rollout/tokens": 5000.0,
                 "time/rollout_s": 1.5,
                 "time/train_s": 1.0,
+                "overlap/training_hidden": 0.9 if step > steps // 2 else 0.6,
+                "overlap/training_s": 2.0 if step > steps // 2 else 1.0,
+                "lag/event_loop_ms": 1.25,
+                "lag/event_loop_max_ms": float(step),
                 "version/solver": step,
                 "version/verifier": step,
             }
@@ -56,7 +63,7 @@ def shown(summary: Summary) -> str:
 
 def test_the_summary_says_before_after_and_what_it_took(tmp_path):
     play(tmp_path)
-    summary = render_summary(tmp_path, wall_s=45.25)
+    render_summary(tmp_path, wall_s=45.25)
     written = json.loads(RunFolder(tmp_path).summary.read_text())
     assert written["eval"]["before"]["success"] == pytest.approx(0.4)
     assert written["eval"]["after"]["success"] == pytest.approx(0.8)
@@ -69,12 +76,54 @@ def test_the_summary_says_before_after_and_what_it_took(tmp_path):
     assert written["policies"] == {"solver": {"version": 20}, "verifier": {"version": 20}}
     assert written["time"] == {"evaluate": 2.0, "rollout": 30.0, "train": 20.0}
     assert (written["wall_s"], written["steps"], written["tokens"]) == (45.25, 20, 100_000)
-    assert set(written) == {"eval", "agents", "policies", "wall_s", "time", "steps", "tokens"}
+    # Ten steps with one second of training, ten with two.
+    assert written["training_hidden"] == 0.8
+    assert written["event_loop_lag"] == {"mean_ms": 1.25, "max_ms": 20.0}
+    assert written["processes"]["engine/solver/0"] == {"pid": 11, "node": "10.0.0.1"}
+    assert (written["processes_lost"], written["processes_replaced"]) == (0, 0)
+    assert Path(written["timeline"]) == RunFolder(tmp_path).timeline
+    assert json.loads(RunFolder(tmp_path).timeline.read_text())["traceEvents"]
+    assert set(written) == {
+        "eval", "agents", "policies", "wall_s", "time", "steps", "tokens", "processes", "processes_lost",
+        "processes_replaced", "training_hidden", "event_loop_lag", "timeline",
+    }  # fmt: skip
 
-    text = shown(summary)
-    assert "success" in text
-    assert "+0.400" in text
-    assert "20 steps, 100,000 tokens in 0:45" in text
+
+def test_the_table_says_the_same_at_a_glance(tmp_path):
+    play(tmp_path)
+    text = shown(render_summary(tmp_path, wall_s=45.25))
+    for part in (
+        "success", "+0.400", "20 steps, 100,000 tokens in 0:45", "solver v20, verifier v20",
+        "80% of training hidden behind rollout", "wakes 1.2 ms late on average, 20 ms at most",
+        "5 on 1 machine: controller 10, engine/solver/0 11", "open in ui.perfetto.dev: ",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_the_table_counts_what_was_lost(tmp_path):
+    play(tmp_path, steps=1)
+    write_command(tmp_path / "journal.jsonl", steps=1, first_pid=20, lost=True)
+    assert "5 on 1 machine, 1 lost, 1 replaced: controller 20, engine/solver/0 120" in shown(render_summary(tmp_path))
+
+
+def test_a_resumed_run_took_as_long_as_all_its_commands(tmp_path):
+    play(tmp_path, steps=5)
+    write_command(tmp_path / "journal.jsonl", steps=3, first_pid=20)
+    assert render_summary(tmp_path, wall_s=13.5).wall_s == 5 * STEP_S + 13.5
+
+
+def test_a_run_that_failed_has_its_pictures_and_no_summary(tmp_path):
+    play(tmp_path, steps=2)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"t":9.0,"event":"torn')
+    render_pictures(tmp_path)
+    assert {"curve.png", "timeline.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_never_began_has_no_pictures(tmp_path):
+    render_pictures(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_clock_of_the_command_the_steps_add_up(tmp_path):
@@ -102,6 +151,7 @@ def test_metrics_find_their_panels_by_their_names(tmp_path):
         "Rounds": ["rounds"],
         "Tool use": ["level_1", "level_2", "level_10"],
         "Time (share of step; phases overlap)": ["evaluate", "rollout", "train"],
+        "Training hidden behind rollout (share)": ["training_hidden"],
         "Speed (sampled tokens per second)": ["tokens"],
     }
     assert panels["Success (share of episodes)"].held_out == {"success": [(0, 0.4), (20, 0.8)]}
@@ -111,6 +161,7 @@ def test_metrics_find_their_panels_by_their_names(tmp_path):
 @pytest.mark.parametrize("lines", ["", '{"step":0,"eval/team/success":0.5}\n', '{"step":7,"reward/a":-1.5}\n'])
 def test_a_run_that_ended_early_has_its_curve_and_summary(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text(lines)
+    (tmp_path / "journal.jsonl").write_text("")
     summary = render_summary(tmp_path)
     assert (tmp_path / "curve.png").stat().st_size > 1000
     assert summary.tokens == 0
@@ -118,7 +169,7 @@ def test_a_run_that_ended_early_has_its_curve_and_summary(tmp_path, lines):
 
 
 def test_a_run_without_evaluation_has_empty_before_and_after():
-    assert summarise({1: {"team/success": 0.5}}).eval == {"before": {}, "after": {}}
+    assert summarise({1: {"team/success": 0.5}}, History()).eval == {"before": {}, "after": {}}
 
 
 @given(st.lists(st.floats(min_value=-1, max_value=2), min_size=1, max_size=8))

@@ -1,0 +1,172 @@
+"""Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.json in ui.perfetto.dev.
+
+    controller        counters; decisions as marks; a lane for each phase, and one for steps
+    trainer/solver    a lane for micro-batches, one for updates
+    engine/solver/0   as many lanes of calls as ran at once
+
+An event that says when it `began` is a slice in the row of its process, with its other fields as arguments. Of the
+events that took no time the decisions are marks: those that give a reason. Events are written as they are read, so the
+length of the run does not matter; who they belong to is written last, when all processes are known.
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexmarl.observability.journal import START, TIMES, read_run
+from flexmarl.observability.lanes import Lanes
+from flexmarl.observability.natural import natural
+from flexmarl.observability.run_folder import RunFolder
+
+CONTROLLER = "controller"
+"""Process of the event loop; events that name no process are its own."""
+DECISIONS = "decisions"
+"""The controller's lane of marks."""
+ORDER = (CONTROLLER, "trainer", "engine")
+"""From top to bottom, by the first part of a process's name; others come last."""
+
+TraceEvent = dict[str, Any]
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_OWN = frozenset({*TIMES, "event"})
+
+
+def render_timeline(run_dir: Path) -> Path:
+    """Reads journal.jsonl of the run folder and writes timeline.json into it; returns its path."""
+    folder = RunFolder(run_dir)
+    with folder.timeline.open("w", encoding="ascii", newline="\n") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        comma = "\n"
+        for event in trace_events(read_run(folder.journal)):
+            file.write(comma + _encode(event))
+            comma = ",\n"
+        file.write("\n]}\n")
+    return folder.timeline
+
+
+def trace_events(entries: Iterable[Mapping[str, Any]]) -> Iterator[TraceEvent]:
+    """Yields the trace of a journal whose entries are on one clock; times are whole microseconds."""
+    rows, untrained = Rows(), Untrained()
+    for entry in entries:
+        if entry["event"] == "process_started":
+            rows.started(entry)
+        if "began" in entry:
+            yield rows.slice(entry)
+        elif "because" in entry:
+            yield rows.mark(entry)
+        for name, values in (*_load(entry), *untrained.after(entry)):
+            yield {"name": name, "ph": "C", "ts": _us(entry["t"]), "pid": rows.controller, "tid": 0, "args": values}
+    yield from rows.named()
+
+
+class Rows:
+    """The processes of a trace and their lanes, each with a number of its own."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._processes: dict[str, int] = {}
+        self._lanes: dict[tuple[str, str], Lanes] = {}
+        self._threads: dict[tuple[str, str, int], int] = {}
+        self._places: dict[str, list[str]] = {}
+        self.controller = self._process(CONTROLLER)
+        """Number of the controller's row."""
+
+    def started(self, entry: Mapping[str, Any]) -> None:
+        """Notes where a process runs; one that was replaced, or started again by a resumed run, has several places."""
+        place = f"pid {entry['pid']} on {entry['node']}"
+        places = self._places.setdefault(entry["process"], [])
+        if place not in places:
+            places.append(place)
+
+    def slice(self, entry: Mapping[str, Any]) -> TraceEvent:
+        """An event that took time."""
+        process, name = entry.get("process", CONTROLLER), _name(entry)
+        ended = _us(entry.get("ended", entry["t"]))
+        began = min(_us(entry["began"]), ended)
+        lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
+        where = {"pid": self._process(process), "tid": self._thread(process, name, lane)}
+        return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(entry)}
+
+    def mark(self, entry: Mapping[str, Any]) -> TraceEvent:
+        """A decision."""
+        where = {"pid": self.controller, "tid": self._thread(CONTROLLER, DECISIONS, 0)}
+        return {"name": _name(entry), "ph": "i", "s": "t", "ts": _us(entry["t"]), **where, "args": _arguments(entry)}
+
+    def named(self) -> Iterator[TraceEvent]:
+        """Names and order of rows and lanes."""
+        for name in self._places:
+            self._process(name)
+        for place, name in enumerate(sorted(self._processes, key=_order)):
+            title = f"{name} ({', then '.join(self._places[name])})" if name in self._places else name
+            yield _metadata("process_name", self._processes[name], 0, name=title)
+            yield _metadata("process_sort_index", self._processes[name], 0, sort_index=place)
+        lanes = sorted(self._threads, key=lambda lane: (lane[1] != DECISIONS, lane))
+        for place, (process, name, lane) in enumerate(lanes):
+            where = self._processes[process], self._threads[process, name, lane]
+            yield _metadata("thread_name", *where, name=f"{name} {lane + 1}" if lane else name)
+            yield _metadata("thread_sort_index", *where, sort_index=place)
+
+    def _process(self, name: str) -> int:
+        if name not in self._processes:
+            self._processes[name] = next(self._numbers)
+        return self._processes[name]
+
+    def _thread(self, process: str, name: str, number: int) -> int:
+        lane = (process, name, number)
+        if lane not in self._threads:
+            self._threads[lane] = next(self._numbers)
+        return self._threads[lane]
+
+
+class Untrained:
+    """Counts the rows of each policy that are READY and in no micro-batch that has ended."""
+
+    def __init__(self) -> None:
+        self._rows: Counter[str] = Counter()
+
+    def after(self, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """The counts, if the event changed them. A command starts at the end of a step, with none."""
+        match entry["event"]:
+            case "group_ready":
+                self._rows.update(entry["samples"])
+            case "micro_batch":
+                self._rows[entry["policy"]] -= entry["rows"]
+            case event if event == START:
+                self._rows = Counter(dict.fromkeys(self._rows, 0))
+            case _:
+                return
+        if self._rows:
+            # A micro-batch may end before the last rows of its group are counted.
+            yield "untrained rows", {policy: max(0, rows) for policy, rows in self._rows.items()}
+
+
+def _load(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """What the monitor saw at one of its looks at the queues."""
+    if entry["event"] == "load":
+        yield "queued calls", entry["queued"]
+        yield "running calls", entry["running"]
+        yield "event loop lag (ms)", {"worst": entry["lag_ms"]}
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return entry.get("phase", entry["event"]).removesuffix("_ended")
+
+
+def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in _OWN}
+
+
+def _metadata(kind: str, process: int, thread: int, **values: Any) -> TraceEvent:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": values}
+
+
+def _order(process: str) -> tuple[int, list[tuple[int, str]]]:
+    kind = process.split("/")[0]
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER), natural(process))
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1_000_000)
