@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, Version
+from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,27 @@ class UpdateReport:
     learning_rate: float
     means: Mapping[str, float] = field(default_factory=dict)
     """`clipped`, `kl_to_sampler`, `entropy`: per weighted token of the rows that went through the model."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """A micro-batch that is in the gradient cache, as its session saw it."""
+
+    policy: PolicyName
+    report: LossReport
+    ended: float
+    """When the report was there, by the event loop's clock."""
+
+    @property
+    def duration_s(self) -> float:
+        """What the trainer was busy with it; one that was sent ahead has waited for its turn before."""
+        return self.report.duration_s
+
+    @property
+    def began(self) -> float:
+        """When the trainer began with it."""
+        return self.ended - self.duration_s
 
 
 class Trainer(Protocol):

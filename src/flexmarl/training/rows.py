@@ -8,7 +8,10 @@ from flexmarl.records import LossReport, MicroBatch, PolicyName, SampleId
 from flexmarl.training.interface import Trainer
 
 AccumulateRows = Callable[[str, Sequence[SampleId]], Awaitable[LossReport]]
-"""Accumulates the rows of these ids as the micro-batch of that id; errors are those of the store and of the trainer."""
+"""Accumulates the rows of these ids as the micro-batch of that id; errors are those of the store and of the trainer.
+
+A call may come before the last one has ended: the trainer takes them in their order.
+"""
 
 
 async def read_micro_batch(

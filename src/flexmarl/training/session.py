@@ -1,5 +1,8 @@
 """Runs one policy's training life for one step: claim, accumulate, step.
 
+  controller   claim a ─ send ─ claim b ─ send ─────── settle a ─ claim c ─ send ─── settle b ...
+  trainer                  ▐██ a ████████████████████▌▐██ b █████████████████████████▌▐██ c ...
+
 consumes       READY rows of the policy, from the experience store
 waits for      `notify_ready` and `close_step`, which the collect loop calls
 produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it
@@ -7,25 +10,28 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
-from flexmarl.records import Divisors, LossReport, PolicyName, RowState, SampleId, Version
-from flexmarl.training.interface import Trainer
+from flexmarl.records import Divisors, PolicyName, RowState, SampleId, Version
+from flexmarl.training.interface import Accumulated, Trainer
 from flexmarl.training.rows import AccumulateRows, accumulate_rows
 
 
-def _ignore(report: LossReport) -> None:
+def _ignore(accumulated: Accumulated) -> None:
     pass
 
 
 class TrainingSession:
     """One policy's trainer in the pipeline. For every step: `accumulate` beside the collect loop, then `finish`.
 
-    When the trainer fails, the claimed rows are READY again and the error goes up; what was accumulated before stays in
-    the trainer's cache and in the store. `accumulate` is given where the trainer reads its rows itself.
+    When the trainer fails, the rows that it has not accumulated are READY again and the error goes up; what was
+    accumulated before stays in the trainer's cache and in the store.
+
+    `accumulate` is given where the trainer reads its rows itself, in another process. It is then sent one micro-batch
+    ahead of the one it works on, so that it need not wait for two commits of the store and two crossings in between.
     """
 
     def __init__(
@@ -37,7 +43,7 @@ class TrainingSession:
         micro_batch: int,
         version: Version,
         accumulate: AccumulateRows | None = None,
-        on_report: Callable[[LossReport], None] = _ignore,
+        on_report: Callable[[Accumulated], None] = _ignore,
     ) -> None:
         self._policy = policy
         self._store = store
@@ -45,6 +51,7 @@ class TrainingSession:
         self._micro_batch = micro_batch
         self._version = version
         self._accumulate_rows = accumulate or partial(accumulate_rows, store, trainer, policy)
+        self._at_once = 1 if accumulate is None else 2
         self._on_report = on_report
         self._wake = asyncio.Event()
         self._closed = False
@@ -72,17 +79,21 @@ class TrainingSession:
         self._wake.set()
 
     async def accumulate(self) -> None:
-        """Feeds READY rows to the trainer; returns when the step is closed and none is left."""
-        while True:
-            closed = self._closed
-            ready = (await self._store.counts(self._policy)).get(RowState.READY, 0)
-            if ready >= self._micro_batch or (closed and ready):
-                await self._accumulate_one()
-            elif closed:
-                return
-            else:
+        """Feeds READY rows to the trainer; returns when the step is closed and none is left.
+
+        A failure goes up when what is under way beside it has ended, be it accumulated or READY again.
+        """
+        under_way: list[asyncio.Task[None]] = []
+        try:
+            while not await self._advance(under_way):
                 await self._wake.wait()
                 self._wake.clear()
+        except asyncio.CancelledError:
+            for task in under_way:
+                task.cancel()
+            raise
+        finally:
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def finish(self, divisors: Divisors) -> Version:
         """Updates the policy from what `accumulate` gathered, and opens the next step; returns the version from now on.
@@ -104,19 +115,46 @@ class TrainingSession:
         self._wake.clear()
         return self._version
 
-    async def _accumulate_one(self) -> None:
-        holder = f"trainer/{self._policy}"
+    async def _advance(self, under_way: list[asyncio.Task[None]]) -> bool:
+        """Does what can be done now; returns whether all of the step's rows are accumulated."""
+        while True:
+            while under_way and under_way[0].done():
+                under_way.pop(0).result()
+            closed = self._closed
+            if len(under_way) == self._at_once:
+                return False
+            if not await self._is_due(closed):
+                return closed and not under_way
+            under_way.append(await self._send())
+
+    async def _is_due(self, closed: bool) -> bool:
+        ready = (await self._store.counts(self._policy)).get(RowState.READY, 0)
+        return ready >= self._micro_batch or (closed and ready > 0)
+
+    async def _send(self) -> asyncio.Task[None]:
+        """Claims rows and has them accumulated; wakes the loop when they are."""
         # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
         batch_id = f"{self.cache}/{self._claims}"
         self._claims += 1
-        ids = await self._store.claim(self._policy, self._micro_batch, holder=holder)
+        ids = await self._store.claim(self._policy, self._micro_batch, holder=_holder(batch_id))
+        task = asyncio.create_task(self._accumulate_one(batch_id, ids), name=f"accumulate-{batch_id}")
+        task.add_done_callback(lambda _: self._wake.set())
+        return task
+
+    async def _accumulate_one(self, batch_id: str, ids: Sequence[SampleId]) -> None:
         try:
             with boundary(TrainingError, f"accumulating micro-batch {batch_id}"):
                 report = await self._accumulate_rows(batch_id, ids)
         except BaseException:
-            await self._store.release(holder=holder)
+            await self._store.release(holder=_holder(batch_id))
             raise
+        ended = asyncio.get_running_loop().time()
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
         self._accumulated += ids
         self._num_tokens += report.num_tokens
-        self._on_report(report)
+        self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
+
+
+def _holder(batch_id: str) -> str:
+    """Who holds the rows of a micro-batch: what one of them gives back, the next one keeps."""
+    return f"trainer/{batch_id}"

@@ -20,6 +20,7 @@ from flexmarl.testing.training import FakeTrainer, check_trainer
 from flexmarl.training.backends.host import TrainerHost, host_trainer
 from flexmarl.training.backends.remote import RemoteTrainer
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import Accumulated
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 from tests.unit.training.conftest import tiny_model
@@ -54,7 +55,7 @@ class Hosted:
         self.worker.hosted = TrainerHost(self.fake, self.store, SOLVER)
         self.trainer = remote(self.worker)
 
-    def session(self) -> TrainingSession:
+    def session(self, on_report: Callable[[Accumulated], None] = lambda _: None) -> TrainingSession:
         return TrainingSession(
             SOLVER,
             self.store,
@@ -62,6 +63,7 @@ class Hosted:
             micro_batch=4,
             version=Version(0),
             accumulate=self.trainer.accumulate_rows,
+            on_report=on_report,
         )
 
 
@@ -100,6 +102,54 @@ def test_the_trainer_reads_its_rows_where_it_is_and_only_ids_cross(make_samples:
         expected = sum(s.weight * s.advantage * s.num_tokens for s in samples) / divisors_of(samples).num_tokens
         assert hosted.fake.weight == pytest.approx(expected, rel=1e-12)
         assert hosted.trainer.last_update == hosted.fake.last_update
+
+    run_virtual(scenario())
+
+
+def test_the_next_micro_batch_is_there_when_the_trainer_has_ended_one(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted, times = Hosted(cost_s=1.0, latency_s=0.5), []
+        session = hosted.session(lambda a: times.append((a.began, a.ended)))
+        await make_ready(hosted.store, make_samples(0, 20)[:14])
+        session.close_step()
+        await session.accumulate()
+        assert times == [(1.0, 5.0), (5.0, 9.0), (9.0, 13.0), (13.0, 15.0)], "crossings take half a second each"
+
+    run_virtual(scenario())
+
+
+def test_a_failed_micro_batch_gives_back_its_rows_and_not_those_of_the_next_which_is_accumulated(
+    make_samples: Samples,
+) -> None:
+    async def scenario() -> None:
+        hosted, samples = Hosted(cost_s=1.0, fail_on=["solver/0/0"]), make_samples(1, 20, weights=(1.0,))[:12]
+        session = hosted.session()
+        await make_ready(hosted.store, samples)
+        session.close_step()
+        with pytest.raises(TrainingError, match="accumulating micro-batch solver/0/0: RuntimeError: scripted failure"):
+            await session.accumulate()
+        assert await hosted.store.counts(SOLVER) == {RowState.READY: 8, RowState.ACCUMULATED: 4}
+
+        await session.accumulate()
+        assert [b.micro_batch_id for b in hosted.fake.accumulated] == [f"solver/0/{i}" for i in (1, 2, 3)]
+        await session.finish(divisors_of(samples))
+        expected = sum(s.weight * s.advantage * s.num_tokens for s in samples) / divisors_of(samples).num_tokens
+        assert hosted.fake.weight == pytest.approx(expected, rel=1e-12)
+
+    run_virtual(scenario())
+
+
+def test_rows_of_cancelled_micro_batches_are_ready_again(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(cost_s=1.0)
+        session = hosted.session()
+        await make_ready(hosted.store, make_samples(2, 20)[:12])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.5):
+                await session.accumulate()
+        assert await hosted.store.counts(SOLVER) == {RowState.READY: 8, RowState.ACCUMULATED: 4}
+        with pytest.raises(TrainingError, match=r"micro-batch solver/0/[12] was cancelled.*--resume"):
+            await session.accumulate()
 
     run_virtual(scenario())
 

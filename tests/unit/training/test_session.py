@@ -15,10 +15,10 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, response_row
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.records import AgentName, Divisors, LossReport, MicroBatch, PolicyName, RowState, Sample, Version
+from flexmarl.records import AgentName, Divisors, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, check_trainer
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import Accumulated, Trainer
 from flexmarl.training.session import TrainingSession
 
 SOLVER = PolicyName("solver")
@@ -39,7 +39,7 @@ async def make_ready(store: SqliteStore, samples: Sequence[Sample]) -> None:
 
 
 def session_of(
-    store: SqliteStore, trainer: Trainer, on_report: Callable[[LossReport], None] = lambda _: None
+    store: SqliteStore, trainer: Trainer, on_report: Callable[[Accumulated], None] = lambda _: None
 ) -> TrainingSession:
     return TrainingSession(SOLVER, store, trainer, micro_batch=4, version=Version(0), on_report=on_report)
 
@@ -64,11 +64,11 @@ def test_micro_batches_are_trained_while_rows_still_arrive(make_samples: Samples
 
     async def check() -> None:
         store, trainer, reports = new_store(), new_trainer(cost_s=0.5), []
-        session = session_of(store, trainer, lambda report: reports.append((now(), report.num_samples)))
+        session = session_of(store, trainer, lambda a: reports.append((a.began, a.ended, a.report.num_samples)))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.accumulate(), name="train")
             tasks.create_task(collect(store, session), name="collect")
-        assert reports == [(6.0, 4), (10.0, 4), (11.0, 2)]
+        assert reports == [(4.0, 6.0, 4), (8.0, 10.0, 4), (10.0, 11.0, 2)]
         assert await store.counts(SOLVER) == {RowState.ACCUMULATED: 10}
         assert {row.cache for row in await store.get([s.turn.sample_id for s in samples])} == {"solver/0"}
 

@@ -37,9 +37,10 @@ class TrainerHost:
             return await self._trainer.accumulate(batch)
 
     async def accumulate_rows(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
-        """Reads the rows, also while the trainer works on others, and accumulates them."""
-        batch = await read_micro_batch(self._store, self._policy, micro_batch_id, ids)
-        return await self.accumulate(batch)
+        """Reads the rows, also while the trainer works on others; accumulates in the order of the calls."""
+        batch = asyncio.create_task(read_micro_batch(self._store, self._policy, micro_batch_id, ids), name="read-rows")
+        async with self._turn:
+            return await self._trainer.accumulate(await batch)
 
     async def step(self, divisors: Divisors) -> tuple[Version, UpdateReport | None]:
         """The new version, and what the update was."""
