@@ -64,3 +64,10 @@ class PoolSettings(BaseModel):
 
     load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is given up.")
     abort_grace_s: float = Field(default=5.0, gt=0, description="How long an aborted request may take to come back.")
+    replacements: int = Field(
+        default=3, ge=0, description="Instances that a run may start in place of lost ones, per policy; 0: none."
+    )
+    start_timeout_s: float = Field(default=300.0, gt=0, description="A replacement that starts for longer is given up.")
+    close_timeout_s: float = Field(
+        default=30.0, gt=0, description="How long a lost instance may take to close before its replacement starts."
+    )

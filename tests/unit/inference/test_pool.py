@@ -207,7 +207,7 @@ def refuse(key):
     ("make", "reason"),
     [
         (lambda: scripted(checksum=lambda key: Checksum("torn")), "has checksum sum:k, but it holds torn"),
-        (lambda: scripted(checksum=refuse), "loading version 3 failed: no room for k"),
+        (lambda: scripted(checksum=refuse), "loading version 3 failed: EngineError: no room for k"),
         (lambda: Slow(lambda one: LETTERS), "loading version 3 took more than 120.0 s"),
     ],
 )

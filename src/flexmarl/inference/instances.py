@@ -1,0 +1,241 @@
+"""Runs the instances of one policy: has them load weights, gives up those that fail, and starts others in their place.
+
+    live --- loaded --> live
+      |
+      '-- died, failed, late, wrong checksum --> lost --> closed --> replacement: started --> loaded --> live
+                                                                        '--> failed: lost, the next one is started
+
+consumes:     published weights, and losses
+waits for:    engines that load, close or start; each for a bounded time
+produces:     live instances, all of which hold the newest weights once `load` has returned
+unblocked by: an engine, or its deadline
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexmarl.errors import EngineError
+from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.observed import LoadRecord, PoolObservers
+from flexmarl.inference.routing import Router
+from flexmarl.inference.settings import PoolSettings
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.records import Generation, PolicyName, Version
+
+Respawn = Callable[[PolicyName, str], Awaitable[WeightedEngine]]
+"""Starts an engine for a new instance, whose name was never used before; the lost one is closed by then."""
+Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+"""Starts a named task that ends with the pool."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """What every instance must hold."""
+
+    version: Version
+    key: ObjectKey
+    expected: Checksum | None
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One replica, and the tasks that wait for it."""
+
+    name: str
+    engine: WeightedEngine
+    version: Version = FIRST_VERSION
+    """The newest that it has acknowledged."""
+    holds: Weights | None = None
+    checksum: Checksum | None = None
+    """Its own, of what it holds."""
+    loading: asyncio.Task[None] | None = None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Cancelled when it is lost."""
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """The task waits for this instance."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def acknowledged(self, answer: Generation) -> None:
+        """Returns when the instance has acknowledged the version of its answer (law 10).
+
+        An answer can overtake the acknowledgement of a load. Raises EngineError if there is no such load.
+        """
+        newest = max(run.version for run in answer.versions)
+        if newest > self.version and self.loading is not None:
+            await asyncio.wait([self.loading])
+        if newest > self.version:
+            raise EngineError(f"it answered with version {newest}, but has acknowledged {self.version}")
+
+
+class Instances:
+    """The instances of one policy. Named `{policy}/{number}`; no number is used twice."""
+
+    def __init__(
+        self,
+        policy: PolicyName,
+        engines: Sequence[WeightedEngine],
+        settings: PoolSettings,
+        *,
+        respawn: Respawn | None,
+        start: Start,
+        on_available: Callable[[], None],
+        observers: PoolObservers,
+    ) -> None:
+        """`on_available` is told when an instance came, or when none will come any more."""
+        self.policy = policy
+        self.live = {f"{policy}/{number}": Instance(f"{policy}/{number}", e) for number, e in enumerate(engines)}
+        self.router = Router(self.live)
+        self.lost: dict[str, str] = {}
+        """Why each instance was given up."""
+        self._settings = settings
+        self._respawn = respawn
+        self._start = start
+        self._on_available = on_available
+        self._observers = observers
+        self._numbers = itertools.count(len(engines))
+        self._replacements_left = settings.replacements if respawn else 0
+        self._replacing = 0
+        self._newest: Weights | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def expected(self) -> bool:
+        """Whether none is live, but one is on its way."""
+        return not self.live and self._replacing > 0
+
+    async def load(self, weights: Weights) -> dict[str, Checksum]:
+        """Every live instance loads; returns what each one that serves now holds. One load at a time.
+
+        An instance that fails, is too slow, or holds other bytes than expected is lost. While none is live, waits for
+        a replacement. Raises EngineError if none is left.
+        """
+        self._newest = weights
+        for instance in self.live.values():
+            instance.loading = self._start(self._reload(instance, weights), f"load-{instance.name}")
+            instance.watch(instance.loading)
+        loads = [instance.loading for instance in self.live.values() if instance.loading is not None]
+        if loads:
+            await asyncio.wait(loads)
+        await self._settled.wait()
+        held = {i.name: i.checksum for i in self.live.values() if i.holds is weights and i.checksum is not None}
+        if not held:
+            raise EngineError(f"no instance of '{self.policy}' serves version {weights.version}: {self.reasons}")
+        return held
+
+    def lose(self, name: str, because: str) -> None:
+        """Gives up an instance: its tasks end, and another one is started if there is one left to start."""
+        instance = self.live.pop(name, None)
+        if instance is None:
+            return
+        self.router.remove(name)
+        self._note_loss(name, because)
+        for task in instance.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if self._replacements_left:
+            self._replacing += 1
+            self._start(self._replace(instance), f"replace-{name}")
+        else:
+            self._start(self._close(instance.engine), f"close-{name}")
+        self._settle()
+
+    @property
+    def reasons(self) -> str:
+        """Why there is no other instance."""
+        return "; ".join(f"{name}: {because}" for name, because in self.lost.items())
+
+    async def _reload(self, instance: Instance, weights: Weights) -> None:
+        if failure := await self._load(instance, weights):
+            self.lose(instance.name, failure)
+
+    async def _load(self, instance: Instance, weights: Weights) -> str:
+        """Has the instance load; returns why it does not hold the weights, or nothing."""
+        clock, what = asyncio.get_running_loop().time, f"version {weights.version}"
+        began, deadline = clock(), asyncio.timeout(self._settings.load_timeout_s)
+        try:
+            async with deadline:
+                held = await instance.engine.load_weights(self.policy, weights.version, weights.key)
+        except Exception as error:
+            # Whatever an engine raises, it is the engine that is lost, not the run.
+            return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"
+        if weights.expected not in (None, held):
+            return f"{what} has checksum {weights.expected}, but it holds {held}"
+        instance.version, instance.holds, instance.checksum = weights.version, weights, held
+        self._observers.on_loaded(
+            LoadRecord(
+                instance=instance.name,
+                policy=self.policy,
+                version=weights.version,
+                checksum=held,
+                began_at=began,
+                ended_at=clock(),
+            )
+        )
+        return ""
+
+    async def _replace(self, old: Instance) -> None:
+        """Starts instances until one serves in place of the old one, or no replacement is left."""
+        clock = asyncio.get_running_loop().time
+        lost_at = clock()
+        try:
+            await self._close(old.engine)
+            while self._replacements_left:
+                self._replacements_left -= 1
+                name = f"{self.policy}/{next(self._numbers)}"
+                if not (failure := await self._join(name)):
+                    version = self.live[name].version
+                    self._observers.on_replaced(old.name, name, version, clock() - lost_at)
+                    return
+                self._note_loss(name, failure)
+        finally:
+            self._replacing -= 1
+            self._settle()
+
+    async def _join(self, name: str) -> str:
+        """Starts an instance, live as soon as it holds the newest weights; returns why it failed, or nothing."""
+        assert self._respawn is not None
+        deadline = asyncio.timeout(self._settings.start_timeout_s)
+        try:
+            async with deadline:
+                instance = Instance(name, await self._respawn(self.policy, name))
+        except Exception as error:
+            return f"starting it {_how(error, deadline, self._settings.start_timeout_s)}"
+        while (weights := self._newest) is not None and instance.holds is not weights:
+            failure = await self._load(instance, weights)
+            # With newer weights, the ones that it was loading may have been released: that is not its failure.
+            if failure and weights is self._newest:
+                await self._close(instance.engine)
+                return failure
+        self.live[name] = instance
+        self.router.add(name)
+        return ""
+
+    async def _close(self, engine: WeightedEngine) -> None:
+        """Closes a lost engine. Why it was lost is known; how it ends, if it does, changes nothing for the run."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._settings.close_timeout_s):
+                await engine.close()
+
+    def _note_loss(self, name: str, because: str) -> None:
+        self.lost[name] = because
+        self._observers.on_lost(name, because)
+
+    def _settle(self) -> None:
+        """Lets those go on who wait for an instance, unless there is reason to wait."""
+        if self.expected:
+            self._settled.clear()
+        else:
+            self._settled.set()
+            self._on_available()
+
+
+def _how(error: Exception, deadline: asyncio.Timeout, patience_s: float) -> str:
+    return f"took more than {patience_s} s" if deadline.expired() else f"failed: {type(error).__name__}: {error}"
