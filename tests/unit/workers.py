@@ -29,6 +29,7 @@ class LocalWorker:
         self._latency_s = latency_s
         self._collects = 0
         self._dead = asyncio.Event()
+        self._hangs = False
 
     async def call(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
@@ -51,6 +52,10 @@ class LocalWorker:
     def die(self) -> None:
         self._dead.set()
 
+    def hang(self) -> None:
+        """From now on nothing comes back."""
+        self._hangs = True
+
     async def _work(self, method: str, args: tuple[Any, ...]) -> Any:
         self._collects += method == "collect"
         self.largest = max(self.largest, self._collects)
@@ -58,6 +63,8 @@ class LocalWorker:
             await asyncio.sleep(self._latency_s)
             answer = await getattr(self.hosted, method)(*args)
             await asyncio.sleep(self._latency_s)
+            if self._hangs:
+                await asyncio.Event().wait()
             return answer
         finally:
             self._collects -= method == "collect"
