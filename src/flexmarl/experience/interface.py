@@ -11,6 +11,8 @@ from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId,
 class ColumnKind(StrEnum):
     """Type of a data column. Numbers are stored by value in the row, the rest by reference in the payload table."""
 
+    __hash__ = str.__hash__  # an enum's own is slow, and every value written or read looks its kind up
+
     INT = "int"
     FLOAT = "float"
     BOOL = "bool"

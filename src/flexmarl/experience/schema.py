@@ -83,13 +83,12 @@ def _check_distinct(what: str, names: Sequence[str], reserved: Sequence[str]) ->
 
 def encode(table: str, column: Column, value: Any) -> Stored:
     """The cell for a value; StoreError if the column's kind does not take it."""
-    codec = CODECS[column.kind]
     try:
-        return codec.encode(value)
+        return CODECS[column.kind].encode(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise StoreError(
             f"table {table!r}, column {column.name!r}: {column.kind} does not take {reprlib.repr(value)}"
-            f"{f' ({error})' if str(error) else ''}; it takes {codec.takes}"
+            f"{f' ({error})' if str(error) else ''}; it takes {CODECS[column.kind].takes}"
         ) from error
 
 
@@ -148,8 +147,11 @@ def _encode_text(value: Any) -> str:
     return str(value)
 
 
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def _encode_json(value: Any) -> str:
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = _JSON.encode(value)
     if json.loads(text) != value:
         raise ValueError(f"it would come back as {reprlib.repr(text)}")
     return text

@@ -1,10 +1,12 @@
 """SQLite file of an experience store, read only: to look into a run while it writes, or after it ended in any way."""
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flexmarl.errors import StoreError
 from flexmarl.experience.backends.store_file import connect_file, explained, read_layout, require_file
 from flexmarl.experience.backends.tables import Tables, query, transaction
 from flexmarl.experience.interface import Column, Row, Table
@@ -50,11 +52,26 @@ class StoreReader:
 
 @contextmanager
 def read_store(path: Path) -> Iterator[StoreReader]:
-    """Opens the store for reading as long as the block lasts."""
+    """Opens the store for reading as long as the block lasts.
+
+    After kill -9 too: what the run acknowledged is there. That takes a folder that can be written, for SQLite's index
+    of the -wal file; in one that cannot, only a store that was closed can be read.
+    """
     require_file(path)
+    mode = "ro" if os.access(path.parent, os.W_OK) else _mode_without_writing(path)
     with explained(path, "opening the experience store"):
-        db = connect_file(path, mode="ro")
+        db = connect_file(path, mode=mode)
     try:
         yield StoreReader(path, db, read_layout(path, db))
     finally:
         db.close()
+
+
+def _mode_without_writing(path: Path) -> str:
+    wal = Path(f"{path}-wal")
+    if wal.exists() and wal.stat().st_size:
+        raise StoreError(
+            f"{path} was not closed and {path.parent} cannot be written, so its newest rows in {wal.name} cannot be "
+            f"read here; copy both files into a folder of yours and read them there"
+        )
+    return "ro&immutable=1"

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
@@ -163,12 +163,12 @@ def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF
     folder = path.parent
-    if primary in (sqlite3.SQLITE_CORRUPT,):
+    if primary == sqlite3.SQLITE_CORRUPT:
         return DAMAGED
     if primary == sqlite3.SQLITE_NOTADB:
         return "this is no SQLite file; name the store of a run (`experience.sqlite` in its folder), or move this away"
     if primary == sqlite3.SQLITE_BUSY:
-        return f"another process holds the write lock: find it with `fuser {path}` and end it{_network_hint(path)}"
+        return f"another process holds the write lock: find it with `fuser {path}` and end it{_hint(path)}"
     if primary == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_WRITE:
         return (
             f"it cannot grow: {_free(folder)} free in {folder}, and the process may have a limit of file size "
@@ -177,7 +177,7 @@ def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
     if not os.access(folder, os.W_OK) or primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         return f"it cannot be written: {folder} must be an existing folder and writable, with its files"
     if primary == sqlite3.SQLITE_IOERR:
-        return f"the disk does not take or give data; what was acknowledged is safe if the disk is{_network_hint(path)}"
+        return f"the disk does not take or give data; what was acknowledged is safe if the disk is{_hint(path)}"
     return "SQLite refused"
 
 
@@ -188,10 +188,17 @@ def _free(folder: Path) -> str:
         return "an unknown space"
 
 
-def _network_hint(path: Path) -> str:
-    """A word on the file system, if it is one on which SQLite cannot lock and share memory reliably."""
-    mounts = [disk for disk in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(disk.mountpoint)]
-    nearest = max(mounts, key=lambda disk: len(disk.mountpoint), default=None)
-    if nearest is None or nearest.fstype not in NETWORK_FILE_SYSTEMS:
+def network_hint(path: Path, file_systems: Mapping[str, str]) -> str:
+    """A word on the file system, if it is one on which SQLite cannot rely on locks and shared memory.
+
+    >>> network_hint(Path("/home/ann/runs/7"), {"/": "ext4", "/home": "nfs4"})
+    '; /home is a network file system (nfs4): put the run folder on a local disk'
+    """
+    mount = max((mount for mount in file_systems if path.is_relative_to(mount)), key=len, default="")
+    if file_systems.get(mount) not in NETWORK_FILE_SYSTEMS:
         return ""
-    return f"; {nearest.mountpoint} is a network file system ({nearest.fstype}): put the run folder on a local disk"
+    return f"; {mount} is a network file system ({file_systems[mount]}): put the run folder on a local disk"
+
+
+def _hint(path: Path) -> str:
+    return network_hint(path.resolve(), {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)})

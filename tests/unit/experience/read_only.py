@@ -1,0 +1,25 @@
+"""A process that tries what needs to write, and reads, in a folder that cannot be written."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from flexmarl.errors import StoreError
+from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.reader import read_store
+from flexmarl.testing.experience import AGENTS, COLUMNS
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    attempts = (
+        lambda: DurableStore.open(path),
+        lambda: DurableStore.join(path),
+        lambda: DurableStore.create(path.with_name("new.sqlite"), agents=AGENTS, columns=COLUMNS),
+    )
+    for attempt in attempts:
+        try:
+            asyncio.run(attempt().close())
+        except StoreError as error:
+            print(error)
+    with read_store(path) as reader:
+        print(reader.query("SELECT count(*) FROM solver"))
