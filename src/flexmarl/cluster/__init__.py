@@ -1,1 +1,1 @@
-"""Who holds which devices. In: what a run asks for. Out: the device a worker may use, and the thread that uses it."""
+"""Processes that hold one object each. In: what a run asks for. Out: live workers, and an event when one dies."""

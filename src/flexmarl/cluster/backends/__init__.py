@@ -1,0 +1,1 @@
+"""Where workers really run. In: worker specs. Out: live processes that hold one object each."""

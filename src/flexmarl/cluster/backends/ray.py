@@ -1,0 +1,322 @@
+"""Ray for the processes of a run: one asynchronous actor per worker, all of them on the controller's machine."""
+
+import asyncio
+import logging
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
+from flexmarl.cluster.hosting import Host, answer, request
+from flexmarl.cluster.interface import Worker, WorkerPlace, WorkerSpec
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.own_thread import OwnThread
+from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.records import WorkerLost
+
+T = TypeVar("T")
+HostActor = ray.remote(Host)
+# Ray gives its own processes 30 s to start and a worker 60.
+START_S = 90.0
+# A placement that is possible takes 0.1 s; more is waiting for somebody else's workers to end.
+PLACE_S = 10.0
+STOP_S = 10.0
+WATCH_S = 0.5
+# More calls to one worker than that wait in Ray.
+CALLS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room for one worker, in a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    gpus: int
+
+
+class RayWorker:
+    """One actor, and the calls to it that are under way."""
+
+    def __init__(
+        self, spec: WorkerSpec, slot: Slot, *, node: str, on_end: Callable[["RayWorker", str | None], None]
+    ) -> None:
+        """`on_end` is told once of the worker's end, and of the reason if that was a loss."""
+        self.slot = slot
+        self._loop = asyncio.get_running_loop()
+        self._spec = spec
+        self._place = WorkerPlace(node=node, pid=0)
+        self._on_end = on_end
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._gone: str | None = None
+        self._actor = start_actor(spec, slot)
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    @property
+    def place(self) -> WorkerPlace:
+        return self._place
+
+    async def start(self) -> None:
+        """Waits for the process."""
+        try:
+            async with asyncio.timeout(START_S):
+                pid = await self._reply(self._actor.pid.remote())
+        except TimeoutError:
+            raise WorkerError(f"{self.name}: Ray did not start its process within {START_S:.0f} s") from None
+        self._place = WorkerPlace(node=self._place.node, pid=pid)
+
+    async def make(self) -> None:
+        """Makes the hosted object in the process; from then on its death is a loss."""
+        answer(await self._reply(self._actor.make.remote(request(self._spec.make))), whose=str(self))
+        self._actor.hold.remote().future().add_done_callback(self._threadsafe(self._died))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self._gone is not None:
+            raise WorkerError(self._gone)
+        return answer(await self._reply(self._actor.call.remote(request(method, *args))), whose=str(self))
+
+    async def stop(self) -> None:
+        self.end("was stopped")
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            await asyncio.to_thread(psutil.Process(self._place.pid).wait, STOP_S)
+
+    def end(self, how: str, *, lost: str | None = None) -> None:
+        """Ends the process, unless that has happened; calls under way and later ones raise WorkerError."""
+        if self._gone is not None:
+            return
+        self._gone = f"{self} {how}"
+        for call in self._pending:
+            settle(call, error=WorkerError(self._gone))
+        with suppress(RayError):
+            ray.kill(self._actor)
+        self._on_end(self, lost)
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self._place.pid} on {self._place.node})"
+
+    async def _reply(self, ref: ray.ObjectRef) -> Any:
+        """What the actor answers. Not `await ref`: that would not notice an end that Ray has not noticed."""
+        call = self._loop.create_future()
+        self._pending.add(call)
+        ref.future().add_done_callback(self._threadsafe(lambda done: self._settle(call, done)))
+        try:
+            return await call
+        finally:
+            self._pending.discard(call)
+
+    def _settle(self, call: asyncio.Future[Any], done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, RayError):
+            error = WorkerError(self._gone or f"{self} failed: {reason(error)}")
+        settle(call, result=None if error else done.result(), error=error)
+
+    def _died(self, hold: Future[Any]) -> None:
+        because = reason(hold.exception())
+        self.end(f"died: {because}", lost=because)
+
+    def _threadsafe(self, then: Callable[[Future[Any]], None]) -> Callable[[Future[Any]], None]:
+        """Calls `then` on the event loop, from whatever thread Ray calls us."""
+
+        def done(future: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, nobody waits
+                self._loop.call_soon_threadsafe(then, future)
+
+        return done
+
+
+class RayCluster:
+    """The processes of one run on Ray, a private one or one that runs on this machine."""
+
+    def __init__(self, settings: ClusterSettings, *, leases: RunLeases, workers: int) -> None:
+        """`workers` is how many live at most at once: a private Ray has room for that many."""
+        self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
+        self._leases = leases
+        if settings.address == "local":
+            self._ray = PrivateRay(leases, workers=workers, accelerators=settings.device != "cpu")
+        else:
+            self._ray = JoinedRay(leases, address=settings.address)
+        self._thread = OwnThread("ray")
+        self._node = ""
+        self._workers: set[RayWorker] = set()
+        self._free: list[Slot] = []
+        self._watch: asyncio.Task[None] | None = None
+        self._trouble: str | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> "RayCluster":
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            await self._ask(self._ray.open, timeout=START_S)
+        except BaseException:
+            await self.close()
+            raise
+        self._node = ray.util.get_node_ip_address()
+        self._watch = asyncio.create_task(self._watch_ray(), name="watch ray")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def spawn(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+        if self._trouble is not None:
+            raise WorkerError(f"no new workers: {self._trouble}")
+        slots = await self._slots([int(spec.device != "cpu") for spec in specs])
+        workers = [RayWorker(*pair, node=self._node, on_end=self._ended) for pair in zip(specs, slots, strict=True)]
+        self._workers.update(workers)
+        try:
+            await all_of(worker.start() for worker in workers)
+            self._leases.add_processes(worker.place.pid for worker in workers)
+            await all_of(worker.make() for worker in workers)
+        except BaseException:
+            await all_of(worker.stop() for worker in workers)
+            raise
+        return list(workers)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for worker in list(self._workers):
+            worker.end("was stopped")
+        with suppress(WorkerError):
+            await self._ask(self._ray.close, timeout=STOP_S)
+        self._thread.close()
+        await asyncio.to_thread(self._leases.end_processes)
+
+    async def _slots(self, gpus: Sequence[int]) -> list[Slot]:
+        """Room for workers with so many accelerators: what ended ones left, and for the others a new group."""
+        found = [self._take(n) for n in gpus]
+        missing = [n for n, slot in zip(gpus, found, strict=True) if slot is None]
+        try:
+            new = (
+                await self._ask(lambda: reserve(missing, node=self._node), timeout=PLACE_S + STOP_S) if missing else []
+            )
+        except BaseException:
+            self._free.extend(slot for slot in found if slot is not None)
+            raise
+        more = iter(new)
+        return [slot or next(more) for slot in found]
+
+    def _take(self, gpus: int) -> Slot | None:
+        for slot in self._free:
+            if slot.gpus == gpus:
+                self._free.remove(slot)
+                return slot
+        return None
+
+    async def _ask(self, work: Callable[[], T], *, timeout: float) -> T:
+        try:
+            return await self._thread.run(work, timeout=timeout)
+        except TimeoutError:
+            raise WorkerError(f"Ray did not answer within {timeout:.0f} s") from None
+
+    def _ended(self, worker: RayWorker, lost: str | None) -> None:
+        self._workers.discard(worker)
+        self._free.append(worker.slot)
+        if lost is not None:
+            place = worker.place
+            event = WorkerLost(name=worker.name, node=place.node, pid=place.pid, because=lost)
+            asyncio.get_running_loop().call_soon(self.on_lost, event)
+
+    async def _watch_ray(self) -> None:
+        """Ends all workers as lost when Ray itself is gone."""
+        while self._trouble is None:
+            await asyncio.sleep(WATCH_S)
+            self._trouble = await asyncio.to_thread(self._ray.trouble)
+        for worker in list(self._workers):
+            worker.end(f"is lost: {self._trouble}", lost=self._trouble)
+
+
+def start_actor(spec: WorkerSpec, slot: Slot) -> Any:
+    """The actor that hosts the worker's object; it is never restarted: what it held would be gone."""
+    return HostActor.options(
+        num_cpus=1,
+        num_gpus=slot.gpus,
+        max_concurrency=CALLS_AT_ONCE,
+        enable_task_events=False,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle),
+    ).remote(path=[os.path.abspath(folder) for folder in sys.path], threads=spec.threads)
+
+
+def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
+    """Room on this machine for workers with so many accelerators, all or none. Raises ConfigError if there is none.
+
+    One machine, because weights travel through its memory and rows are read from its disk.
+    """
+    asked = {"CPU": float(len(gpus)), "GPU": float(sum(gpus))}
+    here = f"node:{node}"
+    has = next((one["Resources"] for one in ray.nodes() if one["Alive"] and here in one["Resources"]), {})
+    if any(has.get(kind, 0.0) < amount for kind, amount in asked.items()):
+        raise ConfigError(f"no room for {len(gpus)} more workers on {node}: {shortage(asked, has)}")
+    bundles = [{"CPU": 1.0, "GPU": float(n), here: 0.001} for n in gpus]
+    group = placement_group([{k: v for k, v in bundle.items() if v} for bundle in bundles], strategy="STRICT_PACK")
+    if not group.wait(PLACE_S):
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise ConfigError(
+            f"no room for {len(gpus)} more workers on {node} within {PLACE_S:.0f} s: {shortage(asked, has)}; "
+            f"free in all of Ray now: {amounts(free)}"
+        )
+    return [Slot(group, bundle, n) for bundle, n in enumerate(gpus)]
+
+
+def shortage(asked: Mapping[str, float], has: Mapping[str, float]) -> str:
+    """What a placement needs, what there is, and what would help."""
+    return (
+        f"they need {amounts(asked)} (one CPU each, and with cluster.device=cuda one GPU), it has {amounts(has)}; "
+        "use fewer instances, cluster.device=cpu, or cluster.address=local, which has a CPU for every worker"
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """CPUs and GPUs in words.
+
+    >>> amounts({"CPU": 2.0, "memory": 1e9})
+    '2 CPU and 0 GPU'
+    """
+    return f"{resources.get('CPU', 0):g} CPU and {resources.get('GPU', 0):g} GPU"
+
+
+def reason(error: BaseException | None) -> str:
+    """Why an actor is gone, in few words; Ray names the same causes for every death that it did not order."""
+    text = " ".join(str(error).split())
+    if "low on memory" in text or "memory usage threshold" in text:
+        return "Ray ended it because this machine ran out of memory; use smaller models, batches or fewer instances"
+    if "unexpected" in text and "connection error" in text:
+        return "its process was killed (by hand, or because memory ran out) or crashed"
+    detail = re.search(r"Worker exit detail: (.*)", text)
+    return (detail[1] if detail else text)[:500]
+
+
+def settle(call: asyncio.Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
+    """Gives a call its outcome, unless its caller left or it has one."""
+    if call.done():
+        return
+    if error is None:
+        call.set_result(result)
+    else:
+        call.set_exception(error)
+
+
+async def all_of(work: Iterable[Awaitable[object]]) -> None:
+    """Waits for all of it to end, then raises the first error."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,124 @@
+"""Ray as this process reaches it: a private one, started here and ended here, or one that runs on this machine."""
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.errors import ConfigError
+
+CONNECT_S = 5.0
+# Least that Ray takes is 75 MiB; next to nothing goes through its store, weights least of all.
+STORE_BYTES = 80 * 2**20
+# Ray reads a token once per process, so a second Ray of ours must ask for the same one.
+TOKEN = secrets.token_hex(32)
+PRIVATE = {
+    # Ray listens on the network and runs what it is sent, so it wants a token; without ours it keeps one in ~/.ray.
+    "RAY_AUTH_TOKEN": TOKEN,
+    # Ray nices its workers to 15: on a busy machine the run's own work would come last.
+    "RAY_worker_niceness": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Else a worker without an accelerator gets CUDA_VISIBLE_DEVICES changed.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class PrivateRay:
+    """A Ray for this run alone, with as many CPUs as it has workers: that many fit, however few cores there are."""
+
+    def __init__(self, leases: RunLeases, *, workers: int, accelerators: bool) -> None:
+        self._leases = leases
+        self._workers = workers
+        self._accelerators = accelerators
+        self._vital: list[psutil.Process] = []
+
+    def open(self) -> None:
+        """Starts it; about three seconds, most of them Ray's own helpers on few cores."""
+        before = set(psutil.Process().children(recursive=True))
+        with environment(PRIVATE):
+            ray.init(
+                "local",
+                namespace=self._leases.folder.name,
+                num_cpus=self._workers,
+                num_gpus=None if self._accelerators else 0,
+                object_store_memory=STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(self._folder),
+            )
+        started = [process for process in psutil.Process().children(recursive=True) if process not in before]
+        self._leases.add_processes(process.pid for process in started)
+        self._vital = [process for process in started if process.name() in ("gcs_server", "raylet")]
+
+    def trouble(self) -> str | None:
+        """Why it is no more, if so. Ray itself notices after 15 to 60 seconds, and then ends this process."""
+        for process in self._vital:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return f"Ray's {process.name()} (pid {process.pid}) ended"
+        return None
+
+    def close(self) -> None:
+        """Ends it and removes its files."""
+        ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _folder(self) -> Path:
+        return self._leases.folder / "ray"
+
+
+class JoinedRay:
+    """A Ray that somebody else started: it stays as it is, with nothing of ours after `close`."""
+
+    def __init__(self, leases: RunLeases, *, address: str) -> None:
+        self._leases = leases
+        self._address = address
+
+    def open(self) -> None:
+        """Connects. Raises ConfigError if nobody listens there, or no Ray with a node on this machine."""
+        if trouble := self.trouble():
+            raise ConfigError(f"cluster.address={self._address}: {trouble}; {self._advice}")
+        try:
+            ray.init(self._address, namespace=self._leases.folder.name, log_to_driver=False, configure_logging=False)
+        except Exception as error:
+            raise ConfigError(f"cluster.address={self._address}: cannot join: {error}; {self._advice}") from error
+
+    def trouble(self) -> str | None:
+        """Why it cannot be reached, if so."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except OSError as error:
+            return f"Ray at {self._address} does not answer: {error}"
+        return None
+
+    def close(self) -> None:
+        """Leaves it; Ray ends what belongs to us."""
+        ray.shutdown()
+
+    @property
+    def _advice(self) -> str:
+        return (
+            "start it with `ray start --head` on this machine, or use cluster.address=local for a Ray of the run's own"
+        )
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for processes that are started inside the block; takes back what else the block changes."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
