@@ -13,6 +13,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.kv_slots import row_blocks
 from flexmarl.objects.interface import checksum
 from flexmarl.records import FinishReason, Version, VersionRun
+from flexmarl.training.backends.onednn import use_onednn
 from tests.unit.inference import models as tiny
 from tests.unit.inference.models import request, run
 
@@ -45,11 +46,20 @@ def worst(model, requests, answers):
     return worst_one, tokens
 
 
-@pytest.mark.parametrize("make_model", [tiny.qwen3, tiny.llama])
-def test_logprobs_of_ragged_batches_are_those_of_a_plain_forward(make_model):
+def qwen3_on_onednn():
+    model = tiny.qwen3()
+    use_onednn(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_served", "make_plain"),
+    [(tiny.qwen3, tiny.qwen3), (tiny.llama, tiny.llama), (qwen3_on_onednn, tiny.qwen3)],
+)
+def test_logprobs_of_ragged_batches_are_those_of_a_plain_forward(make_served, make_plain):
     requests = ragged(40)
-    answers = run(EngineCore(make_model(), tiny.settings(slots=7)), requests)
-    difference, tokens = worst(make_model(), requests, answers)
+    answers = run(EngineCore(make_served(), tiny.settings(slots=20)), requests)
+    difference, tokens = worst(make_plain(), requests, answers)
     assert tokens > 1000
     assert difference < TOLERANCE
     assert all(len(answers[one.request_id].response_ids) == one.sampling.max_tokens for one in requests)
@@ -211,28 +221,32 @@ requests_in_company = st.lists(
     min_size=1,
     max_size=10,
 )
-CORE = EngineCore(tiny.qwen3(), tiny.settings(slots=5, max_len=64), deterministic=True)
+CORE, ONEDNN_CORE = (
+    EngineCore(make_model(), tiny.settings(slots=5, max_len=64), deterministic=True)
+    for make_model in (tiny.qwen3, qwen3_on_onednn)
+)
 
 
 @law(max_examples=40, deadline=None)
-@given(requests_in_company, st.integers(0, 100))
-@example([(1, 5, {}, 0)] * 4, 0)  # the subject in the fifth row
-def test_deterministic_mode_gives_the_same_bits_in_any_company(company, seed):
+@given(st.sampled_from([CORE, ONEDNN_CORE]), requests_in_company, st.integers(0, 100))
+@example(CORE, [(1, 5, {}, 0)] * 4, 0)  # the subject in the fifth row
+@example(ONEDNN_CORE, [(1, 5, {}, 0)] * 4, 0)
+def test_deterministic_mode_gives_the_same_bits_in_any_company(core, company, seed):
     """Law 6: neither who else is in the batch nor when requests arrive changes one bit."""
     subject = request("subject", [7, 8, 9, 10, 11], seed=77, max_tokens=14, top_p=0.95)
-    alone = run(CORE, [subject])["subject"]
+    alone = run(core, [subject])["subject"]
     rng = np.random.default_rng(seed)
     place = int(rng.integers(0, len(company) + 1))
     done = []
     for index in range(len(company) + 1):
         if index == place:
-            CORE.add(subject)
+            core.add(subject)
         if index < len(company):
             size, tokens, sampling, wait = company[index]
-            CORE.add(request(index, rng.integers(0, tiny.VOCABULARY, size), seed=index, max_tokens=tokens, **sampling))
+            core.add(request(index, rng.integers(0, tiny.VOCABULARY, size), seed=index, max_tokens=tokens, **sampling))
             for _ in range(wait):
-                done += CORE.step()
-    answers = run(CORE) | {answer.request_id: answer for answer in done}
+                done += core.step()
+    answers = run(core) | {answer.request_id: answer for answer in done}
     same = answers["subject"]
     assert same.response_ids.tobytes() == alone.response_ids.tobytes()
     assert same.logprobs.tobytes() == alone.logprobs.tobytes()

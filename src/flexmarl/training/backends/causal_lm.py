@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexmarl.errors import ConfigError, TrainingError, boundary
+from flexmarl.training.backends.onednn import use_onednn
 from flexmarl.training.batching import PaddedRows
 from flexmarl.training.settings import Dtype, UpdateSettings
 
@@ -24,7 +25,9 @@ DTYPES: dict[Dtype, torch.dtype] = {
 def load_model(source: str | Path, dtype: Dtype = "float32") -> PreTrainedModel:
     """A causal LM, on the CPU, from a Hugging Face folder or name. Raises ConfigError."""
     with boundary(ConfigError, f"loading the model '{source}'"):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+    use_onednn(model)
+    return model
 
 
 def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bool) -> None:
