@@ -1,18 +1,16 @@
 """Decides what a journal says about the commands and the processes of a run.
 
-| event             | fields                    | meaning                                                           |
-|-------------------|---------------------------|-------------------------------------------------------------------|
-| `run_started`     |                           | a command begins; its clock starts at about 0                     |
-| `process_started` | `process`, `pid`, `node`  | a process runs; under a name that was lost, it is a replacement   |
-| `process_lost`    | `process`, `because`      | it died, and nobody had stopped it                                |
-| `instance_lost`   | `instance`, `because`     | the pool gave up the instance of process `engine/{instance}`      |
+| event               | fields                   | meaning                                                         |
+|---------------------|--------------------------|-----------------------------------------------------------------|
+| `process_started`   | `process`, `pid`, `node` | a process runs; under a name that was lost, it is a replacement |
+| `worker_lost`       | `process`, `because`     | it died, and nobody had stopped it                              |
+| `instance_lost`     | `instance`, `because`    | the pool gave up the instance of process `engine/{instance}`    |
+| `instance_replaced` | `instance`, `replaces`   | another instance serves in place of one that was lost           |
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from flexmarl.observability.journal import START
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,11 +18,11 @@ class History:
     """The commands and the processes of a run."""
 
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, `pid` and `node` of each process of the last command; the newest where one was replaced."""
+    """By name, `pid` and `node` of each process of the last command that was not lost."""
     lost: int = 0
     """How often a process was lost, in all commands."""
     replaced: int = 0
-    """How many of them were started again."""
+    """How many of them had a successor."""
     earlier_s: float = 0.0
     """Seconds that all commands before the last one took."""
     missing: set[str] = field(default_factory=set)
@@ -32,21 +30,23 @@ class History:
 
 
 def history_of(entries: Iterable[Mapping[str, Any]]) -> History:
-    """Reads a journal whose entries are on one clock."""
-    history, latest = History(), 0.0
+    """Reads a journal as `read_run` yields it."""
+    history, command, latest = History(), 1, 0.0
     for entry in entries:
+        if entry["command"] != command:
+            command = entry["command"]
+            history.processes, history.missing, history.earlier_s = {}, set(), latest
         match entry["event"]:
-            case event if event == START:
-                history.processes, history.missing, history.earlier_s = {}, set(), latest
             case "process_started":
                 history.processes[entry["process"]] = {"pid": entry["pid"], "node": entry["node"]}
-                history.replaced += entry["process"] in history.missing
-                history.missing.discard(entry["process"])
-            case "process_lost":
+                _replace(history, entry["process"])
+            case "worker_lost":
                 _lose(history, entry["process"])
             case "instance_lost":
                 _lose(history, f"engine/{entry['instance']}")
-        latest = entry["t"]
+            case "instance_replaced":
+                _replace(history, f"engine/{entry['replaces']}")
+        latest = max(latest, entry["t"])
     return history
 
 
@@ -54,3 +54,9 @@ def _lose(history: History, process: str) -> None:
     """One loss may be told twice: by the cluster, whose process it was, and by the pool, whose instance it was."""
     history.lost += process not in history.missing
     history.missing.add(process)
+    history.processes.pop(process, None)
+
+
+def _replace(history: History, process: str) -> None:
+    history.replaced += process in history.missing
+    history.missing.discard(process)

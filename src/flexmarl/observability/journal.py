@@ -10,9 +10,10 @@ What took time also says when it began, by `journal.now()`, and in which process
 
     journal.event("updated", process="trainer/solver", began=began, version=4)
 
-`t` is its end, or `ended` where that was earlier. Each command of a run starts with the event `run_started`.
+`t` is its end, or `ended` where that was earlier.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +23,10 @@ from flexmarl.observability.jsonl import append_lines, read_lines
 from flexmarl.observability.plain import plain
 
 START = "run_started"
-"""First event of each command that works on a run."""
+"""An event of each command that works on a run; the first, but for what it found when it began."""
 TIMES = ("t", "began", "ended")
 """Fields that are moments; all by the clock of their command."""
-_RESERVED = ("t", "event")
+_RESERVED = ("t", "event", "command")
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -46,6 +47,10 @@ class Journal:
     def now(self) -> float:
         """The moment by the journal's clock: what `began` and `ended` of an event are."""
         return round(self._clock(), 6)
+
+    def moment(self, loop_time: float) -> float:
+        """A moment of the running event loop's clock, by the journal's."""
+        return round(self._clock() - (asyncio.get_running_loop().time() - loop_time), 6)
 
     def event(self, event: str, /, *, because: str = "", **fields: Any) -> None:
         """Writes one line: what happened, why (wherever somebody decided), and the event's own fields."""
@@ -86,13 +91,19 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_run(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of all commands on one clock: each command's goes on where the one before stopped."""
-    offset = latest = 0.0
+    """Yields the events of all commands on one clock: each command's goes on where the one before stopped.
+
+    Each event says the number of its `command`, from 1. A command begins with `run_started`, or where the time goes
+    back: before that event it may have said what it found of the command before.
+    """
+    command, offset, latest, previous, started = 1, 0.0, 0.0, 0.0, False
     for entry in read_journal(path):
-        if entry["event"] == START:
-            offset = latest
+        is_start = entry["event"] == START
+        if entry["t"] < previous or (is_start and started):
+            command, offset, started = command + 1, latest, False
+        started, previous = started or is_start, entry["t"]
         for name in TIMES:
             if isinstance(entry.get(name), (int, float)):
                 entry[name] = round(entry[name] + offset, 6)
         latest = max(latest, entry["t"])
-        yield entry
+        yield entry | {"command": command}

@@ -1,6 +1,6 @@
 """Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.json in ui.perfetto.dev.
 
-    controller        counters; decisions as marks; a lane for each phase, and one for steps
+    controller        counters; decisions as marks; a lane for steps, for rollout, for each other phase
     trainer/solver    a lane for micro-batches, one for updates
     engine/solver/0   as many lanes of calls as ran at once
 
@@ -31,7 +31,7 @@ ORDER = (CONTROLLER, "trainer", "engine")
 TraceEvent = dict[str, Any]
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_OWN = frozenset({*TIMES, "event"})
+_OWN = frozenset({*TIMES, "event", "command"})
 
 
 def render_timeline(run_dir: Path) -> Path:
@@ -57,7 +57,7 @@ def trace_events(entries: Iterable[Mapping[str, Any]]) -> Iterator[TraceEvent]:
             yield rows.slice(entry)
         elif "because" in entry:
             yield rows.mark(entry)
-        for name, values in (*_load(entry), *untrained.after(entry)):
+        for name, values in (*_queues(entry), *untrained.after(entry)):
             yield {"name": name, "ph": "C", "ts": _us(entry["t"]), "pid": rows.controller, "tid": 0, "args": values}
     yield from rows.named()
 
@@ -143,16 +143,16 @@ class Untrained:
             yield "untrained rows", {policy: max(0, rows) for policy, rows in self._rows.items()}
 
 
-def _load(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float]]]:
+def _queues(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float]]]:
     """What the monitor saw at one of its looks at the queues."""
-    if entry["event"] == "load":
+    if entry["event"] == "queues":
         yield "queued calls", entry["queued"]
         yield "running calls", entry["running"]
         yield "event loop lag (ms)", {"worst": entry["lag_ms"]}
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    return entry.get("phase", entry["event"]).removesuffix("_ended")
+    return entry["event"].removesuffix("_ended")
 
 
 def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:

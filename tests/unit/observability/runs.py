@@ -38,7 +38,7 @@ def write_command(path: Path, *, steps: int, first_pid: int, lost: bool = False)
             journal.event(event, **fields)
     if lost:
         journal.event("instance_lost", instance="solver/0", because="WorkerError: process 11 is gone")
-        journal.event("process_lost", process="engine/solver/0", because="killed by signal 9")
+        journal.event("worker_lost", process="engine/solver/0", because="killed by signal 9")
         journal.event("process_started", process="engine/solver/0", pid=first_pid + 100, node="10.0.0.1")
     journal.close()
     return hand.time
@@ -66,11 +66,11 @@ def _step(start: float, step: int) -> Iterator[tuple[float, str, dict]]:
                 "tokens": 96.0, "micro_batch": f"{policy}/{step}/{number}", "duration_s": 0.39,
             }  # fmt: skip
         yield start + 3.9, "updated", {"process": f"trainer/{policy}", "began": start + 3.62, "policy": policy}
-    yield start + 3.0, "phase_ended", {"process": "controller", "began": start, "phase": "rollout", "step": step}
+    yield start + 3.0, "rollout_ended", {"process": "controller", "began": start, "step": step}
     yield start + 4.0, "step_ended", {"process": "controller", "began": start, "step": step}
     for look in range(16):
         busy = max(0, 24 - look * 2)
-        yield start + look / 4, "load", {
+        yield start + look / 4, "queues", {
             "queued": {"solver": busy // 2, "verifier": 0}, "running": {"solver": busy, "verifier": busy // 3},
             "lag_ms": 1.5,
         }  # fmt: skip

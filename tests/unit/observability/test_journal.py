@@ -1,3 +1,4 @@
+import asyncio
 import json
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from flexmarl.errors import EngineError, FlexmarlError
 from flexmarl.observability.journal import Journal, MemoryJournal, read_journal
 from flexmarl.observability.plain import MAX_ARRAY, MAX_TEXT, plain
 from flexmarl.observability.secrets import is_secret_key, masked
+from flexmarl.simulator.virtual_time import run_virtual
 
 SECRET = "TOPSECRET5f3a9c"
 
@@ -141,6 +143,18 @@ def test_a_spoiled_line_in_the_middle_is_an_error_that_names_it(tmp_path):
 def test_a_field_cannot_hide_the_time():
     with pytest.raises(ValueError, match="'t' of event 'a'"):
         MemoryJournal().event("a", t=3)
+
+
+def test_moments_of_the_event_loop_become_moments_of_the_journal():
+    async def scenario():
+        time = asyncio.get_running_loop().time
+        await asyncio.sleep(5)
+        journal = MemoryJournal(lambda: time() - 5)
+        began = time()
+        await asyncio.sleep(2)
+        assert (journal.moment(began), journal.now()) == (0.0, 2.0)
+
+    run_virtual(scenario())
 
 
 def test_events_are_found_by_name():

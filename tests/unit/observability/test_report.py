@@ -103,7 +103,7 @@ def test_the_table_says_the_same_at_a_glance(tmp_path):
 def test_the_table_counts_what_was_lost(tmp_path):
     play(tmp_path, steps=1)
     write_command(tmp_path / "journal.jsonl", steps=1, first_pid=20, lost=True)
-    assert "5 on 1 machine, 1 lost, 1 replaced: controller 20, engine/solver/0 120" in shown(render_summary(tmp_path))
+    assert "5 on 1 machine, 1 lost, 1 replaced: controller 20, engine/verifier/0 22" in shown(render_summary(tmp_path))
 
 
 def test_a_resumed_run_took_as_long_as_all_its_commands(tmp_path):

@@ -100,7 +100,7 @@ def test_every_event_that_took_time_is_a_slice_with_its_fields(folder):
 def test_decisions_are_marks_and_what_only_happened_is_not(folder):
     write_command(folder.journal, steps=1, first_pid=10, lost=True)
     marks = [event for event in timeline(folder) if event["ph"] == "i"]
-    assert {event["name"] for event in marks} == {"run_started", "group_ready", "instance_lost", "process_lost"}
+    assert {event["name"] for event in marks} == {"run_started", "group_ready", "instance_lost", "worker_lost"}
     assert marks[-1]["args"] == {"because": "killed by signal 9", "process": "engine/solver/0"}
 
 
