@@ -194,7 +194,7 @@ class ScriptedRun:
         """By the number of steps done."""
         self.outcome: RunOutcome | None = None
         self.said: list[str] = []
-        """What went to the screen."""
+        """What a resumption tells the user."""
         self._folder = folder
         self._resumes = folder is not None and (store is not None or any(folder.glob("step-*")))
         if folder is None and self.settings.checkpoint.every:
