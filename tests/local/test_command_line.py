@@ -44,8 +44,10 @@ def weights(run: Path, step: int, policy: str = "one") -> dict[str, torch.Tensor
 
 def test_train_leaves_everything_in_the_folder_that_it_prints_last(flexmarl, config):
     folder = Path(flexmarl("train", config)[-1])
-    left = {"config.yaml", "journal.jsonl", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json", "curve.png"}
-    assert {file.name for file in folder.iterdir()} == left
+    settings = {"config.yaml"}
+    as_it_happens = {"journal.jsonl", "experience.sqlite", "experience.sqlite.owner", "metrics.jsonl", "tensorboard"}
+    at_the_end = {"checkpoints", "summary.json", "curve.png", "timeline.json"}
+    assert {file.name for file in folder.iterdir()} == settings | as_it_happens | at_the_end
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["policies"] == {"one": {"version": 2}}

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from flexmarl.training.backends.single import SingleProcessTrainer
 
 
 @asynccontextmanager
-async def inline_world(blueprint: Blueprint, store: ExperienceStore) -> AsyncIterator[World]:
+async def inline_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AsyncIterator[World]:
     """Makes engines and trainers in this process; leaving the block ends them."""
     settings, cluster = blueprint.settings, blueprint.settings.cluster
     if cluster.threads is not None:

@@ -1,21 +1,24 @@
 """One command's life: train, evaluate or export, from settings to what is left on disk."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
 from rich.console import Console
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.wiring import initial_versions, make_evaluator, wire
-from flexmarl.assemble.world import open_world
+from flexmarl.assemble.wiring import initial_versions, journal_start, make_evaluator, watch_workers, wire
+from flexmarl.assemble.world import World, open_world
 from flexmarl.config import RunSettings
 from flexmarl.config.load import read_yaml
 from flexmarl.errors import CheckpointError, ConfigError, boundary
+from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
@@ -23,12 +26,13 @@ from flexmarl.observability.backends.tensorboard import TensorBoardSink
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import progress_on
-from flexmarl.observability.report import Summary, render_summary, summary_table
+from flexmarl.observability.report import Summary, render_pictures, render_summary, summary_table
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.rollout.player import Player
 
@@ -51,22 +55,40 @@ class Run:
         return self._folder.path
 
     def train(self, console: Console) -> Summary:
-        """Trains to the last step; returns the summary, which is also printed and in the folder."""
+        """Trains to the last step; returns the summary, which is also printed and in the folder.
+
+        A run that fails or is stopped leaves its pictures too.
+        """
         started = datetime.now()
-        asyncio.run(self._train(console))
+        try:
+            asyncio.run(self._train(console))
+        except BaseException:
+            render_pictures(self.folder)
+            raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
         console.print(summary_table(summary))
         return summary
 
     async def _train(self, console: Console) -> None:
-        async with open_world(self._blueprint, memory_store(self._blueprint)) as world, AsyncExitStack() as stack:
+        settings, folder = self._settings, self._folder
+        path = folder.store if settings.store.type == "sqlite" else None
+        async with AsyncExitStack() as stack:
             clock = run_clock()
-            journal = Journal(self._folder.journal, clock)
+            journal = Journal(folder.journal, clock)
             stack.callback(journal.close)
-            metrics = Metrics(clock, [JsonlSink(self._folder.metrics), TensorBoardSink(self._folder.tensorboard)])
+            metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
-            checkpoints = Checkpoints(self._folder.checkpoints, keep=self._settings.checkpoint.keep)
-            start = await checkpoints.load(world.trainers) if self._resumed else None
+            with console.status(f"starting the {settings.cluster.backend} world"):
+                store = open_store(self._blueprint, path)
+                world = await stack.enter_async_context(open_world(self._blueprint, store, path))
+            journal_start(self._blueprint, world, journal)
+            checkpoints = Checkpoints(
+                folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
+            )
+            start = None
+            if self._resumed:
+                start = await resume(checkpoints, world.trainers, store, journal=journal, say=console.print)
+            lost = watch_workers(world, journal)
             orchestrator, monitor = wire(
                 self._blueprint,
                 world,
@@ -76,17 +98,34 @@ class Run:
                 checkpoints=checkpoints,
                 start=start,
             )
-            watching = asyncio.create_task(monitor.watch(), name="monitor")
             try:
-                await orchestrator.run()
+                await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, journal=journal)
             except BaseException as error:
                 journal.event("run_failed", because=f"{type(error).__name__}: {error}")
                 raise
-            finally:
-                watching.cancel()
-                (ended,) = await asyncio.gather(watching, return_exceptions=True)
-                if isinstance(ended, Exception):
-                    journal.event("monitor_failed", because=f"{type(ended).__name__}: {ended}")
+
+
+async def until_lost(
+    running: Coroutine[Any, Any, object],
+    *,
+    beside: Coroutine[Any, Any, None],
+    lost: "asyncio.Future[None]",
+    journal: Journal,
+) -> None:
+    """Awaits the run, with the monitor beside it; raises at once when `lost` does."""
+    run = asyncio.create_task(running, name="orchestrator")
+    watching = asyncio.create_task(beside, name="monitor")
+    try:
+        await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+        await run
+    finally:
+        for task in (run, watching):
+            task.cancel()
+        _, ended = await asyncio.gather(run, watching, return_exceptions=True)
+        if isinstance(ended, Exception):
+            journal.event("monitor_failed", because=f"{type(ended).__name__}: {ended}")
 
 
 def run_clock() -> Callable[[], float]:
@@ -96,22 +135,22 @@ def run_clock() -> Callable[[], float]:
     return lambda: time() - started
 
 
-def assemble_run(settings: RunSettings, *, resume: Path | None = None) -> Run:
-    """A new run in a folder of its own, or the one that `resume` holds, going on."""
+def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
+    """A new run in a folder of its own, or the one in `going_on`, resumed."""
     if not settings.trained:
         raise ConfigError(
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
             f"set trainable: true on one, or use `flexmarl eval`"
         )
     blueprint = draw_up(settings)
-    if resume is None:
+    if going_on is None:
         with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
             folder = make_run_folder(settings.out, settings.name, datetime.now())
         folder.config.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     else:
-        folder = RunFolder(resume)
+        folder = RunFolder(going_on)
         check_same_run(settings, folder)
-    return Run(blueprint, folder, resumed=resume is not None)
+    return Run(blueprint, folder, resumed=going_on is not None)
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
@@ -136,7 +175,7 @@ def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation
 
 async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluation:
     settings = blueprint.settings
-    async with open_world(blueprint, memory_store(blueprint)) as world:
+    async with scratch_world(blueprint) as world:
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
         versions = Versions(initial_versions(settings, start))
         journal = Journal(None, run_clock())
@@ -161,13 +200,25 @@ def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list
 
 
 async def _export_policies(blueprint: Blueprint, folder: Path, out: Path) -> list[Path]:
-    async with open_world(blueprint, memory_store(blueprint)) as world:
+    async with scratch_world(blueprint) as world:
         await Checkpoints(folder, keep=1).load(world.trainers)
         for policy, trainer in world.trainers.items():
-            await trainer.export(out / policy)
+            await trainer.export((out / policy).absolute())
         return [out / policy for policy in world.trainers]
 
 
-def memory_store(blueprint: Blueprint) -> ExperienceStore:
-    """A store that is gone with the process."""
-    return SqliteStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
+@asynccontextmanager
+async def scratch_world(blueprint: Blueprint) -> AsyncIterator[World]:
+    """A world whose store is gone afterwards."""
+    with TemporaryDirectory(prefix="flexmarl-") as folder:
+        path = Path(folder) / "experience.sqlite"
+        async with open_world(blueprint, open_store(blueprint, path), path) as world:
+            yield world
+
+
+def open_store(blueprint: Blueprint, path: Path | None) -> ExperienceStore:
+    """The store of a run: in a file, which a resumed run has already, or without a path in memory."""
+    agents = list(blueprint.team.agents)
+    if path is None:
+        return SqliteStore(agents=agents, columns=TURN_COLUMNS)
+    return DurableStore.open(path) if path.exists() else DurableStore.create(path, agents=agents, columns=TURN_COLUMNS)

@@ -1,10 +1,15 @@
 """Joins a world's parts to the orchestrator of one run; the same for every world."""
 
+import asyncio
+import os
+import platform
 from functools import partial
 
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import World
+from flexmarl.cluster.interface import WorkerPlace, WorkerRole
 from flexmarl.config import RunSettings
+from flexmarl.errors import TrainingError
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import Progress
@@ -13,11 +18,12 @@ from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.evaluate import Evaluator
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.run import Orchestrator, Parts
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import PolicyName, Version
+from flexmarl.records import PolicyName, Version, WorkerLost
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
@@ -36,19 +42,10 @@ def wire(
 ) -> tuple[Orchestrator, Monitor]:
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings, team = blueprint.settings, blueprint.team
-    world.pool.on_lost = lambda instance, because: journal.event("instance_lost", instance=instance, because=because)
-    journal.event(
-        "run_started",
-        because=team.level.because,
-        level=team.level.name,
-        seed=settings.seed,
-        mode=settings.mode,
-        release=release_of(settings),
-        chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
-    )
+    journal_pool(world.pool, journal)
     if start:
         journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
-    store = world.store
+    store, budget_bytes = world.store, settings.store.budget_bytes
     versions = Versions(initial_versions(settings, start))
     admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
     monitor = Monitor(
@@ -109,11 +106,59 @@ def wire(
         checkpoints=checkpoints,
         journal=journal,
         monitor=monitor,
+        warn=progress.note,
+        prune=None if budget_bytes is None else partial(store.prune, budget_bytes=budget_bytes),
     )
     orchestrator = Orchestrator(
         parts, steps=settings.steps, evaluate=settings.evaluate, checkpoint=settings.checkpoint, start=start
     )
     return orchestrator, monitor
+
+
+def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:
+    """What runs, and in which processes: those that run, and those that will follow."""
+    settings, team = blueprint.settings, blueprint.team
+    journal.event(
+        "run_started",
+        because=team.level.because,
+        level=team.level.name,
+        seed=settings.seed,
+        mode=settings.mode,
+        release=release_of(settings),
+        chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
+    )
+
+    def started(name: str, place: WorkerPlace) -> None:
+        journal.event("process_started", process=name, pid=place.pid, node=place.node)
+
+    places = world.processes.places
+    here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
+    started("controller", WorkerPlace(node=here, pid=os.getpid()))
+    for name, place in places.items():
+        started(name, place)
+    world.processes.on_started = started
+
+
+def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
+    """Tells the pool of engines that died; the future fails when a trainer died, since its gradients died with it."""
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def lost(worker: WorkerLost) -> None:
+        journal.event("worker_lost", process=worker.name, node=worker.node, pid=worker.pid, because=worker.because)
+        role, _, name = worker.name.partition("/")
+        if role == WorkerRole.ENGINE:
+            world.pool.lose(name, worker.because)
+        elif not failed.done():
+            failed.set_exception(
+                TrainingError(
+                    f"policy '{name}': the trainer's process (pid {worker.pid} on {worker.node}) died: "
+                    f"{worker.because}; go on from the last checkpoint with --resume"
+                )
+            )
+
+    if world.cluster is not None:
+        world.cluster.on_lost = lost
+    return failed
 
 
 def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:

@@ -1,18 +1,33 @@
 """The live parts of a run, made in the world that its settings ask for."""
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flexmarl.assemble.blueprint import Blueprint
-from flexmarl.cluster.interface import Cluster, WorkerPlace
+from flexmarl.cluster.interface import Cluster, Worker, WorkerPlace
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.training.interface import Trainer
 from flexmarl.training.rows import AccumulateRows
+
+
+@dataclass(slots=True)
+class Processes:
+    """Every process that the run has had, by name."""
+
+    places: dict[str, WorkerPlace] = field(default_factory=dict)
+    on_started: Callable[[str, WorkerPlace], None] = lambda name, place: None
+    """Told of every one that is added."""
+
+    def add(self, worker: Worker) -> None:
+        """A worker runs now."""
+        self.places[worker.name] = worker.place
+        self.on_started(worker.name, worker.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +42,8 @@ class World:
     """For trainers that read their rows where they run; for the others the session does."""
     cluster: Cluster | None = None
     """Whose workers may die; None where everything is in this process."""
-    places: Mapping[str, WorkerPlace] = field(default_factory=dict)
-    """Where each process of the run is, by name."""
+    processes: Processes = field(default_factory=Processes)
+    """Its workers; empty where everything is in this process."""
 
 
 WORLDS: Mapping[str, str] = {
@@ -38,6 +53,9 @@ WORLDS: Mapping[str, str] = {
 """Who opens each `cluster.backend`; imported only then, so that one without the other's libraries works."""
 
 
-def open_world(blueprint: Blueprint, store: ExperienceStore) -> AbstractAsyncContextManager[World]:
-    """Makes engines and trainers around a store; leaving the block ends them, and closes the store."""
-    return pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])(blueprint, store)
+def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AbstractAsyncContextManager[World]:
+    """Makes engines and trainers around a store; leaving the block ends them, and closes the store.
+
+    `path` is the store's file, if it has one.
+    """
+    return pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])(blueprint, store, path)

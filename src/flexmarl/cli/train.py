@@ -25,7 +25,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the team that CONFIG describes. The last line printed is the run folder."""
-    run = assemble.assemble_run(load_run(config, overrides or ()), resume=resume)
+    run = assemble.assemble_run(load_run(config, overrides or ()), going_on=resume)
     try:
         run.train(Console(markup=False))
     except KeyboardInterrupt:

@@ -75,7 +75,7 @@ class RunSettings(BaseModel):
     batch: BatchSettings = BatchSettings()
     rollout: RolloutSettings = RolloutSettings()
     pool: PoolSettings = PoolSettings()
-    store: StoreSettings = StoreSettings(type="memory")
+    store: StoreSettings = StoreSettings()
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
