@@ -11,6 +11,7 @@ from flexmarl.errors import StoreError, TransitionError
 from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow
 from flexmarl.records import (
     AgentName,
+    GroupId,
     PolicyName,
     RowState,
     SampleId,
@@ -58,6 +59,15 @@ async def ready(store: ExperienceStore, agent: AgentName, *ids: SampleId, policy
     """Puts rows and settles them READY."""
     await store.put(agent, [partial(i, policy=policy) for i in ids])
     await store.settle(ids, READY)
+
+
+async def train(store: ExperienceStore, *ids: SampleId) -> None:
+    """Puts rows, if they are not there, and brings them to the end of their life at version 1."""
+    await store.put(SOLVER, [partial(i) for i in ids])
+    await store.settle(ids, READY)
+    await store.claim(SHARED, len(ids))
+    await store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache="c"))
+    await store.settle(ids, Outcome(state=RowState.TRAINED, version=Version(1)))
 
 
 async def refuses(call: Any, kind: type[StoreError], *words: str) -> None:
@@ -272,6 +282,79 @@ async def rows_are_read_in_the_order_asked(store: ExperienceStore) -> None:
     assert await store.get([]) == []
 
 
+async def rewinding_discards_these_and_younger_groups_and_they_are_played_again(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), text="kept"), partial(sample(2), version=3, text="then")])
+    await train(store, sample(0))
+    await store.put(VERIFIER, [partial(sample(3)), partial(sample(4))])
+    await ready(store, VERIFIER, sample(11))
+    await store.claim(SHARED, 1, holder="lost")
+    assert await store.rewind(GroupId(2)) == 4
+    assert await store.counts(SHARED) == {RowState.TRAINED: 1}
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((1,),)
+    await refuses(store.get([sample(2)]), StoreError, sample(2))
+    await store.put(VERIFIER, [partial(sample(2), version=1, text="now")])
+    assert (await store.get([sample(2)]))[0].values["text"] == "now"
+    assert await store.release(holder="lost") == []
+    assert await store.rewind(GroupId(2)) == 1
+    assert await store.rewind(GroupId(50)) == 0
+
+
+async def rewinding_past_a_row_that_has_not_ended_is_refused(store: ExperienceStore) -> None:
+    await train(store, sample(0))
+    for left in (sample(1), sample(2)):
+        await ready(store, VERIFIER, left)
+    await store.claim(SHARED, 1, holder="lost")
+    for state, moves in (("claimed", Outcome(state=RowState.ACCUMULATED, cache="c")), ("accumulated", None)):
+        await refuses(store.rewind(GroupId(2)), StoreError, VERIFIER, sample(1), state, "another run")
+        if moves:
+            await store.settle([sample(1)], moves)
+    assert await store.counts(SHARED) == {RowState.TRAINED: 1, RowState.ACCUMULATED: 1, RowState.READY: 1}
+
+
+async def pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough(
+    store: ExperienceStore,
+) -> None:
+    values = {"tensor": np.zeros(100_000), "json": [1], "reward": 0.5}
+    for group in range(4):
+        await store.put(SOLVER, [partial(sample(group), text=f"group {group}", **values)])
+        await train(store, sample(group))
+    assert await store.prune(GroupId(4), 10**9) == 0
+    assert await store.prune(GroupId(4), 3_000_000) == 1
+    first, second = await store.get([sample(0), sample(1)])
+    assert (dict(first.values), first.state, first.settled_version) == ({"reward": 0.5}, RowState.TRAINED, 1)
+    assert second.values["text"] == "group 1"
+    assert await store.prune(GroupId(3), 0) == 2
+    table = await store.query("SELECT payload(text), text_status, tensor_status, reward_status FROM solver ORDER BY 1")
+    assert table.rows == (*[(None, 0, 0, 1)] * 3, ("group 3", 1, 1, 1))
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((3,),)
+
+
+async def pruning_leaves_rows_that_have_not_ended(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), text="open"), partial(sample(0, hop=1), text="failed")])
+    await store.settle([sample(0, hop=1)], Outcome(state=RowState.FAILED))
+    assert await store.prune(GroupId(9), 0) == 1
+    opened, failed = await store.get([sample(0), sample(0, hop=1)])
+    assert (dict(opened.values), dict(failed.values)) == ({"text": "open"}, {})
+
+
+async def a_query_shows_payloads_as_a_person_reads_them(store: ExperienceStore) -> None:
+    tensor = np.array([[1, 2], [3, 4]], np.int32)
+    await store.put(SOLVER, [partial(sample(0), text="é 🙂", json={"a": [1]}, tensor=tensor)])
+    table = await store.query("SELECT payload(text), payload(json), payload(tensor), payload(NULL) FROM solver")
+    assert table.rows == (("é 🙂", '{"a":[1]}', "[[1, 2], [3, 4]]", None),)
+
+
+async def puts_at_the_same_time_all_arrive(store: ExperienceStore) -> None:
+    refused = partial(sample(7), int="seven")
+    rows = [partial(sample(group), int=group) for group in range(50)]
+    results = await asyncio.gather(
+        *(store.put(SOLVER, [refused if row.sample_id == sample(7) else row]) for row in rows), return_exceptions=True
+    )
+    assert [type(result) for result in results if result is not None] == [StoreError]
+    assert await store.counts(SHARED) == {RowState.OPEN: 49}
+    assert [row.values["int"] for row in await store.get([sample(6), sample(8)])] == [6, 8]
+
+
 async def a_query_reads_and_never_writes(store: ExperienceStore) -> None:
     await store.put(SOLVER, [partial(sample(0), text="hello", json={"hop": 2})])
     table = await store.query(
@@ -325,6 +408,12 @@ CHECKS = (
     losing_a_cache_returns_exactly_its_rows,
     every_row_is_counted_in_one_state,
     rows_are_read_in_the_order_asked,
+    rewinding_discards_these_and_younger_groups_and_they_are_played_again,
+    rewinding_past_a_row_that_has_not_ended_is_refused,
+    pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough,
+    pruning_leaves_rows_that_have_not_ended,
+    a_query_shows_payloads_as_a_person_reads_them,
+    puts_at_the_same_time_all_arrive,
     a_query_reads_and_never_writes,
     closing_twice_is_no_error_and_ends_the_store,
 )

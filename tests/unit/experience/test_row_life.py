@@ -1,7 +1,9 @@
 """The life of rows against a dictionary: whatever is done in whatever order, no row is lost, doubled or half-moved."""
 
 import asyncio
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,10 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flexmarl.errors import StoreError, TransitionError
+from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.interface import Column, ColumnKind, Outcome, PartialRow
+from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.ledger import claim_order
-from flexmarl.records import ROW_MOVES, AgentName, PolicyName, RowState, SampleId, Version
+from flexmarl.records import (
+    ROW_MOVES,
+    ROW_TERMINAL,
+    AgentName,
+    GroupId,
+    PolicyName,
+    RowState,
+    SampleId,
+    Version,
+)
 from flexmarl.simulator.virtual_time import VirtualTimeLoop
 
 AGENTS = {
@@ -21,6 +33,7 @@ AGENTS = {
     AgentName("judge"): PolicyName("q"),
 }
 IDS = [SampleId(f"t_{hop}_g{group}e{episode}a0") for group in (2, 10) for episode in (0, 3, 11) for hop in (1, 3, 20)]
+COLUMNS = [Column("reward", ColumnKind.FLOAT), Column("text", ColumnKind.TEXT)]
 OWNER = dict(zip(IDS, [*AGENTS] * len(IDS), strict=False))
 READY = Outcome(state=RowState.READY)
 NAMES = st.sampled_from(["a", "b"])
@@ -41,14 +54,23 @@ class Modelled:
     cache: str | None = None
     settled_version: int | None = None
     reward: float | None = None
+    text: str | None = None
 
 
 class RowLife(RuleBasedStateMachine):
+    """In memory and in virtual time."""
+
+    loop_factory: type[asyncio.AbstractEventLoop] = VirtualTimeLoop
+
+    def new_store(self) -> ExperienceStore:
+        return SqliteStore(agents=list(AGENTS), columns=COLUMNS)
+
     @initialize()
     def open_store(self):
-        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.runner = asyncio.Runner(loop_factory=self.loop_factory)
         self.run = self.runner.run
-        self.store = SqliteStore(agents=list(AGENTS), columns=[Column("reward", ColumnKind.FLOAT)])
+        self.store = self.new_store()
+        self.pruned_before = 0
         self.model: dict[SampleId, Modelled] = {}
         self.claims: dict[SampleId, int] = {}
         """Claims of a row not yet given back: never more than one."""
@@ -61,7 +83,7 @@ class RowLife(RuleBasedStateMachine):
     def put(self, ids, version, reward):
         for agent in AGENTS:
             mine = [sample_id for sample_id in ids if OWNER[sample_id] == agent]
-            values = {} if reward is None else {"reward": reward}
+            values = {} if reward is None else {"reward": reward, "text": "said"}
             if not mine:
                 continue
             rows = [PartialRow(sample_id=i, policy=AGENTS[agent], version=version, values=values) for i in mine]
@@ -77,6 +99,7 @@ class RowLife(RuleBasedStateMachine):
                     row,
                     version=row.version if version is None else version,
                     reward=row.reward if reward is None else reward,
+                    text=row.text if reward is None else "said",
                 )
 
     def _in(self, state, **of):
@@ -161,17 +184,50 @@ class RowLife(RuleBasedStateMachine):
             self.model[i] = replace(self.model[i], state=RowState.READY, holder=None, cache=None)
             self.claims.pop(i)
 
+    @precondition(lambda self: self.model)
+    @rule(next_group=st.sampled_from([0, 3, 10, 11]))
+    def rewind(self, next_group):
+        kept = {i: row for i, row in self.model.items() if claim_order(i).group_id < next_group}
+        if any(row.state not in ROW_TERMINAL for row in kept.values()):
+            with pytest.raises(StoreError, match="another run"):
+                self.run(self.store.rewind(GroupId(next_group)))
+            return
+        assert self.run(self.store.rewind(GroupId(next_group))) == len(self.model) - len(kept)
+        self.model = kept
+        self.claims = {i: n for i, n in self.claims.items() if i in kept}
+        self.pruned_before = min(self.pruned_before, next_group)
+
+    @precondition(lambda self: any(row.state in ROW_TERMINAL for row in self.model.values()))
+    @rule(before_group=st.sampled_from([2, 3, 11]))
+    def prune(self, before_group):
+        old = [
+            i
+            for i, row in self.model.items()
+            if self.pruned_before <= claim_order(i).group_id < before_group and row.state in ROW_TERMINAL
+        ]
+        assert self.run(self.store.prune(GroupId(before_group), 0)) == len(old)
+        self.model |= {i: replace(self.model[i], text=None) for i in old}
+        self.pruned_before = max(self.pruned_before, before_group)
+
     @invariant()
     def every_row_is_where_the_model_has_it(self):
         rows = self.run(self.store.get(list(self.model)))
         seen = {
-            row.sample_id: (row.agent, row.state, row.version, row.cache, row.settled_version, row.values.get("reward"))
+            row.sample_id: (
+                row.agent,
+                Modelled(
+                    state=row.state,
+                    version=row.version,
+                    holder=self.model[row.sample_id].holder,  # no reader sees it; `release` shows it
+                    cache=row.cache,
+                    settled_version=row.settled_version,
+                    reward=row.values.get("reward"),
+                    text=row.values.get("text"),
+                ),
+            )
             for row in rows
         }
-        assert seen == {
-            i: (OWNER[i], row.state, row.version, row.cache, row.settled_version, row.reward)
-            for i, row in self.model.items()
-        }
+        assert seen == {i: (OWNER[i], row) for i, row in self.model.items()}
 
     @invariant()
     def every_row_is_counted_once(self):
@@ -179,10 +235,38 @@ class RowLife(RuleBasedStateMachine):
             states = [row.state for i, row in self.model.items() if AGENTS[OWNER[i]] == policy]
             assert self.run(self.store.counts(policy)) == {state: states.count(state) for state in states}
 
+    @invariant()
+    def every_payload_is_some_rows(self):
+        texts = sum(row.text is not None for row in self.model.values())
+        assert self.run(self.store.query("SELECT count(*) FROM payloads")).rows == ((texts,),)
+
     def teardown(self):
         self.run(self.store.close())
         self.runner.close()
 
 
+class DurableRowLife(RowLife):
+    """On a file that is closed and opened in between."""
+
+    loop_factory = asyncio.SelectorEventLoop
+
+    def new_store(self) -> ExperienceStore:
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name) / "experience.sqlite"
+        return DurableStore.create(path, agents=list(AGENTS), columns=COLUMNS)
+
+    @rule()
+    def close_and_open(self):
+        path = Path(self.folder.name) / "experience.sqlite"
+        self.run(self.store.close())
+        self.store = DurableStore.open(path)
+
+    def teardown(self):
+        super().teardown()
+        self.folder.cleanup()
+
+
 RowLife.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestRowLife = RowLife.TestCase
+DurableRowLife.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+TestDurableRowLife = DurableRowLife.TestCase

@@ -1,13 +1,12 @@
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Column, ColumnKind, Outcome
-from flexmarl.records import AgentName, RowState
+from flexmarl.records import AgentName, GroupId, RowState
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.experience import (
     AGENTS,
@@ -16,6 +15,7 @@ from flexmarl.testing.experience import (
     READY,
     SHARED,
     SOLVER,
+    VERIFIER,
     check_experience_store,
     partial,
     ready,
@@ -32,13 +32,15 @@ def test_in_memory(check):
     run_virtual(check(in_memory(AGENTS, COLUMNS)))
 
 
-def test_the_suite_passes_on_a_file_too(tmp_path: Path):
-    paths = iter(range(len(CHECKS)))
-    run_virtual(
-        check_experience_store(
-            lambda agents, columns: SqliteStore(str(tmp_path / f"{next(paths)}.db"), agents=agents, columns=columns)
-        )
-    )
+def test_the_suite_runs_every_check_on_a_store_of_its_own():
+    made: list[SqliteStore] = []
+
+    def make(agents: Sequence[AgentName], columns: Sequence[Column]) -> SqliteStore:
+        made.append(in_memory(agents, columns))
+        return made[-1]
+
+    run_virtual(check_experience_store(make))
+    assert len(made) == len(CHECKS)
 
 
 def test_the_suite_says_which_check_failed():
@@ -96,11 +98,6 @@ def test_a_table_may_have_any_other_name():
     ]
 
 
-def test_a_store_that_cannot_be_opened_says_where():
-    with pytest.raises(StoreError, match="/no/such/folder"):
-        SqliteStore("/no/such/folder/run.db", agents=AGENTS, columns=[])
-
-
 def test_a_query_leaves_puts_as_they_were_even_with_their_own_statements():
     async def life():
         store = in_memory(AGENTS, COLUMNS)
@@ -115,7 +112,7 @@ def test_a_query_leaves_puts_as_they_were_even_with_their_own_statements():
 
 
 def test_no_statement_on_the_way_of_a_row_scans_a_table():
-    """Claims, settles and releases must not slow down as rows pile up; `json_each` walks the listed ids alone."""
+    """Claims, settles, releases and prunes must not slow down as rows pile up."""
 
     async def life():
         store = in_memory(AGENTS, COLUMNS)
@@ -128,15 +125,17 @@ def test_no_statement_on_the_way_of_a_row_scans_a_table():
         await store.release(holder="h")
         await store.release(cache="c")
         await store.counts(SHARED)
+        await store.prune(GroupId(9), 0)
         store._connection().set_trace_callback(None)
-        statements = {sql for sql in seen if sql.startswith(("SELECT", "UPDATE", "INSERT"))}
+        statements = {sql for sql in seen if sql.startswith(("SELECT", "UPDATE", "INSERT", "DELETE"))}
         plans = [step[3] for sql in statements for step in store._connection().execute(f"EXPLAIN QUERY PLAN {sql}")]
         return statements, plans
 
     statements, plans = run_virtual(life())
-    assert len(statements) >= 8
-    scans = [plan for plan in plans if plan.startswith("SCAN") and "json_each" not in plan and "subquery" not in plan]
-    assert scans == []
+    assert len(statements) >= 12
+    tables = (SOLVER, VERIFIER, "samples", "payloads")
+    assert [plan for plan in plans if plan.startswith(tuple(f"SCAN {table}" for table in tables))] == []
+    assert any(plan.startswith(f"SEARCH {SOLVER} USING") for plan in plans)
 
 
 def test_virtual_time_does_not_pass_in_the_store():
@@ -144,7 +143,6 @@ def test_virtual_time_does_not_pass_in_the_store():
 
 
 async def _life_and_clock() -> float:
-
     store = in_memory(AGENTS, COLUMNS)
     await ready(store, SOLVER, sample(0))
     await store.claim(SHARED, 1)

@@ -51,6 +51,11 @@ class CallThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """How many calls have come and are not begun; at most `MAX_WAITING`."""
+        return self._calls.qsize()
+
     async def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """The result of `work`, once it is durable. If the caller is cancelled, the work may have been done or not."""
         await self._room.acquire()

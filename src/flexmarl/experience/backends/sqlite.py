@@ -1,4 +1,4 @@
-"""SQLite in memory or on one file: the experience store whose calls run to their end in the caller's thread.
+"""SQLite in memory: the experience store whose calls run to their end in the caller's thread, gone with the process.
 
 One transaction per call. Because nothing waits, it also runs in virtual time.
 """
@@ -14,14 +14,13 @@ from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 
 class SqliteStore:
-    """An ExperienceStore without threads; `DurableStore` is the one for files that matter."""
+    """An ExperienceStore without threads; `DurableStore` is the one that outlives the process."""
 
-    def __init__(self, path: str = ":memory:", *, agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
+    def __init__(self, *, agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
         """Lays out the tables of a new store, with the same data columns for every agent."""
         self._tables = Tables(agents, columns)
-        with boundary(StoreError, f"opening {path}"):
-            self._open: sqlite3.Connection | None = connect(path)
-        with self._transaction(f"laying out the store in {path}") as db:
+        self._open: sqlite3.Connection | None = connect(":memory:")
+        with self._transaction("laying out the store") as db:
             self._tables.lay_out(db)
 
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
