@@ -41,10 +41,6 @@ def micro_batches(*parts: Sequence[Sample]) -> list[MicroBatch]:
     return [MicroBatch(micro_batch_id=f"mb/{i}", policy=SOLVER, samples=tuple(p)) for i, p in enumerate(parts)]
 
 
-def remote(worker: LocalWorker) -> RemoteTrainer:
-    return RemoteTrainer(worker, SOLVER)
-
-
 class Hosted:
     """A trainer of one number in a worker, beside a store that the worker shares with the test."""
 
@@ -53,7 +49,7 @@ class Hosted:
         self.fake = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=cost_s, fail_on=frozenset(fail_on))
         self.worker = LocalWorker(dict, name=NAME, latency_s=latency_s)
         self.worker.hosted = TrainerHost(self.fake, self.store, SOLVER)
-        self.trainer = remote(self.worker)
+        self.trainer = RemoteTrainer(self.worker, SOLVER)
 
     def session(self, on_report: Callable[[Accumulated], None] = lambda _: None) -> TrainingSession:
         return TrainingSession(
@@ -67,26 +63,24 @@ class Hosted:
         )
 
 
-def real_trainer(objects: ObjectStore, thread: DeviceThread) -> SingleProcessTrainer:
-    return SingleProcessTrainer(SOLVER, tiny_model(), DOUBLE, objects, thread=thread)
-
-
 def test_a_real_trainer_conforms_through_its_worker(make_samples: Samples, tmp_path: Path) -> None:
     samples = make_samples(5)
-    workers: list[LocalWorker] = []
+    threads: list[DeviceThread] = []
+
+    def real_trainer(objects: ObjectStore, thread: DeviceThread) -> SingleProcessTrainer:
+        threads.append(thread)
+        return SingleProcessTrainer(SOLVER, tiny_model(), DOUBLE, objects, thread=thread)
 
     def make_trainer(objects: ObjectStore) -> RemoteTrainer:
         worker = LocalWorker(dict, name=NAME)
         worker.hosted = host_trainer(policy=SOLVER, make_trainer=partial(real_trainer, objects), open_store=new_store)
-        workers.append(worker)
-        return remote(worker)
+        return RemoteTrainer(worker, SOLVER)
 
-    async def check() -> None:
-        await check_trainer(make_trainer, micro_batches(samples[:3], samples[3:]), tmp_path)
-        for worker in workers:
-            await worker.call("close")
-
-    asyncio.run(check())
+    try:
+        asyncio.run(check_trainer(make_trainer, micro_batches(samples[:3], samples[3:]), tmp_path))
+    finally:
+        for thread in threads:
+            thread.close()
 
 
 def test_the_trainer_reads_its_rows_where_it_is_and_only_ids_cross(make_samples: Samples) -> None:

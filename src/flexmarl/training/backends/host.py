@@ -19,16 +19,9 @@ class TrainerHost:
     The trainer does one thing at a time, also when the controller has given up waiting for the last.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        store: ExperienceStore,
-        policy: PolicyName,
-        *,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Trainer and store are the host's own from here on; `on_close` frees what was made for them."""
-        self._trainer, self._store, self._policy, self._on_close = trainer, store, policy, on_close
+    def __init__(self, trainer: Trainer, store: ExperienceStore, policy: PolicyName) -> None:
+        """They end with the process."""
+        self._trainer, self._store, self._policy = trainer, store, policy
         self._turn = asyncio.Lock()
 
     async def accumulate(self, batch: MicroBatch) -> LossReport:
@@ -72,12 +65,6 @@ class TrainerHost:
         async with self._turn:
             await self._trainer.export(path)
 
-    async def close(self) -> None:
-        """Waits for the work under way, leaves the store and frees the device."""
-        async with self._turn:
-            await self._store.close()
-            self._on_close()
-
 
 def host_trainer(
     *,
@@ -90,5 +77,4 @@ def host_trainer(
     Raises TrainingError, or what the arguments raise of ours.
     """
     with boundary(TrainingError, f"policies.{policy}.training: making a trainer"):
-        thread = DeviceThread(f"trainer-{policy}")
-        return TrainerHost(make_trainer(thread), open_store(), policy, on_close=thread.close)
+        return TrainerHost(make_trainer(DeviceThread(f"trainer-{policy}")), open_store(), policy)
