@@ -96,6 +96,11 @@ class RunLeases:
             self.add_path(folder)
         return folder
 
+    @property
+    def warden_pid(self) -> int:
+        """Process that cleans up should this one die."""
+        return self._warden.pid
+
     def close(self) -> None:
         """Ends and removes all of it, the warden included; calling it twice is no error."""
         if self.folder.exists():

@@ -1,0 +1,128 @@
+"""What a run holds on this machine ends with it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flexmarl.cluster.leases import RunLeases, abandoned, live_processes, read_leases, release
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+# A controller: takes leases in argv[1], notes argv[2] and a process that it starts, says so, and waits.
+CONTROLLER = """
+import subprocess, sys, time
+from pathlib import Path
+from flexmarl.cluster.leases import RunLeases
+leases = RunLeases("doomed", root=Path(sys.argv[1]))
+leases.add_path(Path(sys.argv[2]))
+Path(sys.argv[2]).mkdir()
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+leases.add_processes([worker.pid])
+print(worker.pid, leases.warden_pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SLEEP) as process:
+        yield process
+        process.kill()
+
+
+class Doomed:
+    """A controller in a process of its own, with a worker, a path and a warden."""
+
+    def __init__(self, root: Path, path: Path, stack: ExitStack) -> None:
+        self.controller = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", CONTROLLER, str(root), str(path)], stdout=subprocess.PIPE, text=True
+            )
+        )
+        stack.callback(self.controller.kill)
+        assert self.controller.stdout
+        worker, warden = map(int, self.controller.stdout.readline().split())
+        self.worker, self.warden = psutil.Process(worker), psutil.Process(warden)
+        (self.folder,) = root.iterdir()
+        assert self.worker.is_running(), "witness: there is something to end"
+        assert path.is_dir(), "witness: there is something to remove"
+
+
+@pytest.fixture
+def doomed(tmp_path: Path) -> Iterator[Doomed]:
+    with ExitStack() as stack:
+        yield Doomed(tmp_path / "root", tmp_path / "shared", stack)
+
+
+def test_leaving_the_block_ends_and_removes_everything(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    root, path = tmp_path / "root", tmp_path / "shared"
+    with RunLeases("quickstart", root=root) as leases:
+        leases.add_path(path)
+        path.mkdir()
+        (path / "weights").write_bytes(b"0")
+        (leases.folder / "ray").mkdir()
+        shared = leases.shared_memory()
+        shared.mkdir()
+        leases.add_processes([sleeper.pid])
+        warden = leases.warden_pid
+    assert sleeper.wait() == -signal.SIGKILL
+    assert not any(left.exists() for left in (path, shared, leases.folder))
+    assert not psutil.pid_exists(warden)
+    leases.close()
+
+
+def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: Doomed, tmp_path: Path) -> None:
+    doomed.controller.kill()
+    doomed.warden.wait(30)
+    assert doomed.controller.wait() == -signal.SIGKILL
+    assert gone(doomed.worker)
+    assert not (tmp_path / "shared").exists()
+    assert not doomed.folder.exists()
+
+
+def test_a_kill_of_the_controllers_group_does_not_reach_the_warden(doomed: Doomed) -> None:
+    assert os.getpgid(doomed.warden.pid) != os.getpgid(doomed.controller.pid)
+    assert os.getsid(doomed.warden.pid) != os.getsid(doomed.controller.pid)
+
+
+def test_a_live_run_is_not_abandoned_and_a_dead_one_is(doomed: Doomed, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert list(abandoned(root)) == []
+    doomed.warden.kill()
+    doomed.controller.kill()
+    doomed.controller.wait()
+    assert [read_leases(folder).run for folder in abandoned(root)] == ["doomed"]
+    assert live_processes(read_leases(doomed.folder)) == [doomed.worker.pid], "witness: nobody has cleaned"
+    for folder in abandoned(root):
+        release(folder)
+    assert gone(doomed.worker)
+    assert not (tmp_path / "shared").exists()
+    assert list(root.iterdir()) == []
+
+
+def test_a_recycled_pid_is_not_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    with RunLeases("rebooted", root=tmp_path) as leases:
+        leases.add_processes([sleeper.pid])
+        record = leases.folder / "leases.json"
+        started = psutil.Process(sleeper.pid).create_time()
+        record.write_text(record.read_text().replace(str(started), str(started - 60)))
+        assert live_processes(read_leases(leases.folder)) == []
+        release(leases.folder)
+        assert sleeper.poll() is None
+
+
+def test_the_folder_is_short_enough_for_the_sockets_in_it() -> None:
+    with RunLeases("quickstart") as leases:
+        session = "session_2026-11-20_13-20-00_164152_4194304"
+        assert len(str(leases.folder / "ray" / session / "sockets" / "plasma_store.1")) <= 107
+
+
+def gone(process: psutil.Process) -> bool:
+    """Ended; a zombie is, and waits for a parent that is dead too."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
