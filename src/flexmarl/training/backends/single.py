@@ -29,6 +29,7 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.batching import PaddedRows, pad, plan_passes
+from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.settings import TrainingSettings
 
@@ -254,6 +255,7 @@ class SingleProcessTrainer:
 
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
+        require_space(path, self._checkpoint_bytes(), f"the state of policy '{self._policy}'")
         save_file({n: t.detach().contiguous() for n, t in self._updater.masters.items()}, path / "weights.safetensors")
         state = {
             "policy": self._policy,
@@ -263,6 +265,11 @@ class SingleProcessTrainer:
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
+
+    def _checkpoint_bytes(self) -> int:
+        tensors = [*self._updater.masters.values(), *(self._cache or ())]
+        tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _load(self, path: Path) -> None:
         weights = load_file(path / "weights.safetensors")
