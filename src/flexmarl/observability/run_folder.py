@@ -1,14 +1,15 @@
 """Run folder on disk: everything that one run leaves behind.
 
 runs/math_team-20260131-142530/
-  config.yaml      the settings, every default filled in
-  journal.jsonl    every event and decision, with its reason
-  metrics.jsonl    one line per step
-  tensorboard/     the same for TensorBoard
-  checkpoints/     what --resume needs
-  summary.json     before, after, times, versions
-  curve.png        the run at a glance
-  timeline.json    who worked when; open it in ui.perfetto.dev
+  config.yaml        the settings, every default filled in
+  journal.jsonl      every event and decision, with its reason
+  experience.sqlite  every turn, with its reward and advantage
+  metrics.jsonl      one line per step
+  tensorboard/       the same for TensorBoard
+  checkpoints/       what --resume needs
+  summary.json       before, after, times, versions
+  curve.png          the run at a glance
+  timeline.json      who worked when; open it in ui.perfetto.dev
 """
 
 import re
@@ -36,6 +37,11 @@ class RunFolder:
     def journal(self) -> Path:
         """Events and decisions."""
         return self.path / "journal.jsonl"
+
+    @property
+    def store(self) -> Path:
+        """The experience store."""
+        return self.path / "experience.sqlite"
 
     @property
     def metrics(self) -> Path:

@@ -14,10 +14,10 @@ def test_a_run_gets_a_folder_of_its_own(tmp_path):
     assert folder.checkpoints.is_dir()
     assert folder == RunFolder(folder.path)
     names = [folder.config, folder.journal, folder.metrics, folder.tensorboard, folder.summary, folder.curve]
-    names.append(folder.timeline)
+    names += [folder.timeline, folder.store]
     assert [path.name for path in names] == [
         "config.yaml", "journal.jsonl", "metrics.jsonl", "tensorboard", "summary.json", "curve.png",
-        "timeline.json",
+        "timeline.json", "experience.sqlite",
     ]  # fmt: skip
 
 
