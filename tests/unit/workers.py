@@ -30,6 +30,7 @@ class LocalWorker:
         self._collects = 0
         self._dead = asyncio.Event()
         self._hangs = False
+        self.stopped = False
 
     async def call(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
@@ -47,6 +48,7 @@ class LocalWorker:
         return crossed(work.result())
 
     async def stop(self) -> None:
+        self.stopped = True
         self.die()
 
     def die(self) -> None:

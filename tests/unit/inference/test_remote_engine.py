@@ -260,6 +260,7 @@ def test_closing_does_not_wait_for_ever_for_a_worker_that_hangs():
             await reader
         await asyncio.sleep(0)
         assert not controllers_tasks(worker)
+        assert worker.stopped, "its device must be free for another"
 
     run_virtual(scenario())
 

@@ -25,7 +25,7 @@ from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, VersionRun
 
 CLOSE_TIMEOUT_S = 10.0
-"""A worker that hangs must not keep the run from ending; whoever started it ends it."""
+"""For the answers that are still under way: a worker that hangs is ended without them."""
 
 _Answers = asyncio.Queue[Generation | EngineError]
 
@@ -42,7 +42,7 @@ class RemoteEngine:
     """`WeightedEngine` whose EngineHost is in a worker's process. Any call that the worker fails loses the engine."""
 
     def __init__(self, worker: Worker, policy: PolicyName, *, version: Version = FIRST_VERSION) -> None:
-        """Whoever spawned the worker also stops it."""
+        """The worker is the engine's own from here on: closing the engine frees its device, and so ends the process."""
         self._worker, self._policy = worker, policy
         self._outbox: list[GenerationRequest] = []
         self._aborts: set[str] = set()
@@ -97,19 +97,26 @@ class RemoteEngine:
         return held
 
     async def close(self) -> None:
-        """Ends what runs with finish `abort`, as far as the worker still answers."""
+        """Ends what runs with finish `abort`, as far as the worker still answers, and then the worker's process."""
         if self._told_to_close:
             return
         self._told_to_close = True
         self._closed = self._closed or f"the engine of '{self._policy}' is closed"
-        with suppress(WorkerError, EngineError, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                if self._sender is not None:
-                    await asyncio.wait([self._sender])
-                await self._worker.call("close")
-                if self._collector is not None:
-                    await asyncio.wait([self._collector])
-        self._give_up(EngineError(self._closed))
+        try:
+            with suppress(WorkerError, EngineError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._close_host()
+        finally:
+            self._give_up(EngineError(self._closed))
+            await self._worker.stop()
+
+    async def _close_host(self) -> None:
+        """What was sent before is sent, and what was asked for is answered."""
+        if self._sender is not None:
+            await asyncio.wait([self._sender])
+        await self._worker.call("close")
+        if self._collector is not None:
+            await asyncio.wait([self._collector])
 
     def _enter(self, requests: Sequence[GenerationRequest], answers: _Answers) -> None:
         for request in requests:
