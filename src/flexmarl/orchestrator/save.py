@@ -45,12 +45,13 @@ class Saver:
 
     async def save(self, state: RunState, *, last: bool) -> None:
         """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""
+        began = self._journal.now()
         try:
             saved = await self._checkpoints.save(state, self._trainers)
         except CheckpointError as error:
             self._failed(state, error, last)
             return
-        self._tell(state, saved)
+        self._tell(state, saved, began)
         if self._prune:
             rows = await self._prune(saved.first_group)
             if rows:
@@ -65,8 +66,10 @@ class Saver:
             raise error
         self._warn(f"no checkpoint of step {state.step}: {error}. Going on; the newest is of step {older[-1]}")
 
-    def _tell(self, state: RunState, saved: Saved) -> None:
-        self._journal.event("checkpoint", step=state.step, path=saved.path, bytes=saved.num_bytes)
+    def _tell(self, state: RunState, saved: Saved, began: float) -> None:
+        self._journal.event(
+            "checkpoint", process="controller", began=began, step=state.step, path=saved.path, bytes=saved.num_bytes
+        )
         for drop in saved.dropped:
             self._journal.event("checkpoint_dropped", step=drop.step, because=drop.because)
         budget = self._settings.budget_bytes
