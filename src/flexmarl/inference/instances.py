@@ -127,7 +127,8 @@ class Instances:
         await self._settled.wait()
         held = {i.name: i.checksum for i in self.live.values() if i.holds is weights and i.checksum is not None}
         if not held:
-            raise EngineError(f"no instance of '{self.policy}' serves version {weights.version}: {self.reasons}")
+            because = self.reasons or "the pool was left meanwhile"
+            raise EngineError(f"no instance of '{self.policy}' serves version {weights.version}: {because}")
         return held
 
     def lose(self, name: str, because: str) -> None:

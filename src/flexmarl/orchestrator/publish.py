@@ -36,11 +36,17 @@ class Publisher:
         self._keys: dict[PolicyName, ObjectKey] = {}
 
     async def publish(self, policy: PolicyName, version: Version) -> None:
-        """Sets the weights once, and returns when all live instances serve them."""
+        """Sets the weights once, and returns when all live instances serve them.
+
+        The newest weights stay in the object store: an instance that replaces a lost one gets them from there.
+        """
+        began = self._journal.now()
         key, checksum = await self._trainers[policy].publish(version)
         await self._pool.load_weights(policy, version, key, checksum)
         self._versions.acknowledged(policy, version)
-        self._journal.event("published", policy=policy, version=version, checksum=checksum)
+        self._journal.event(
+            "published", process="controller", began=began, policy=policy, version=version, checksum=checksum
+        )
         stale = self._keys.pop(policy, None)
         self._keys[policy] = key
         if stale is not None and stale != key:

@@ -378,3 +378,35 @@ def test_leaving_the_pool_ends_waiting_calls_and_replacements_on_their_way():
         assert at.spare.told == [("lost", "solver/0", "killed")]
 
     run_virtual(scenario())
+
+
+def test_a_call_that_waits_for_a_replacement_which_has_not_even_begun_ends_with_the_pool():
+    async def scenario():
+        async def kill(pool):
+            await asyncio.sleep(0)
+            pool.lose("solver/0", "killed")
+
+        async with serving([Engine()], Engine()) as at:
+            killing = asyncio.create_task(kill(at.pool))
+            call = asyncio.create_task(at.pool.generate(request("r")))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert killing.done(), "the witness: it is lost in this very moment"
+        with pytest.raises(EngineError, match="not open"):
+            await call
+        assert at.spare.started == []
+
+    run_virtual(scenario())
+
+
+def test_leaving_the_pool_acknowledges_no_load_that_is_under_way():
+    async def scenario():
+        engine = Engine()
+        async with serving([engine]) as at:
+            engine.load_s = 50.0
+            loading = asyncio.create_task(at.pool.load_weights(*V2))
+            await asyncio.sleep(1.0)
+        with pytest.raises(EngineError, match="no instance of 'solver' serves version 2: the pool was left meanwhile"):
+            await loading
+
+    run_virtual(scenario())

@@ -7,15 +7,18 @@ import pytest
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.pool import InferencePool
+from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.observability.journal import MemoryJournal
+from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.run import ServedEngine, a_or_b, character_renderer
 from flexmarl.testing.training import FakeTrainer
+from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import turn_of
 
 SOLVER = PolicyName("solver")
@@ -37,14 +40,33 @@ class Late(ServedEngine):
         return await super().load_weights(policy, version, key)
 
 
-def stage(*kinds):
+class TooLate(ServedEngine):
+    """Loads its first version at once, and no other one in time."""
+
+    async def load_weights(self, policy, version, key):
+        await asyncio.sleep(1000 if version else 0)
+        return await super().load_weights(policy, version, key)
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def stage(*kinds, spare=None):
     objects = InlineObjectStore()
-    engines = [
-        kind(a_or_b, character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: "") for kind in kinds
-    ]
+
+    def engine(kind):
+        return kind(a_or_b, character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: "")
+
+    async def respawn(policy, name):
+        await asyncio.sleep(10)
+        return engine(spare[name])
+
+    engines = [engine(kind) for kind in kinds]
     trainer = FakeTrainer(SOLVER, objects)
-    pool = InferencePool({SOLVER: engines})
-    versions, journal = Versions({SOLVER: Version(0)}), MemoryJournal()
+    settings = PoolSettings(replacements=1 if spare else 0)
+    pool = InferencePool({SOLVER: engines}, settings, respawn=respawn)
+    versions, journal = Versions({SOLVER: Version(0)}), MemoryJournal(now)
     publisher = Publisher(trainers={SOLVER: trainer}, pool=pool, objects=objects, versions=versions, journal=journal)
     return SimpleNamespace(**locals())
 
@@ -63,7 +85,7 @@ def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_o
             await at.publisher.publish(SOLVER, Version(0))
             await at.objects.get(ObjectKey("weights/solver/0"))
             await at.publisher.publish(SOLVER, await train(at.trainer))
-            assert asyncio.get_running_loop().time() == 120.0
+            assert now() == 120.0
             assert [engine.version for engine in at.engines] == [1, 1]
             assert at.versions.served == {SOLVER: 1}
             await at.objects.get(ObjectKey("weights/solver/1"))
@@ -71,6 +93,29 @@ def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_o
                 await at.objects.get(ObjectKey("weights/solver/0"))
         assert [event["version"] for event in at.journal.events("published")] == [0, 1]
         assert len({event["checksum"] for event in at.journal.events("published")}) == 2
+
+    run_virtual(scenario())
+
+
+def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instance():
+    async def scenario():
+        await asyncio.sleep(5)
+        at = stage(ServedEngine, Late)
+        async with at.pool:
+            journal_pool(at.pool, at.journal)
+            await at.publisher.publish(SOLVER, Version(0))
+            await at.pool.generate(request("r", prompt=(5, 6)))
+        (published,) = at.journal.events("published")
+        assert (published["process"], published["began"], published["t"]) == ("controller", 5.0, 65.0)
+        loads = {load["process"]: load for load in at.journal.events("loaded")}
+        assert {name: (load["began"], load["t"]) for name, load in loads.items()} == {
+            "engine/solver/0": (5.0, 5.0),
+            "engine/solver/1": (5.0, 65.0),
+        }
+        assert {load["checksum"] for load in loads.values()} == {published["checksum"]}
+        (call,) = at.journal.events("call")
+        assert (call["process"], call["began"], call["t"]) == ("engine/solver/0", 65.0, 65.2)
+        assert (call["prompt_tokens"], call["sampled_tokens"], call["finish"]) == (2, 2, "stop")
 
     run_virtual(scenario())
 
@@ -87,12 +132,49 @@ def test_an_instance_that_holds_other_bytes_is_deregistered_and_the_rest_serve()
     run_virtual(scenario())
 
 
+def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
+    async def scenario():
+        at = stage(ServedEngine, TooLate, spare={"solver/2": ServedEngine})
+        async with at.pool:
+            journal_pool(at.pool, at.journal)
+            await at.publisher.publish(SOLVER, Version(0))
+            await at.publisher.publish(SOLVER, await train(at.trainer))
+            assert now() == 120.0
+            assert list(await at.pool.usage()) == ["solver/0"]
+            await asyncio.sleep(11)
+            assert {name: use.version for name, use in (await at.pool.usage()).items()} == {
+                "solver/0": 1,
+                "solver/2": 1,
+            }
+        (lost,) = at.journal.events("instance_lost")
+        assert (lost["t"], lost["instance"]) == (120.0, "solver/1")
+        assert lost["because"] == "loading version 1 took more than 120.0 s"
+        (replaced,) = at.journal.events("instance_replaced")
+        assert (replaced["began"], replaced["t"], replaced["process"]) == (120.0, 130.0, "engine/solver/2")
+        assert (replaced["replaces"], replaced["version"]) == ("solver/1", 1)
+
+    run_virtual(scenario())
+
+
+def test_a_replacement_gets_the_newest_weights_however_long_ago_they_were_published():
+    async def scenario():
+        at = stage(ServedEngine, spare={"solver/1": ServedEngine})
+        async with at.pool:
+            await at.publisher.publish(SOLVER, Version(0))
+            await at.publisher.publish(SOLVER, await train(at.trainer))
+            await asyncio.sleep(10_000)
+            at.pool.lose("solver/0", "killed")
+            assert (await at.pool.generate(request("r", prompt=(5, 6)))).versions[0].version == 1
+
+    run_virtual(scenario())
+
+
 def test_a_version_that_nobody_holds_is_not_acknowledged():
     async def scenario():
-        at = stage(Corrupt)
+        at = stage(Corrupt, spare={"solver/1": Corrupt})
         async with at.pool:
             version = await train(at.trainer)
-            with pytest.raises(EngineError, match="no instance of 'solver' serves version 1"):
+            with pytest.raises(EngineError, match=r"no instance of .* version 1: solver/0: .* solver/1: "):
                 await at.publisher.publish(SOLVER, version)
         assert at.versions.served == {SOLVER: 0}
         assert at.journal.events("published") == []

@@ -1,0 +1,67 @@
+"""Runs the journal's part in the pool: every call, every load and every loss of an instance becomes an event.
+
+consumes    what the pool reports, as it happens
+waits for   nothing
+produces    `call`, `loaded`, `instance_lost`, `instance_replaced`; those that took time in their process's row
+unblocked by nothing
+"""
+
+import asyncio
+
+from flexmarl.inference.observed import CallRecord, LoadRecord
+from flexmarl.inference.pool import InferencePool
+from flexmarl.observability.journal import Journal
+from flexmarl.records import Version
+
+
+def journal_pool(pool: InferencePool, journal: Journal) -> None:
+    """From now on the pool reports to the journal. Called inside the event loop."""
+    offset = journal.now() - asyncio.get_running_loop().time()
+
+    def moment(loop_time: float) -> float:
+        return round(loop_time + offset, 6)
+
+    def called(call: CallRecord) -> None:
+        journal.event(
+            "call",
+            process=process_of(call.instance),
+            began=moment(call.sent_at),
+            policy=call.policy,
+            request=call.request_id,
+            version=call.version,
+            prompt_tokens=call.prompt_tokens,
+            reused_tokens=call.reused_tokens,
+            sampled_tokens=call.sampled_tokens,
+            finish=call.finish,
+        )
+
+    def loaded(load: LoadRecord) -> None:
+        journal.event(
+            "loaded",
+            process=process_of(load.instance),
+            began=moment(load.began_at),
+            policy=load.policy,
+            version=load.version,
+            checksum=load.checksum,
+        )
+
+    def lost(instance: str, because: str) -> None:
+        journal.event("instance_lost", instance=instance, because=because)
+
+    def replaced(old: str, new: str, version: Version, seconds: float) -> None:
+        journal.event(
+            "instance_replaced",
+            because=f"{old} was lost",
+            process=process_of(new),
+            began=round(journal.now() - seconds, 6),
+            instance=new,
+            replaces=old,
+            version=version,
+        )
+
+    pool.on_call, pool.on_loaded, pool.on_lost, pool.on_replaced = called, loaded, lost, replaced
+
+
+def process_of(instance: str) -> str:
+    """The process that an instance has to itself, where the world gives it one: `engine/solver/0`."""
+    return f"engine/{instance}"
