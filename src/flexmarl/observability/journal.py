@@ -3,7 +3,7 @@
     journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
 
 writes `{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1}`: one line, one write, so
-that a killed process loses at most the line it was writing (see jsonl.py). Nothing is held back: of the 8 us that the
+that a killed process loses at most the line it was writing (see jsonl.py). Nothing is held back: of the 9 us that the
 event of a call takes, its write is one and a half.
 
 What took time also says when it began, by `journal.now()`, and in which process of the run; the timeline shows it:
