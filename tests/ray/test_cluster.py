@@ -1,28 +1,104 @@
-"""Workers on a real Ray: the laws of a cluster, and that nothing outlives a run."""
+"""Workers on a real Ray: the laws of a cluster, errors that say what would work, a Ray that others started."""
 
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
 from flexmarl.cluster.backends.ray import RayCluster
 from flexmarl.cluster.interface import Worker
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.testing.cluster import check_cluster
+from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.testing.cluster import Losses, check_cluster, probe, raised
 
 pytestmark = pytest.mark.ray
+
+# A check that waits longer has found a hang.
+HANG_S = 40.0
+PRIVATE = ClusterSettings(backend="ray")
 
 
 def kill(worker: Worker) -> None:
     os.kill(worker.place.pid, signal.SIGKILL)
 
 
-def test_ray_workers_keep_the_laws_of_a_cluster() -> None:
-    async def play() -> None:
-        with RunLeases("conformance") as leases:
-            async with RayCluster(ClusterSettings(backend="ray"), leases=leases, workers=3) as cluster:
-                await check_cluster(cluster, kill)
+def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awaitable[None]], *, workers: int) -> None:
+    """Opens a cluster, acts and closes it; then no process is left that there was not before."""
+    before = set(psutil.Process().children(recursive=True))
 
-    asyncio.run(play())
+    async def run() -> None:
+        with RunLeases("test", root=root) as leases:
+            async with asyncio.timeout(HANG_S), RayCluster(settings, leases=leases, workers=workers) as cluster:
+                await act(cluster)
+
+    asyncio.run(run())
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert list(root.iterdir()) == []
+
+
+def test_ray_workers_keep_the_laws_of_a_cluster(short_root: Path) -> None:
+    play(PRIVATE, short_root, lambda cluster: check_cluster(cluster, kill), workers=3)
+
+
+@pytest.mark.parametrize("vital", ["gcs_server", "raylet"])
+def test_the_end_of_ray_itself_loses_every_worker_and_hangs_nobody(vital: str, short_root: Path) -> None:
+    async def act(cluster: RayCluster) -> None:
+        cluster.on_lost = losses = Losses()
+        workers = await cluster.spawn([probe("first"), probe("second")])
+        waits = [asyncio.ensure_future(worker.call("wait")) for worker in workers]
+        (process,) = [one for one in psutil.Process().children(recursive=True) if one.name() == vital]
+        process.kill()
+        for wait in waits:
+            await raised(wait, WorkerError)
+        await losses.first()
+        assert vital in str(await raised(cluster.spawn([probe("third")]), WorkerError))
+        assert {lost.name for lost in losses.told} == {"first", "second"}
+
+    play(PRIVATE, short_root, act, workers=2)
+
+
+def test_a_run_joins_a_ray_and_leaves_it_as_it_was(somebodys_ray: str, short_root: Path) -> None:
+    seen: list[int] = []
+
+    async def act(cluster: RayCluster) -> None:
+        (worker,) = await cluster.spawn([probe("guest")])
+        seen.append(worker.place.pid)
+        assert await worker.call("echo", 1) == 1
+
+    for _ in range(2):
+        play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, workers=1)
+    assert len(set(seen)) == 2
+    assert not any(psutil.pid_exists(pid) for pid in seen)
+
+
+def test_without_room_the_error_says_what_was_asked_and_what_is_there(somebodys_ray: str, short_root: Path) -> None:
+    async def act(cluster: RayCluster) -> None:
+        text = str(await raised(cluster.spawn([probe(str(i)) for i in range(3)]), ConfigError))
+        assert "3 CPU" in text
+        assert "2 CPU" in text
+        assert "cluster.address=local" in text
+        workers = await cluster.spawn([probe("first"), probe("second")])
+        assert "free" in str(await raised(cluster.spawn([probe("third")]), ConfigError))
+        await workers[0].stop()
+        await cluster.spawn([probe("third")])
+
+    play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, workers=2)
+
+
+def test_an_address_where_nobody_listens_is_named() -> None:
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+
+        async def join(leases: RunLeases) -> None:
+            async with RayCluster(ClusterSettings(backend="ray", address=address), leases=leases, workers=1):
+                pass
+
+        with RunLeases("unreachable") as leases, pytest.raises(ConfigError, match=f"cluster.address={address}"):
+            asyncio.run(join(leases))

@@ -1,5 +1,6 @@
 """`flexmarl clean`: removes what runs left on this machine that nobody could end properly."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -16,20 +17,24 @@ def clean(
 
     A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile.
     """
-    if not [tell(folder, dry_run=dry_run) for folder in abandoned()]:
-        typer.echo(f"Nothing to clean: no dead run left anything in {leases_root()}.")
+    root = leases_root()
+    lines = cleaned(root, dry_run=dry_run)
+    typer.echo(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
+    for line in lines:
+        typer.echo(line)
 
 
-def tell(folder: Path, *, dry_run: bool) -> Path:
-    """Removes what one dead run left, and says what that was."""
-    leases = read_leases(folder)
-    pids = live_processes(leases)
-    paths = [path for path in (folder, *map(Path, leases.paths)) if path.exists()]
-    if not dry_run:
+def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
+    """Removes what dead runs left, saying so line by line. Raises FlexmarlError if something cannot be removed."""
+    for folder in abandoned(root):
+        leases = read_leases(folder)
+        pids = live_processes(leases)
+        paths = [path for path in (folder, *map(Path, leases.paths)) if path.exists()]
+        yield f"{'would remove' if dry_run else 'removing'} what the run {leases.run} left:"
+        yield from (f"  process {pid}" for pid in pids)
+        yield from (f"  {path}" for path in paths)
+        if dry_run:
+            continue
         release(folder)
-    typer.echo(f"{'would remove' if dry_run else 'removed'} of run {leases.run}:")
-    for thing in (*(f"process {pid}" for pid in pids), *paths):
-        typer.echo(f"  {thing}")
-    if not dry_run and (left := [*live_processes(leases), *(path for path in paths if path.exists())]):
-        raise FlexmarlError(f"could not remove {', '.join(map(str, left))}: end or delete it as its owner")
-    return folder
+        if left := [*live_processes(leases), *(path for path in paths if path.exists())]:
+            raise FlexmarlError(f"cannot remove {', '.join(map(str, left))}: end or delete it as its owner")

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,19 +14,6 @@ import pytest
 from flexmarl.cluster.leases import RunLeases, abandoned, live_processes, read_leases, release
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-# A controller: takes leases in argv[1], notes argv[2] and a process that it starts, says so, and waits.
-CONTROLLER = """
-import subprocess, sys, time
-from pathlib import Path
-from flexmarl.cluster.leases import RunLeases
-leases = RunLeases("doomed", root=Path(sys.argv[1]))
-leases.add_path(Path(sys.argv[2]))
-Path(sys.argv[2]).mkdir()
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-leases.add_processes([worker.pid])
-print(worker.pid, leases.warden_pid, flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -34,30 +21,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(SLEEP) as process:
         yield process
         process.kill()
-
-
-class Doomed:
-    """A controller in a process of its own, with a worker, a path and a warden."""
-
-    def __init__(self, root: Path, path: Path, stack: ExitStack) -> None:
-        self.controller = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", CONTROLLER, str(root), str(path)], stdout=subprocess.PIPE, text=True
-            )
-        )
-        stack.callback(self.controller.kill)
-        assert self.controller.stdout
-        worker, warden = map(int, self.controller.stdout.readline().split())
-        self.worker, self.warden = psutil.Process(worker), psutil.Process(warden)
-        (self.folder,) = root.iterdir()
-        assert self.worker.is_running(), "witness: there is something to end"
-        assert path.is_dir(), "witness: there is something to remove"
-
-
-@pytest.fixture
-def doomed(tmp_path: Path) -> Iterator[Doomed]:
-    with ExitStack() as stack:
-        yield Doomed(tmp_path / "root", tmp_path / "shared", stack)
 
 
 def test_leaving_the_block_ends_and_removes_everything(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
@@ -77,7 +40,7 @@ def test_leaving_the_block_ends_and_removes_everything(tmp_path: Path, sleeper: 
     leases.close()
 
 
-def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: Doomed, tmp_path: Path) -> None:
+def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: Any, tmp_path: Path) -> None:
     doomed.controller.kill()
     doomed.warden.wait(30)
     assert doomed.controller.wait() == -signal.SIGKILL
@@ -86,12 +49,12 @@ def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: D
     assert not doomed.folder.exists()
 
 
-def test_a_kill_of_the_controllers_group_does_not_reach_the_warden(doomed: Doomed) -> None:
+def test_a_kill_of_the_controllers_group_does_not_reach_the_warden(doomed: Any) -> None:
     assert os.getpgid(doomed.warden.pid) != os.getpgid(doomed.controller.pid)
     assert os.getsid(doomed.warden.pid) != os.getsid(doomed.controller.pid)
 
 
-def test_a_live_run_is_not_abandoned_and_a_dead_one_is(doomed: Doomed, tmp_path: Path) -> None:
+def test_a_live_run_is_not_abandoned_and_a_dead_one_is(doomed: Any, tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert list(abandoned(root)) == []
     doomed.warden.kill()

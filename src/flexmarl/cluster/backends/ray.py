@@ -31,7 +31,7 @@ HostActor = ray.remote(Host)
 # Ray gives its own processes 30 s to start and a worker 60.
 START_S = 90.0
 # A placement that is possible takes 0.1 s; more is waiting for somebody else's workers to end.
-PLACE_S = 10.0
+PLACE_S = 5.0
 STOP_S = 10.0
 WATCH_S = 0.5
 # More calls to one worker than that wait in Ray.
