@@ -14,15 +14,15 @@ class StoreSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["sqlite", "memory"] = Field(
-        "sqlite",
+        default="sqlite",
         description="`sqlite`: the file `experience.sqlite` in the run folder, which survives any crash; "
         "`memory`: gone when the run ends.",
     )
     budget_gb: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="When the store is larger after a checkpoint, the oldest rows lose their tokens and texts, and "
-        "keep their numbers and states. None: no bound for `sqlite`, 2 for `memory`.",
+        "keep their numbers and states. null: no bound for `sqlite`, 2 for `memory`.",
     )
 
     @property

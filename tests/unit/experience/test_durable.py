@@ -1,10 +1,13 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.testing.experience import AGENTS, CHECKS, COLUMNS
+from flexmarl.experience.backends.store_file import connect_file
+from flexmarl.records import GroupId
+from flexmarl.testing.experience import AGENTS, CHECKS, COLUMNS, READY, SHARED, SOLVER, partial, sample, train
 
 
 def created(path: Path) -> DurableStore:
@@ -31,3 +34,49 @@ def test_it_does_what_every_store_does(make, check, tmp_path: Path):
             await store.close()
 
     asyncio.run(life(make(tmp_path / "experience.sqlite")))
+
+
+def test_a_commit_is_synced_to_the_disk_before_it_returns(tmp_path: Path):
+    path = tmp_path / "experience.sqlite"
+    asyncio.run(created(path).close())
+    db = connect_file(path)
+    pragmas = {name: db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")}
+    db.close()
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2}
+
+
+def test_what_one_process_acknowledged_another_reads(tmp_path: Path):
+    """As a trainer does: it joins, and reads what the controller put."""
+    path = tmp_path / "experience.sqlite"
+
+    async def life() -> None:
+        owner, trainer = created(path), DurableStore.join(path)
+        for group in range(20):
+            await owner.put(SOLVER, [partial(sample(group), int=group)])
+            (row,) = await trainer.get([sample(group)])
+            assert row.values["int"] == group
+        await trainer.settle([sample(0)], READY)
+        assert await owner.claim(SHARED, 2) == [sample(0)]
+        await trainer.close()
+        await owner.put(SOLVER, [partial(sample(99))])
+        await owner.close()
+
+    asyncio.run(life())
+
+
+def test_a_store_that_was_pruned_grows_no_further(tmp_path: Path):
+    """Room that payloads leave is used again: the file stays within a few steps' rows of the budget."""
+    path, budget = tmp_path / "experience.sqlite", 2_000_000
+
+    async def life() -> int:
+        store = created(path)
+        for group in range(60):
+            await store.put(SOLVER, [partial(sample(group), tensor=np.zeros(20_000))])
+            await train(store, sample(group))
+            if group % 5 == 4:
+                await store.prune(GroupId(group + 1), budget)
+        await store.close()
+        return path.stat().st_size
+
+    assert 4 * budget < 60 * 160_000
+    assert asyncio.run(life()) < 2 * budget
