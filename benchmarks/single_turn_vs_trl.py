@@ -4,14 +4,20 @@
     python benchmarks/single_turn_vs_trl.py --json
 
 A step is 128 samples (16 prompts x 8) of exactly 40 tokens, one update, AdamW, no KL, on a Qwen3-type model of 0.8M
-parameters that cannot produce its end token. flexmarl runs as `flexmarl train` does (inline world, `microbatch` mode),
-store, journal and metrics included. Steps of both are measured after two of warm-up, in interleaved rounds.
+parameters that cannot produce its end token. flexmarl runs as `flexmarl train` does (`microbatch` mode), store, journal
+and metrics included, in two worlds:
+
+    one process   all samples decode together, then train together
+    ray           engine, trainer and controller are processes; half of the samples decode while the other half trains
+
+Steps of all are measured after two of warm-up, in interleaved rounds. `samples_per_s_vs_trl` is the better world's.
 """
 
 import random
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +85,35 @@ def make_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def flexmarl_steps(folder: Path, steps: int, threads: int) -> list[float]:
+@dataclass(frozen=True)
+class World:
+    """Where flexmarl's processes are, and how the work is cut for them."""
+
+    backend: str
+    threads: int
+    """Of the trainer, and of all that is not decoding; an engine of so small a model is fastest on one."""
+    slots: int
+    """Samples that decode together, and that train together as soon as they are there."""
+
+
+def worlds(threads: int) -> dict[str, World]:
+    """The contenders that differ in nothing else."""
+    samples = PROMPTS * COPIES
+    return {"one process": World("inline", threads, samples), "ray": World("ray", threads, samples // 2)}
+
+
+def flexmarl_steps(folder: Path, steps: int, world: World) -> list[float]:
     """Seconds of each measured step of a run."""
+    engine = {"type": "embedded", "slots": world.slots, "max_len": 64, "prefix_reuse": False, "threads": 1}
+    training = {"optimizer": {"learning_rate": 1e-3}, "micro_batch": world.slots}
     settings = {
         "name": "bench",
         "steps": steps + WARM_UP,
         "out": str(folder / "runs"),
         "code": ["team.py"],
-        "cluster": {"backend": "inline", "threads": threads},
+        "cluster": {"backend": world.backend, "threads": world.threads},
         "tasks": {"type": "generator", "name": "products"},
-        "policies": {
-            "solver": {
-                "model": "model",
-                "engine": {
-                    "type": "embedded",
-                    "slots": PROMPTS * COPIES,
-                    "max_len": 64,
-                    "prefix_reuse": False,
-                    "threads": 1,
-                },
-                "training": {"optimizer": {"learning_rate": 1e-3}, "micro_batch": PROMPTS * COPIES},
-            }
-        },
+        "policies": {"solver": {"model": "model", "engine": engine, "training": training}},
         "team": {
             "workflow": {"type": "custom", "name": "sevens"},
             "agents": {"solver": {"policy": "solver", "sampling": {"max_tokens": TOKENS}}},
@@ -186,20 +199,24 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     logging.set_verbosity_error()
     samples = PROMPTS * COPIES
-    rates: dict[str, list[float]] = {"flexmarl": [], "TRL": []}
+    contenders = worlds(chosen.threads)
+    rates: dict[str, list[float]] = {name: [] for name in (*contenders, "TRL")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")
         for _ in range(chosen.repeats):
-            rates["flexmarl"].append(samples / statistics.median(flexmarl_steps(folder, chosen.steps, chosen.threads)))
+            for world in contenders:
+                seconds = flexmarl_steps(folder, chosen.steps, contenders[world])
+                rates[world].append(samples / statistics.median(seconds))
             rates["TRL"].append(samples / statistics.median(trl_steps(folder, chosen.steps)))
+    one_process, ray = (median_ratio(rates, world, "TRL") for world in contenders)
     report(
         f"GRPO steps of {samples} samples x {TOKENS} tokens, {chosen.repeats} rounds of {chosen.steps} steps",
         ["", "samples/s (median)", "slowest round", "fastest round"],
         [[name, *(f"{f(values):.0f}" for f in (statistics.median, min, max))] for name, values in rates.items()],
-        {"samples_per_s_vs_trl": median_ratio(rates, "flexmarl", "TRL")},
+        {"samples_per_s_vs_trl": max(one_process, ray), "one_process_vs_trl": one_process, "ray_vs_trl": ray},
         as_json=chosen.json,
-        wanted={"samples_per_s_vs_trl": 0.9},
+        wanted={"samples_per_s_vs_trl": 1.0},
     )
 
 
