@@ -33,7 +33,9 @@ class Doomed:
 
     def wait_until_up(self) -> None:
         assert self.process.stdout
-        there = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        there = json.loads(line)
         self.processes = [psutil.Process(pid) for pid in there["pids"]]
         self.paths = [Path(path) for path in there["paths"]]
         assert len(self.processes) >= 2, "witness: Ray's processes and the workers run"
