@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from flexmarl.assemble.wiring import initial_versions, journal_start, make_evalu
 from flexmarl.assemble.world import World, open_world
 from flexmarl.config import RunSettings
 from flexmarl.config.load import read_yaml
-from flexmarl.errors import CheckpointError, ConfigError, boundary
+from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
 from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore
@@ -63,7 +63,8 @@ class Run:
         try:
             asyncio.run(self._train(console))
         except BaseException:
-            render_pictures(self.folder)
+            with suppress(OSError, FlexmarlError):  # What ended the run is what to tell of.
+                render_pictures(self.folder)
             raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
         console.print(summary_table(summary))

@@ -55,6 +55,8 @@ def wire(
         progress=progress,
         pool=world.pool,
         versions=versions,
+        journal=journal,
+        processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
     )
     sessions = {
         policy: TrainingSession(
@@ -145,6 +147,7 @@ def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
 
     def lost(worker: WorkerLost) -> None:
         journal.event("worker_lost", process=worker.name, node=worker.node, pid=worker.pid, because=worker.because)
+        world.processes.places.pop(worker.name, None)
         role, _, name = worker.name.partition("/")
         if role == WorkerRole.ENGINE:
             world.pool.lose(name, worker.because)

@@ -1,60 +1,99 @@
-"""Runs the view of a run: what loops report becomes metrics by step, and a live screen.
+"""Runs the view of a run: what loops report becomes metrics by step, events of the timeline, and a live screen.
 
-consumes    finished groups, updates, evaluations, as they happen
-waits for   nothing; the screen's ticker waits for its interval
-produces    one line of metrics per step, and what is on screen
+consumes    finished groups, micro-batches, updates, evaluations, as they happen
+waits for   nothing; the screen's ticker and the probe of the event loop wait for their intervals
+produces    one line of metrics per step; the slices of training and rollout; what is on screen
 unblocked by time
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
+from flexmarl.errors import EngineError, cause_of
 from flexmarl.inference.pool import InferencePool
+from flexmarl.observability.journal import Journal
+from flexmarl.observability.lag import measure_lag
 from flexmarl.observability.metrics import Metrics, time_shares
+from flexmarl.observability.overlap import Interval, overlap, seconds, union
 from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import GroupRecord, LossReport, PolicyName
-from flexmarl.training.interface import UpdateReport
+from flexmarl.records import EngineUse, GroupRecord, PolicyName
+from flexmarl.training.interface import Accumulated, UpdateReport
 
 TICK_S = 0.25
 """Between two looks at the queues: the screen is drawn no faster."""
 
 
 class Monitor:
-    """The one place that names figures. It only watches: nothing waits for it."""
+    """The one place that names figures. It only watches: nothing waits for it.
+
+    What it is told of training comes in times of the event loop; in the journal they are the journal's.
+    """
 
     def __init__(
-        self, *, name: str, steps: int, metrics: Metrics, progress: Progress, pool: InferencePool, versions: Versions
+        self,
+        *,
+        name: str,
+        steps: int,
+        metrics: Metrics,
+        progress: Progress,
+        pool: InferencePool,
+        versions: Versions,
+        journal: Journal,
+        processes: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`processes` counts the ones that are alive, where there are several."""
         self._name = name
         self._steps = steps
         self._metrics = metrics
         self._progress = progress
         self._pool = pool
         self._versions = versions
+        self._journal = journal
+        self._processes = processes
         self._phase = "starting"
         self._step = 0
         self._groups = 0
         self._values: Mapping[str, float] = {}
         self._successes: list[float] = []
+        self._training: defaultdict[str, list[Interval]] = defaultdict(list)
+        self._rollout: list[Interval] = []
+        self._usage: Mapping[str, EngineUse] = {}
+        self._queues: Mapping[str, Any] = {}
+        self._step_lag_ms = 0.0
+        self._look_lag_ms = 0.0
         self._started = asyncio.get_running_loop().time()
 
     async def watch(self) -> None:
-        """Keeps the screen alive until it is cancelled."""
+        """Keeps the screen alive, and watches queues and event loop, until it is cancelled."""
         self._progress.start(self._name, self._steps)
         try:
-            while True:
-                await self._draw()
-                await asyncio.sleep(TICK_S)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(measure_lag(self._lagged), name="lag")
+                tasks.create_task(self._look(), name="screen")
+        except ExceptionGroup as group:
+            raise cause_of(group) from group
         finally:
             self._progress.stop()
 
     def time(self, phase: str) -> AbstractContextManager[None]:
-        """Counts the block's time as part of a phase: rollout, train, publish, evaluate, checkpoint."""
+        """Counts the block's time as part of a phase: publish, evaluate, checkpoint."""
         return self._metrics.time(phase)
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """Counts the block's time as rollout: training in it is hidden."""
+        began = self._journal.now()
+        try:
+            with self._metrics.time("rollout"):
+                yield
+        finally:
+            self._rollout.append((began, self._journal.now()))
+            self._journal.event("rollout_ended", process="controller", began=began, step=self._step)
 
     def begin(self, step: int, phase: str) -> None:
         """What goes on from now."""
@@ -77,13 +116,31 @@ class Monitor:
             for agent, reward in mean_rewards([episode]).items():
                 metrics.mean(f"reward/{agent}", reward)
 
-    def accumulated(self, report: LossReport) -> None:
-        """Counts a micro-batch's time."""
+    def accumulated(self, done: Accumulated) -> None:
+        """Notes a micro-batch."""
+        report, process = done.report, f"trainer/{done.policy}"
+        began, ended = self._journal.moment(done.began), self._journal.moment(done.ended)
+        self._training[process].append((began, ended))
         self._metrics.add("train/micro_batches")
-        self._metrics.add("time/train_s", report.duration_s)
+        self._journal.event(
+            "micro_batch",
+            process=process,
+            began=began,
+            ended=ended,
+            policy=done.policy,
+            micro_batch=report.micro_batch_id,
+            rows=report.num_samples,
+            tokens=report.num_tokens,
+            duration_s=report.duration_s,
+        )
 
-    def updated(self, policy: PolicyName, report: UpdateReport) -> None:
-        """Notes an update's figures."""
+    def updated(self, policy: PolicyName, report: UpdateReport, began: float) -> None:
+        """Notes an update that ends now, and its figures."""
+        process, began = f"trainer/{policy}", self._journal.moment(began)
+        self._training[process].append((began, self._journal.now()))
+        self._journal.event(
+            "updated", process=process, began=began, policy=policy, version=report.version, report=report
+        )
         for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm), *report.means.items()):
             self._metrics.mean(f"train/{policy}/{name}", value)
         self._metrics.gauge(f"train/{policy}/learning_rate", report.learning_rate)
@@ -106,6 +163,8 @@ class Monitor:
         """Ends a step's figures; `step` steps are done."""
         for policy, version in self._versions.served.items():
             self._metrics.gauge(f"version/{policy}", version)
+        self._flush_overlap()
+        self._step_lag_ms = 0.0
         values = self._metrics.flush(step)
         if "rollout/groups" in values:  # Else it was the evaluation before the first step.
             self._values = values
@@ -113,8 +172,50 @@ class Monitor:
             self._successes.append(values["team/success"])
         self._step = step
 
-    async def _draw(self) -> None:
-        usage = await self._pool.usage()
+    def _flush_overlap(self) -> None:
+        beside = overlap(self._training, self._rollout)
+        if beside.hidden is not None:
+            busy = union(interval for intervals in self._training.values() for interval in intervals)
+            self._metrics.add("time/train_s", seconds(busy))
+            self._metrics.add("overlap/training_s", beside.training_s)
+            self._metrics.mean("overlap/training_hidden", beside.hidden)
+        self._training.clear()
+        self._rollout.clear()
+
+    def _lagged(self, delay_s: float) -> None:
+        delay_ms = delay_s * 1000
+        self._step_lag_ms = max(self._step_lag_ms, delay_ms)
+        self._look_lag_ms = max(self._look_lag_ms, delay_ms)
+        self._metrics.mean("lag/event_loop_ms", delay_ms)
+        self._metrics.gauge("lag/event_loop_max_ms", self._step_lag_ms)
+
+    async def _look(self) -> None:
+        while True:
+            with suppress(
+                EngineError
+            ):  # An instance that is being lost: the pool knows; the figures stay as they were.
+                self._usage = await self._pool.usage()
+            self._note_queues()
+            self._draw()
+            await asyncio.sleep(TICK_S)
+
+    def _note_queues(self) -> None:
+        """Tells the timeline, if anything changed."""
+        queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
+        if queues != self._queues:
+            self._queues = queues
+            self._journal.event("queues", **queues)
+        self._look_lag_ms = 0.0
+
+    @property
+    def _running(self) -> dict[str, int]:
+        return _by_policy({name: use.running for name, use in self._usage.items()})
+
+    @property
+    def _queued(self) -> dict[str, int]:
+        return _by_policy({name: use.queued for name, use in self._usage.items()})
+
+    def _draw(self) -> None:
         elapsed = asyncio.get_running_loop().time() - self._started
         values = self._values
         view = ProgressView(
@@ -126,10 +227,12 @@ class Monitor:
             success_curve=tuple(self._successes),
             rewards={name.removeprefix("reward/"): v for name, v in values.items() if name.startswith("reward/")},
             tokens_per_s=values.get("rollout/tokens", 0.0) / (values.get("time/step_s") or 1.0),
-            running=_by_policy({name: use.running for name, use in usage.items()}),
-            queued=_by_policy({name: use.queued for name, use in usage.items()}),
+            running=self._running,
+            queued=self._queued,
             versions=dict(self._versions.served.items()),
             time_shares=time_shares(values),
+            training_hidden=values.get("overlap/training_hidden"),
+            processes=self._processes(),
         )
         self._progress.update(view)
 

@@ -6,8 +6,6 @@ produces    `call`, `loaded`, `instance_lost`, `instance_replaced`; those that t
 unblocked by nothing
 """
 
-import asyncio
-
 from flexmarl.inference.observed import CallRecord, LoadRecord
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
@@ -16,16 +14,11 @@ from flexmarl.records import Version
 
 def journal_pool(pool: InferencePool, journal: Journal) -> None:
     """From now on the pool reports to the journal. Called inside the event loop."""
-    offset = journal.now() - asyncio.get_running_loop().time()
-
-    def moment(loop_time: float) -> float:
-        return round(loop_time + offset, 6)
-
     def called(call: CallRecord) -> None:
         journal.event(
             "call",
             process=process_of(call.instance),
-            began=moment(call.sent_at),
+            began=journal.moment(call.sent_at),
             policy=call.policy,
             request=call.request_id,
             version=call.version,
@@ -39,7 +32,7 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
         journal.event(
             "loaded",
             process=process_of(load.instance),
-            began=moment(load.began_at),
+            began=journal.moment(load.began_at),
             policy=load.policy,
             version=load.version,
             checksum=load.checksum,

@@ -130,7 +130,7 @@ class Orchestrator:
 
     async def _step(self) -> None:
         """Rollout, collection and training side by side; then one update per policy, published."""
-        parts = self._parts
+        parts, began = self._parts, self._parts.journal.now()
         parts.journal.event("step_started", step=self.step, versions=parts.versions.served)
         parts.monitor.begin(self.step, "rollout and training")
         parts.collector.open()
@@ -138,7 +138,7 @@ class Orchestrator:
         async with asyncio.TaskGroup() as tasks:
             for policy, session in parts.sessions.items():
                 tasks.create_task(session.accumulate(), name=f"train/{policy}")
-            with parts.monitor.time("rollout"):
+            with parts.monitor.rollout():
                 await parts.rollout.play(parts.feed.groups(self.step), self._finished)
             divisors = await parts.collector.close()
             for session in parts.sessions.values():
@@ -147,7 +147,14 @@ class Orchestrator:
         await self._update(divisors)
         trained = parts.collector.settle_trained()
         self.step += 1
-        parts.journal.event("step_ended", step=self.step - 1, trained=trained, versions=parts.versions.served)
+        parts.journal.event(
+            "step_ended",
+            process="controller",
+            began=began,
+            step=self.step - 1,
+            trained=trained,
+            versions=parts.versions.served,
+        )
 
     async def _finished(self, group: GroupRecord) -> None:
         self._parts.monitor.group_finished(group)
@@ -165,15 +172,13 @@ class Orchestrator:
     async def _update(self, divisors: Mapping[PolicyName, Divisors]) -> None:
         parts = self._parts
         for policy, session in parts.sessions.items():
-            old = session.version
-            with parts.monitor.time("train"):
-                new = await session.finish(divisors[policy])
+            old, began = session.version, asyncio.get_running_loop().time()
+            new = await session.finish(divisors[policy])
             report = parts.trainers[policy].last_update
             if new == old or report is None:
                 parts.journal.event("update_skipped", policy=policy, because="no weighted token in the step")
                 continue
-            parts.monitor.updated(policy, report)
-            parts.journal.event("updated", policy=policy, version=new, report=report)
+            parts.monitor.updated(policy, report, began)
             with parts.monitor.time("publish"):
                 await parts.publisher.publish(policy, new)
 
@@ -202,9 +207,12 @@ class Orchestrator:
         parts = self._parts
         if not self._evaluate.tasks:
             return None
+        began = parts.journal.now()
         parts.monitor.begin(self.step, f"evaluating {when} training")
         with parts.monitor.time("evaluate"):
             evaluation = await parts.evaluator.run(num_tasks)
         parts.monitor.evaluated(when, evaluation)
-        parts.journal.event("evaluated", when=when, step=self.step, evaluation=evaluation)
+        parts.journal.event(
+            "evaluated", process="controller", began=began, when=when, step=self.step, evaluation=evaluation
+        )
         return evaluation

@@ -2,17 +2,23 @@
 
 import asyncio
 
+import pytest
+
+from flexmarl.errors import EngineError
 from flexmarl.inference.pool import InferencePool
+from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
+from flexmarl.observability.timeline import trace_events
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import PolicyName, Version
+from flexmarl.records import EngineUse, LossReport, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
+from flexmarl.training.interface import Accumulated, UpdateReport
 from tests.unit.orchestrator.groups import group_of
 
-SOLVER = PolicyName("solver")
+SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
 
 
 class Values(dict):
@@ -36,11 +42,51 @@ class Screen(NullProgress):
         self.stopped = True
 
 
-def monitor_of(screen, *sinks):
+def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine):
+    """Its journal's clock starts now."""
     clock = asyncio.get_running_loop().time
-    pool = InferencePool({SOLVER: [ScriptedEngine(lambda request: "a"), ScriptedEngine(lambda request: "a")]})
-    versions = Versions({SOLVER: Version(3)})
-    return Monitor(name="run", steps=5, metrics=Metrics(clock, sinks), progress=screen, pool=pool, versions=versions)
+    return Monitor(
+        name="run",
+        steps=5,
+        metrics=Metrics(clock, sinks),
+        progress=screen,
+        pool=InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
+        versions=Versions({SOLVER: Version(3)}),
+        journal=journal or MemoryJournal(clock),
+        processes=lambda: 4,
+    )
+
+
+def micro_batch(policy, number, duration_s):
+    """One that ended this very moment."""
+    report = LossReport(micro_batch_id=f"{policy}/3/{number}", num_samples=8, num_tokens=96.0, duration_s=duration_s)
+    return Accumulated(policy=policy, report=report, ended=asyncio.get_running_loop().time())
+
+
+def update(**figures):
+    return UpdateReport(
+        version=Version(4), num_samples=8, num_tokens=96.0, loss=0.5, grad_norm=1.0, learning_rate=0.1, **figures
+    )
+
+
+async def watched(monitor, seconds):
+    watching = asyncio.create_task(monitor.watch())
+    await asyncio.sleep(seconds)
+    watching.cancel()
+    (ended,) = await asyncio.gather(watching, return_exceptions=True)
+    return ended
+
+
+class Leaving(ScriptedEngine):
+    """Is lost as soon as it is asked for its load a second time."""
+
+    looks = 0
+
+    async def usage(self):
+        self.looks += 1
+        if self.looks > 1:
+            raise EngineError("the process is gone")
+        return EngineUse(running=3, queued=2)
 
 
 def test_the_screen_shows_what_goes_on_until_nobody_watches():
@@ -60,6 +106,7 @@ def test_the_screen_shows_what_goes_on_until_nobody_watches():
         assert [view.step for view in screen.views] == [0, 0, 0, 0, 0, 1]
         last = screen.views[-1]
         assert (last.rewards, last.versions, last.running) == ({"solver": 0.5}, {"solver": 3}, {"solver": 0})
+        assert last.processes == 4
         assert screen.stopped
 
     run_virtual(scenario())
@@ -95,3 +142,137 @@ def test_a_step_that_ends_with_an_evaluation_is_shown_even_if_no_success_was_rep
         assert (screen.views[-1].rewards, screen.views[-1].success_curve) == ({"solver": 0.5}, ())
 
     run_virtual(scenario())
+
+
+async def one_step(monitor):
+    """Four seconds of rollout; each trainer works 2 s in it and 2 s after it, the solver's update among them."""
+    clock = asyncio.get_running_loop().time
+    monitor.begin(3, "rollout and training")
+    with monitor.rollout():
+        await asyncio.sleep(4)
+        monitor.accumulated(micro_batch(SOLVER, 0, 2.0))
+        monitor.accumulated(micro_batch(VERIFIER, 0, 2.0))
+    await asyncio.sleep(1)
+    monitor.accumulated(micro_batch(SOLVER, 1, 1.0))
+    began = clock()
+    await asyncio.sleep(1)
+    monitor.updated(SOLVER, update(), began)
+    monitor.accumulated(micro_batch(VERIFIER, 1, 2.0))
+
+
+def test_training_beside_rollout_is_hidden_and_updates_count_as_training():
+    async def scenario():
+        values = Values()
+        monitor = monitor_of(Screen(), values)
+        await one_step(monitor)
+        monitor.flush(4)
+        assert values["overlap/training_s"] == 8.0
+        assert values["overlap/training_hidden"] == 0.5
+        assert (values["time/train_s"], values["time/rollout_s"], values["time/step_s"]) == (4.0, 4.0, 6.0)
+
+    run_virtual(scenario())
+
+
+def test_each_step_is_judged_alone():
+    async def scenario():
+        values = Values()
+        monitor = monitor_of(Screen(), values)
+        await one_step(monitor)
+        monitor.flush(4)
+        await asyncio.sleep(1)
+        monitor.accumulated(micro_batch(SOLVER, 0, 1.0))
+        monitor.flush(5)
+        assert (values["overlap/training_hidden"], values["overlap/training_s"]) == (0.0, 1.0)
+
+    run_virtual(scenario())
+
+
+def test_a_step_without_training_says_nothing_of_overlap():
+    async def scenario():
+        values = Values()
+        monitor_of(Screen(), values).flush(1)
+        assert not {"overlap/training_hidden", "overlap/training_s", "time/train_s"} & values.keys()
+
+    run_virtual(scenario())
+
+
+def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
+    async def scenario():
+        await asyncio.sleep(100)
+        clock = asyncio.get_running_loop().time
+        journal = MemoryJournal(lambda: clock() - 100)
+        await one_step(monitor_of(Screen(), journal=journal))
+        slices = [(e["event"], e["process"], e["began"], e.get("ended", e["t"])) for e in journal.events()]
+        assert slices == [
+            ("micro_batch", "trainer/solver", 2.0, 4.0),
+            ("micro_batch", "trainer/verifier", 2.0, 4.0),
+            ("rollout_ended", "controller", 0.0, 4.0),
+            ("micro_batch", "trainer/solver", 4.0, 5.0),
+            ("updated", "trainer/solver", 5.0, 6.0),
+            ("micro_batch", "trainer/verifier", 4.0, 6.0),
+        ]
+        first = journal.events("micro_batch")[0]
+        assert (first["policy"], first["micro_batch"], first["rows"], first["tokens"]) == (
+            "solver",
+            "solver/3/0",
+            8,
+            96,
+        )
+        assert journal.events("updated")[0]["report"]["loss"] == 0.5
+        assert len(list(trace_events(entry | {"command": 1} for entry in journal.events()))) > 6
+
+    run_virtual(scenario())
+
+
+def test_a_rollout_that_fails_is_in_the_journal_too():
+    async def scenario():
+        journal = MemoryJournal()
+        with pytest.raises(EngineError), monitor_of(Screen(), journal=journal).rollout():
+            raise EngineError("no instance is left")
+        assert [entry["event"] for entry in journal.events()] == ["rollout_ended"]
+
+    run_virtual(scenario())
+
+
+def test_queues_go_into_the_journal_when_they_change():
+    async def scenario():
+        journal = MemoryJournal()
+        await watched(monitor_of(Screen(), journal=journal), 10)
+        (queues,) = journal.events("queues")
+        assert (queues["running"], queues["queued"], queues["lag_ms"]) == ({"solver": 0}, {"solver": 0}, 0)
+
+    run_virtual(scenario())
+
+
+def test_the_loss_of_an_instance_does_not_end_the_watch():
+    async def scenario():
+        screen = Screen()
+        ended = await watched(monitor_of(screen, engine=Leaving), 1.1)
+        assert isinstance(ended, asyncio.CancelledError)
+        assert [(view.running, view.queued) for view in screen.views] == [({"solver": 6}, {"solver": 4})] * 5
+
+    run_virtual(scenario())
+
+
+def test_a_screen_that_breaks_ends_the_watch_with_its_own_error():
+    class Torn(Screen):
+        def update(self, view):
+            raise BrokenPipeError("the terminal is gone")
+
+    async def scenario():
+        assert isinstance(await watched(monitor_of(Torn()), 1), BrokenPipeError)
+
+    run_virtual(scenario())
+
+
+def test_lag_is_a_metric_of_each_step():
+    async def scenario():
+        values = Values()
+        monitor = monitor_of(Screen(), values)
+        await watched(monitor, 1)
+        monitor.flush(1)
+        return values
+
+    in_virtual_time = run_virtual(scenario())
+    assert in_virtual_time["lag/event_loop_ms"] == pytest.approx(0, abs=1e-6)
+    assert in_virtual_time["lag/event_loop_max_ms"] == pytest.approx(0, abs=1e-6)
