@@ -109,9 +109,6 @@ def test_a_writer_that_is_killed_half_way_leaves_no_object(root, store):
         assert (await store.get(KEY))["w"].tolist() == [1.0, 1.0]
 
     asyncio.run(scenario())
-    store.remove()
-    store.remove()
-    assert not root.exists()
 
 
 def test_only_the_user_may_read(root, store):

@@ -13,7 +13,6 @@ import errno
 import json
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -34,9 +33,9 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
 class ShmObjectStore:
     """One run's objects in one folder. Every process makes its own with the same `root`; it may be pickled.
 
-    The process that owns the run calls `create` before and `remove` after all others. Set copies on a thread, so that
-    the event loop goes on; get maps, and pages come as they are read. What a reader writes to its tensors stays its
-    own. A released object lives on for those who have mapped it.
+    The process that owns the run calls `create`, and removes the folder when all others have ended. Set copies on a
+    thread, so that the event loop goes on; get maps, and pages come as they are read. What a reader writes to its
+    tensors stays its own. A released object lives on for those who have mapped it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -46,10 +45,6 @@ class ShmObjectStore:
     def create(self) -> None:
         """Makes the folder, for this user alone."""
         self._root.mkdir(mode=0o700, parents=True)
-
-    def remove(self) -> None:
-        """Releases everything, the folder too; calling it twice is no error."""
-        shutil.rmtree(self._root, ignore_errors=True)
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder."""
