@@ -75,7 +75,7 @@ class Tables:
                 db.execute(table.insert(tuple(cells)), (sample_id, *rows.places[sample_id], policy, *cells.values()))
             else:
                 set_once(rows.agent, sample_id, {"policy": there.pop("policy")}, {"policy": policy})
-                fresh = set_once(rows.agent, sample_id, there, given) if there else given
+                fresh = set_once(rows.agent, sample_id, there, given)
                 if fresh:
                     cells = writing.by_reference(fresh, self._references)
                     db.execute(table.fill(tuple(cells)), (*cells.values(), sample_id))
@@ -219,21 +219,23 @@ class _Writing:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        ((self._last,),) = db.execute("SELECT coalesce(max(key), 0) FROM payloads")
         self._payloads: list[tuple[int, Stored]] = []
 
     def by_reference(self, cells: Mapping[str, Stored], references: set[str]) -> dict[str, Stored]:
         """The cells with keys in place of strings, lists and tensors."""
-        row = dict(cells)
-        for name in references & cells.keys():
-            self._last += 1
-            self._payloads.append((self._last, cells[name]))
-            row[name] = self._last
-        return row
+        return {name: self._keep(cell) if name in references else cell for name, cell in cells.items()}
 
     def write_payloads(self) -> None:
         """Writes what the keys stand for."""
         self._db.executemany("INSERT INTO payloads VALUES (?, ?)", self._payloads)
+
+    def _keep(self, value: Stored) -> int:
+        if self._payloads:
+            key = self._payloads[-1][0] + 1
+        else:
+            ((key,),) = self._db.execute("SELECT coalesce(max(key), 0) + 1 FROM payloads")
+        self._payloads.append((key, value))
+        return key
 
 
 def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
