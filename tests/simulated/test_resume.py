@@ -23,6 +23,11 @@ from flexmarl.testing.run import ScriptedRun
 from flexmarl.testing.training import FakeTrainer
 from tests.simulated.test_laws import Schedule, SlowStore, many, schedules, scripted
 
+pytestmark = pytest.mark.filterwarnings(
+    # Half of a workflow's `gather` may outlive the other half, and then find the pool closed: a real kill takes both.
+    "ignore:coroutine .* was never awaited:RuntimeWarning"
+)
+
 
 class Killed(BaseException):
     """No handler of errors sees it, as with kill -9."""
