@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +84,7 @@ class RunLeases:
 
     def end_processes(self) -> None:
         """Ends the processes that were noted, and waits for it."""
-        end_processes(self._leases)
+        end_processes(lambda: live_processes(self._leases))
         self._update(processes=())
 
     def shared_memory(self) -> Path:
@@ -168,20 +168,37 @@ def live_processes(leases: Leases) -> list[int]:
 def release(folder: Path) -> None:
     """Ends the processes and removes the paths that a run's folder lists, then the folder. Idempotent."""
     leases = read_leases(folder)
-    end_processes(leases)
+    end_processes(lambda: [*live_processes(leases), *writers(folder)])
     deadline = time.monotonic() + DYING_S
     for path in (*map(Path, leases.paths), folder):
         remove(path, deadline=deadline)
 
 
-def end_processes(leases: Leases) -> None:
-    """Kills the noted processes and waits until they are gone."""
+def end_processes(living: Callable[[], list[int]]) -> None:
+    """Kills processes and waits until none of them lives."""
     deadline = time.monotonic() + DYING_S
-    while (left := live_processes(leases)) and time.monotonic() < deadline:
+    while (left := living()) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def writers(folder: Path) -> list[int]:
+    """Pids of other processes that have a file in the folder open to write: a run may die while it starts them."""
+    return [
+        process.pid
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and any(Path(path).is_relative_to(folder) for path in written_by(process))
+    ]
+
+
+def written_by(process: psutil.Process) -> list[str]:
+    """Files that a process has open to write; none of one that is gone or is not ours to ask."""
+    try:
+        return [file.path for file in process.open_files() if getattr(file, "mode", "w") != "r"]
+    except psutil.Error:
+        return []
 
 
 def remove(path: Path, *, deadline: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flexmarl.cluster.leases import RunLeases, abandoned, live_processes, read_leases, release
+from flexmarl.cluster.leases import RunLeases, abandoned, live_processes, read_leases, release, writers
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -78,6 +78,13 @@ def test_a_recycled_pid_is_not_ended(tmp_path: Path, sleeper: subprocess.Popen[b
         assert live_processes(read_leases(leases.folder)) == []
         release(leases.folder)
         assert sleeper.poll() is None
+
+
+def test_what_writes_into_the_folder_ends_though_nobody_noted_it(tmp_path: Path) -> None:
+    with RunLeases("half started", root=tmp_path) as leases, (leases.folder / "log").open("w") as log:
+        unnoted = subprocess.Popen(SLEEP, stdout=log)
+        assert writers(leases.folder) == [unnoted.pid]
+    assert unnoted.wait() == -signal.SIGKILL
 
 
 def test_the_folder_is_short_enough_for_the_sockets_in_it() -> None:
