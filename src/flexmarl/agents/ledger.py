@@ -1,7 +1,7 @@
 """What was said and rewarded in one episode, by all its seats."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ class Ledger:
         self.metrics: dict[str, float] = {}
         self._acts = 0
         self._hops = 0
-        self._calls: Counter[AgentName] = Counter()
-        self._contexts: Counter[tuple[AgentName, str]] = Counter()
+        self._calls: dict[AgentName, int] = defaultdict(int)
+        self._contexts: dict[tuple[AgentName, str], int] = defaultdict(int)
         self._turns: dict[int, Turn] = {}
         self._turn_rewards: dict[SampleId, float] = {}
         self._agent_rewards: dict[AgentName, float] = {}

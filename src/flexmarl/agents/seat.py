@@ -29,6 +29,7 @@ from flexmarl.records import (
     Generation,
     GenerationRequest,
     PolicyName,
+    SampleId,
     Sampling,
     Scalar,
     Turn,
@@ -259,7 +260,7 @@ class Seat:
     async def _record(self, call: _Call, conversation: Conversation, valid: bool) -> Turn:
         generation = call.generation
         turn = Turn(
-            sample_id=make_sample_id(self._context.task.input_id, int(call.tags["hop"]), self._context.trajectory_id),
+            sample_id=SampleId(call.request.request_id),
             episode=self._context.episode,
             agent=self.name,
             policy=self.policy,

@@ -20,8 +20,6 @@ class Team:
 
     def __init__(self, agents: Mapping[AgentName, AgentSpec], context: EpisodeContext) -> None:
         self.context = context
-        self.rng = random.Random(episode_seed(context.run_seed, context.trajectory_id))
-        """For the workflow's own chances: the same in every play of this trajectory."""
         self._ledger = Ledger()
         self._seats = {name: Seat(agent, context, self._ledger) for name, agent in agents.items()}
 
@@ -40,6 +38,11 @@ class Team:
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())
+
+    @cached_property
+    def rng(self) -> random.Random:
+        """For the workflow's own chances: the same in every play of this trajectory."""
+        return random.Random(episode_seed(self.context.run_seed, self.context.trajectory_id))
 
     @cached_property
     def environment(self) -> Environment[Any]:
@@ -72,5 +75,4 @@ class Team:
 
 def reserved_names() -> frozenset[str]:
     """Names that no agent can have, because `team.name` means something else."""
-    instance: Any = {"context", "rng"}
-    return frozenset({name for name in vars(Team) if not name.startswith("_")} | instance)
+    return frozenset({"context", *(name for name in vars(Team) if not name.startswith("_"))})
