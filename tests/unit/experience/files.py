@@ -1,6 +1,7 @@
 """Stores on files: made, filled with rows that can be told apart, and looked at as a resumed run does."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from flexmarl.experience.backends.durable import DurableStore
@@ -32,3 +33,14 @@ def assert_holds(path: Path, groups: set[int], *, exactly: bool = False) -> None
         await store.close()
 
     asyncio.run(life())
+
+
+def wal_of(path: Path) -> Path:
+    return Path(f"{path}-wal")
+
+
+def copy_as_it_is(path: Path, to: Path) -> None:
+    """What a machine that stops now would leave on its disk."""
+    to.parent.mkdir()
+    shutil.copy(path, to)
+    shutil.copy(wal_of(path), wal_of(to))

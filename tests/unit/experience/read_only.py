@@ -21,5 +21,9 @@ if __name__ == "__main__":
             asyncio.run(attempt().close())
         except StoreError as error:
             print(error)
-    with read_store(path) as reader:
-        print(reader.query("SELECT count(*) FROM solver"))
+    for stored in (path, path.parent / "killed" / path.name):
+        try:
+            with read_store(stored) as reader:
+                print(reader.query("SELECT count(*) FROM solver"))
+        except StoreError as error:
+            print(error)

@@ -19,7 +19,7 @@ from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.reader import read_store
 from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, SOLVER, partial, sample
 from tests.unit.experience.acknowledging import a_row
-from tests.unit.experience.files import assert_holds, new_store
+from tests.unit.experience.files import assert_holds, copy_as_it_is, new_store, wal_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -39,8 +39,12 @@ def test_a_killed_run_loses_no_acknowledged_row(tmp_path: Path):
             child.send_signal(signal.SIGKILL)
             acknowledged |= {int(line) for line in child.stdout if line.endswith("\n")}
         assert child.returncode == -signal.SIGKILL
-        assert Path(f"{path}-wal").stat().st_size, "it was killed with rows that were not merged in"
+        assert wal_of(path).stat().st_size, "it was killed with rows that were not merged in"
         next_group = max(acknowledged) + 5
+    with read_store(path) as reader:
+        ((there,),) = reader.query("SELECT count(*) FROM solver").rows
+    assert there >= len(acknowledged)
+    assert wal_of(path).stat().st_size, "reading left the files as they were"
     assert_holds(path, acknowledged)
 
 
@@ -90,14 +94,23 @@ def test_a_full_disk_is_an_error_and_with_room_it_goes_on(tmp_path: Path, what: 
 
 @needs_mounts
 def test_a_folder_that_cannot_be_written_is_named_and_still_read(tmp_path: Path):
-    asyncio.run(new_store(tmp_path / "disk" / "experience.sqlite").close())
+    path = tmp_path / "disk" / "experience.sqlite"
+
+    async def life() -> None:
+        store = new_store(path)
+        await store.put(SOLVER, [a_row(0)])
+        copy_as_it_is(path, tmp_path / "disk" / "killed" / "experience.sqlite")
+        await store.close()
+
+    asyncio.run(life())
     said = run_shell(
         f"mount --bind {tmp_path}/disk {tmp_path}/disk; mount -o remount,ro,bind {tmp_path}/disk; "
-        f"{sys.executable} {HERE}/read_only.py {tmp_path}/disk/experience.sqlite",
+        f"{sys.executable} {HERE}/read_only.py {path}",
         mounts=True,
     )
     assert said.count("must be an existing folder and writable") == 3
-    assert "Table(columns=('count(*)',), rows=((0,),))" in said
+    assert "Table(columns=('count(*)',), rows=((1,),))" in said
+    assert "its newest rows in experience.sqlite-wal cannot be read here; copy both files into a folder of" in said
 
 
 def test_a_lock_that_another_process_holds_is_an_error_after_a_while_and_then_it_goes_on(tmp_path: Path):

@@ -15,7 +15,7 @@ from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.reader import read_store
 from flexmarl.testing.experience import SOLVER
 from tests.unit.experience.acknowledging import a_row, tokens
-from tests.unit.experience.files import assert_holds, filled, new_store
+from tests.unit.experience.files import assert_holds, copy_as_it_is, filled, new_store, wal_of
 
 
 def test_a_transaction_that_was_cut_off_is_as_if_it_had_not_been(tmp_path: Path):
@@ -91,6 +91,15 @@ def test_a_file_that_is_no_store_is_named(tmp_path: Path):
         DurableStore.open(tmp_path / "nowhere")
 
 
+def test_a_store_that_was_killed_while_it_was_made_is_made_anew(tmp_path: Path):
+    path = tmp_path / "experience.sqlite"
+    for ending in ("", "-wal", "-shm"):
+        Path(f"{path}.new{ending}").write_bytes(b"half of a store")
+    asyncio.run(filled(path, 3))
+    assert_holds(path, {0, 1, 2}, exactly=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"{path.name}.owner"]
+
+
 def test_a_store_of_another_layout_is_named(tmp_path: Path):
     path = tmp_path / "experience.sqlite"
     asyncio.run(new_store(path).close())
@@ -117,14 +126,3 @@ def test_a_network_file_system_is_named_in_errors_of_locks():
     hint = store_file.network_hint(Path("/shared/run"), {"/": "ext4", "/shared": "nfs4", "/share": "ext4"})
     assert hint == "; /shared is a network file system (nfs4): put the run folder on a local disk"
     assert store_file.network_hint(Path("/home/run"), {"/": "ext4", "/shared": "nfs4"}) == ""
-
-
-def wal_of(path: Path) -> Path:
-    return Path(f"{path}-wal")
-
-
-def copy_as_it_is(path: Path, to: Path) -> None:
-    """What a machine that stops now would leave on its disk."""
-    to.parent.mkdir()
-    shutil.copy(path, to)
-    shutil.copy(wal_of(path), wal_of(to))

@@ -48,9 +48,12 @@ def connect_file(path: Path, *, wait_s: float = LOCK_WAIT_S, mode: str = "rw") -
 
 
 def make_file(path: Path, tables: Tables) -> None:
-    """Makes a new store there; the layout is there whole, or the file is none of ours."""
+    """Makes a new store there. It gets its name when it is whole: killed before that, there is no store to resume."""
+    new = Path(f"{path}.new")
     with explained(path, "making the experience store"):
-        db = connect_file(path, mode="rwc")
+        for left in (new, Path(f"{new}-wal"), Path(f"{new}-shm")):
+            left.unlink(missing_ok=True)
+        db = connect_file(new, mode="rwc")
         try:
             db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             db.execute("PRAGMA journal_mode = WAL")
@@ -62,7 +65,9 @@ def make_file(path: Path, tables: Tables) -> None:
                 db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 db.execute(f"PRAGMA user_version = {LAYOUT_VERSION}")
         finally:
-            db.close()
+            db.close()  # merges the -wal file in and removes it
+        new.rename(path)
+        _sync_folder(path.parent)
 
 
 def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
@@ -73,8 +78,7 @@ def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
         )
         if application != APPLICATION_ID:
             raise StoreError(
-                f"{path} is an SQLite file, but holds no experience store (or making it was interrupted); "
-                f"name another file, or move this one away"
+                f"{path} is an SQLite file, but holds no experience store; name another file, or move this one away"
             )
         if version != LAYOUT_VERSION:
             raise StoreError(
@@ -179,6 +183,15 @@ def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
     if primary == sqlite3.SQLITE_IOERR:
         return f"the disk does not take or give data; what was acknowledged is safe if the disk is{_hint(path)}"
     return "SQLite refused"
+
+
+def _sync_folder(folder: Path) -> None:
+    """A name is on the disk only once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:
