@@ -9,6 +9,7 @@
 | StoreError      | the experience store   | the journal; ends the run             | the user, with `--resume`       |
 | CreditError     | a workflow's rewards   | the journal; ends the run             | the user, who changes it        |
 | TrainingError   | a trainer              | the journal; ends the run             | the user, with `--resume`       |
+| ObjectError     | room for weights       | the journal; ends the run             | the user, with `--resume`       |
 | WorkerError     | a process that died    | `worker_lost` in the journal          | the pool, with a new engine     |
 | CheckpointError | a file                 | printed, exit code 1                  | the user, with an older one     |
 

@@ -1,6 +1,7 @@
 """One command's life: train, evaluate or export, from settings to what is left on disk."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import datetime
@@ -59,6 +60,10 @@ class Run:
 
         A run that fails or is stopped leaves its pictures too.
         """
+        if self._resumed and (done := finished(self._folder)) and done.steps >= self._settings.steps:
+            console.print(f"nothing to do: {done.steps} steps are done, and steps={self._settings.steps}")
+            console.print(summary_table(done))
+            return done
         started = datetime.now()
         try:
             asyncio.run(self._train(console))
@@ -104,6 +109,11 @@ class Run:
             except BaseException as error:
                 journal.event("run_failed", because=f"{type(error).__name__}: {error}")
                 raise
+
+
+def finished(folder: RunFolder) -> Summary | None:
+    """The summary of a run that has ended: one that failed, or was killed, wrote none."""
+    return Summary(**json.loads(folder.summary.read_text(encoding="utf-8"))) if folder.summary.is_file() else None
 
 
 async def until_lost(

@@ -1,4 +1,4 @@
-"""The command line. In: a config and dotted overrides. Out: a run, an evaluation, a verdict on a config, a model.
+"""The command line. In: a config and dotted overrides. Out: a run, figures, a verdict, a model, a table.
 
 Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C.
 """
@@ -8,8 +8,10 @@ import sys
 import typer
 
 from flexmarl.cli.check import check
+from flexmarl.cli.clean import clean
 from flexmarl.cli.evaluate import evaluate
 from flexmarl.cli.export import export
+from flexmarl.cli.store import store
 from flexmarl.cli.train import train
 from flexmarl.errors import ConfigError, FlexmarlError
 
@@ -25,6 +27,8 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(check)
 app.command()(export)
+app.command()(store)
+app.command()(clean)
 
 
 def main() -> None:

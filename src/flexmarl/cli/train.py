@@ -40,7 +40,8 @@ def train(
 def how_to_go_on(path: Path) -> str:
     """What is left of a run that ended early, and the command that continues it."""
     folder = RunFolder(path)
+    again = f"flexmarl train {folder.config} --resume {path}"
     saved = sorted(folder.checkpoints.glob("step-*"))
     if not saved:
-        return f"There is no checkpoint yet (see checkpoint.every); what was seen is in {path}"
-    return f"Last checkpoint: {saved[-1]}; go on with: flexmarl train {folder.config} --resume {path}"
+        return f"There is no checkpoint yet (see checkpoint.every); begin again with: {again}"
+    return f"Last checkpoint: {saved[-1]}; go on with: {again}"
