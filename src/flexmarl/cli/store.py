@@ -23,7 +23,6 @@ from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_t
 from flexmarl.observability.run_folder import RunFolder
 
 CONSOLE = Console(markup=False, highlight=False)
-FILE = "experience.sqlite"
 CELL, SHORT = 60, 24
 """Most characters of a cell on the screen, and how many are never cut for others' sake; files have all."""
 MISTAKES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_AUTH)
@@ -68,12 +67,13 @@ def _file(run: Path) -> Path:
     """The store's file of a run folder; a file is taken as it is."""
     if run.is_file():
         return run
-    file = run / FILE
-    if file.is_file():
-        return file
-    if RunFolder(run).config.is_file():
-        raise ConfigError(f"'{run}' has no {FILE}: its rows were kept in memory; `store.type: sqlite` keeps them")
-    raise ConfigError(f"'{run}' is no run folder: it has no {FILE}; give the path that `train` printed last")
+    folder = RunFolder(run)
+    if folder.store.is_file():
+        return folder.store
+    name = folder.store.name
+    if folder.config.is_file():
+        raise ConfigError(f"'{run}' has no {name}: its rows were kept in memory; `store.type: sqlite` keeps them")
+    raise ConfigError(f"'{run}' is no run folder: it has no {name}; give the path that `train` printed last")
 
 
 def _select(reader: StoreReader, sql: str) -> Table:
