@@ -24,6 +24,7 @@ from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import FinishReason, GenerationRequest, PolicyName, Sampling
+from flexmarl.training.backends.onednn import use_onednn
 
 VOCABULARY, PROMPT, REQUESTS, SLOTS, UNIFORM = 100, 16, 256, 64, 64
 LONGEST_BY_MEDIAN = 10.0
@@ -41,6 +42,13 @@ def skewed_lengths(rng: np.random.Generator) -> np.ndarray:
     return np.maximum(1, np.round(UNIFORM * np.exp(sigma * rng.standard_normal(REQUESTS)))).astype(int)
 
 
+def served_model() -> torch.nn.Module:
+    """The model as runs load it for an engine."""
+    model = tiny_model(VOCABULARY)
+    use_onednn(model)
+    return model
+
+
 class Contenders:
     """The three ways to get the same tokens."""
 
@@ -51,7 +59,7 @@ class Contenders:
         self.thread = DeviceThread("bench")
         settings = EmbeddedSettings(slots=SLOTS, max_len=1024)
         self.engine = EmbeddedEngine(
-            lambda: tiny_model(VOCABULARY), settings, policy=POLICY, store=InlineObjectStore(), thread=self.thread
+            served_model, settings, policy=POLICY, store=InlineObjectStore(), thread=self.thread
         )
         self.round = 0
 
