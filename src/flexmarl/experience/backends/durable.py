@@ -132,11 +132,12 @@ class DurableStore:
 
     async def close(self) -> None:
         """Ends it once all calls have; calling it twice is no error."""
-        with explained(self._path, "closing the experience store"):
+        try:
             await self._reader.close()
             await self._writer.close()
-        if self._owner is not None:
-            self._owner.give_up()
+        finally:
+            if self._owner is not None:
+                self._owner.give_up()
 
     async def _write(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
         with explained(self._path, doing):

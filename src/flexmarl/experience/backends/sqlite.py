@@ -4,13 +4,15 @@ One transaction per call. Because nothing waits, it also runs in virtual time.
 """
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.backends.tables import Tables, connect, query, transaction
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+
+Result = TypeVar("Result")
 
 
 class SqliteStore:
@@ -20,41 +22,37 @@ class SqliteStore:
         """Lays out the tables of a new store, with the same data columns for every agent."""
         self._tables = Tables(agents, columns)
         self._open: sqlite3.Connection | None = connect(":memory:")
-        with self._transaction("laying out the store") as db:
-            self._tables.lay_out(db)
+        self._write("laying out the store", self._tables.lay_out)
 
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
         """Opens or fills rows in the agent's table."""
         encoded = self._tables.encode(agent, rows)
-        with self._transaction(f"putting rows into table {agent!r}") as db:
-            self._tables.put(db, encoded)
+        self._write(f"putting rows into table {agent!r}", lambda db: self._tables.put(db, encoded))
 
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
         """Leases up to n READY rows of the policy to `holder`."""
-        with self._transaction(f"claiming rows of policy {policy!r}") as db:
-            return self._tables.claim(db, policy, n, holder)
+        doing = f"claiming rows of policy {policy!r}"
+        return self._write(doing, lambda db: self._tables.claim(db, policy, n, holder))
 
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
         """Moves rows; all of them or none."""
-        with self._transaction(f"settling rows as {outcome.state}") as db:
-            self._tables.settle(db, ids, outcome)
+        self._write(f"settling rows as {outcome.state}", lambda db: self._tables.settle(db, ids, outcome))
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
         """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
-        with self._transaction(f"releasing the rows of {cache or holder}") as db:
-            return self._tables.release(db, holder, cache)
+        doing = f"releasing the rows of {cache or holder}"
+        return self._write(doing, lambda db: self._tables.release(db, holder, cache))
 
     async def rewind(self, next_group: GroupId) -> int:
         """Discards the rows of this and all younger groups, with their payloads."""
-        with self._transaction(f"rewinding to group {next_group}") as db:
-            return self._tables.rewind(db, next_group)
+        return self._write(f"rewinding to group {next_group}", lambda db: self._tables.rewind(db, next_group))
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of the oldest groups until the store is small enough."""
+        doing = f"pruning groups before {before_group}"
         pruned = 0
         while True:
-            with self._transaction(f"pruning groups before {before_group}") as db:
-                rows = self._tables.prune_one_group(db, before_group, budget_bytes)
+            rows = self._write(doing, lambda db: self._tables.prune_one_group(db, before_group, budget_bytes))
             if rows is None:
                 return pruned
             pruned += rows
@@ -84,7 +82,7 @@ class SqliteStore:
             raise StoreError("the experience store is closed; open a new one")
         return self._open
 
-    @contextmanager
-    def _transaction(self, doing: str) -> Iterator[sqlite3.Connection]:
-        with boundary(StoreError, doing), transaction(self._connection()):
-            yield self._connection()
+    def _write(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        db = self._connection()
+        with boundary(StoreError, doing), transaction(db):
+            return work(db)

@@ -14,7 +14,7 @@ from typing import Any
 from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.backends.statements import AMONG, SHARED_LAYOUT, Statements, claimable
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
-from flexmarl.experience.ledger import ClaimOrder, check_move, check_outcome, claim_order, set_once
+from flexmarl.experience.ledger import check_move, check_outcome, claim_order, set_once
 from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
@@ -29,7 +29,6 @@ class EncodedRows:
 
     agent: AgentName
     policies: Mapping[SampleId, PolicyName]
-    places: Mapping[SampleId, ClaimOrder]
     cells: Mapping[SampleId, Mapping[str, Stored]]
 
 
@@ -60,7 +59,7 @@ class Tables:
                 set_once(agent, sample_id, {"policy": policies[sample_id]}, {"policy": row.policy})
                 given = set_once(agent, sample_id, cells[sample_id], given) | cells[sample_id]
             policies[sample_id], cells[sample_id] = row.policy, given
-        return EncodedRows(agent, policies, {sample_id: claim_order(sample_id) for sample_id in cells}, cells)
+        return EncodedRows(agent, policies, cells)
 
     def put(self, db: sqlite3.Connection, rows: EncodedRows) -> None:
         """Opens or fills these rows."""
@@ -71,8 +70,9 @@ class Tables:
             there = self._stored(db, table, sample_id, tuple(given))
             if there is None:
                 self._refuse_owned(db, rows.agent, sample_id)
+                place = claim_order(sample_id)
                 cells = writing.by_reference(given, self._references)
-                db.execute(table.insert(tuple(cells)), (sample_id, *rows.places[sample_id], policy, *cells.values()))
+                db.execute(table.insert(tuple(cells)), (sample_id, *place, policy, *cells.values()))
             else:
                 set_once(rows.agent, sample_id, {"policy": there.pop("policy")}, {"policy": policy})
                 fresh = set_once(rows.agent, sample_id, there, given)
