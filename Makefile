@@ -42,6 +42,8 @@ $(VENV)/.installed-bench: $(VENV)/.installed requirements-bench.lock
 bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (half an hour)
 	$(BIN)/python benchmarks/engine.py --json
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
+	$(BIN)/python benchmarks/pipeline.py --json
+	$(BIN)/python benchmarks/store.py --json
 
 docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs
