@@ -104,7 +104,6 @@ class RayWorker:
             settle(call, error=WorkerError(self._gone))
         with suppress(RayError):
             ray.kill(self._actor)
-        del self._actor  # one that outlives this Ray would end the actor that has its number in the process's next Ray
         self._on_end(self, lost)
 
     def __str__(self) -> str:

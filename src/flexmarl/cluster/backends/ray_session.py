@@ -77,7 +77,10 @@ class PrivateRay:
 
 
 class JoinedRay:
-    """A Ray that somebody else started: it stays as it is, with nothing of ours after `close`."""
+    """A Ray that somebody else started: it stays as it is, with nothing of ours after `close`.
+
+    Not after a private one in the same process: that still asks its callers for a token, which these workers lack.
+    """
 
     def __init__(self, leases: RunLeases, *, address: str) -> None:
         self._leases = leases
