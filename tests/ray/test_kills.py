@@ -1,0 +1,256 @@
+"""kill -9 of any process at any moment: the run goes on or says what to do, nothing is left of it, nothing is lost.
+
+FLEXMARL_KILLS   kills of each kind, 1 by default
+FLEXMARL_SEED    the first one's seed; it decides the moment
+"""
+
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from flexmarl.assemble import assemble_run
+from flexmarl.config import load_run
+from flexmarl.observability.run_folder import RunFolder
+from flexmarl.records import RowState
+from flexmarl.records.ids import split_sample_id, split_trajectory_id
+from flexmarl.records.lifecycle import ROW_TERMINAL
+from tests.ray.child_run import Child, Left, assert_same
+
+pytestmark = pytest.mark.ray
+
+FIRST = int(os.environ.get("FLEXMARL_SEED", "0"))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("FLEXMARL_KILLS", "1")))
+STEPS, GROUPS, EPISODES = 6, 6, 4
+OVERRIDES = [
+    "deterministic=true",
+    "cluster.threads=1",
+    f"steps={STEPS}",
+    f"batch={{groups: {GROUPS}, episodes: {EPISODES}}}",
+    "team.agents.solver.sampling.max_tokens=32",
+    "policies.one.training.micro_batch=4",
+    "checkpoint.every=1",
+]
+ATTEMPTS = 5
+START_S = 8.0
+"""About what a run takes until its processes are there; a moment after that hits whatever comes next."""
+MOMENTS = {
+    "before a step": ("published", STEPS),
+    "rollout": ("call", STEPS * GROUPS * EPISODES),
+    "training": ("micro_batch", STEPS * GROUPS // 2),
+    "publish": ("updated", STEPS),
+    "checkpoint": ("step_ended", STEPS),
+}
+"""What is going on after which event, and at least how often that happens in a run."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: so long after the n-th event of that name, or after the process began."""
+
+    phase: str
+    event: str
+    nth: int
+    after_s: float
+
+    @classmethod
+    def draw(cls, dice: random.Random, *, with_start: bool) -> "Moment":
+        if with_start and dice.random() < 0.4:
+            return cls("start", "", 0, dice.uniform(0, START_S))
+        phase, (event, times) = dice.choice(list(MOMENTS.items()))
+        return cls(phase, event, dice.randint(1, times), dice.uniform(0, 0.01))
+
+    def __str__(self) -> str:
+        return f"{self.phase}{f', {self.event} {self.nth}' if self.nth else ''} + {1000 * self.after_s:.0f} ms"
+
+
+class Doomed:
+    """A run that is to be killed, and all that comes after it."""
+
+    def __init__(self, config: Path, folder: Path, temp: Path) -> None:
+        self._folder, self._temp = folder, temp
+        folder.mkdir()
+        self.child = self._start(config, *OVERRIDES, "cluster.backend=ray", f"out={folder}")
+
+    def resume(self) -> Child:
+        """Goes on in a process of its own."""
+        self.child = self._start(RunFolder(self.run.path).config, "--resume", self.run.path)
+        return self.child
+
+    def _start(self, *words: object) -> Child:
+        return Child("train", *words, cwd=self._folder, temp=self._temp)
+
+    @property
+    def has_begun(self) -> bool:
+        """There is what a resume needs."""
+        return any(RunFolder(path).config.is_file() for path in self._folder.glob("sums-*"))
+
+    @property
+    def run(self) -> Left:
+        """What it wrote; once it has begun."""
+        (path,) = self._folder.glob("sums-*")
+        return Left(path)
+
+    def wait(self, moment: Moment) -> bool:
+        """Until the moment; False if the run ended before it."""
+        if moment.event:
+            if not self.child.wait_for(lambda: self._count("run_started"), observing=True):
+                return False
+            self._observe()
+            if not self.child.wait_for(lambda: self._count(moment.event) >= moment.nth):
+                return False
+        began = time.monotonic()
+        return self.child.wait_for(lambda: time.monotonic() - began > moment.after_s, observing=not moment.event)
+
+    def _observe(self) -> None:
+        footprint = self.child.footprint
+        footprint.observe()
+        assert {one["pid"] for one in self.run.events("process_started")} <= footprint.pids.keys()
+        assert footprint.ports, "witness: Ray listens"
+        assert footprint.leases, "witness: there are folders to remove"
+
+    def _count(self, event: str) -> int:
+        journal = RunFolder(self.run.path).journal if self.has_begun else None
+        return journal.read_text().count(f'"event":"{event}"') if journal and journal.exists() else 0
+
+    def pid_of(self, role: str) -> int:
+        """The live process of that role: `controller`, `engine` or `trainer`."""
+        if role == "controller":
+            return self.child.process.pid
+        return [one["pid"] for one in self.run.events("process_started") if one["process"].startswith(role)][-1]
+
+    def phase(self) -> str:
+        """Where it stands, by its journal."""
+        journal = [one for one in self.run.journal if one["event"] != "queues"] if self.has_begun else []
+        step = sum(one["event"] == "step_started" for one in journal)
+        return f"in step {step}, after {journal[-1]['event']}" if journal else "before its first event"
+
+
+Kill = Callable[[str, random.Random], tuple[Doomed, int, str]]
+"""Role and dice to what was killed, its pid, and when that was."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """What every run must end with."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    run = assemble_run(load_run(small_run, [*OVERRIDES, "cluster.backend=inline", f"out={out}"]))
+    run.train(Console(quiet=True))
+    return Left(run.folder)
+
+
+@pytest.fixture
+def kill(small_run: Path, tmp_path: Path, short_root: Path, request: pytest.FixtureRequest) -> Iterator[Kill]:
+    """Starts runs until one is hit at its moment, and kills the process of a role there."""
+    started: list[Doomed] = []
+
+    def kill(role: str, dice: random.Random) -> tuple[Doomed, int, str]:
+        while len(started) < ATTEMPTS:
+            moment = Moment.draw(dice, with_start=role == "controller")
+            doomed = Doomed(small_run, tmp_path / str(len(started)), short_root)
+            started.append(doomed)
+            if doomed.wait(moment) and (pid := doomed.pid_of(role)) in psutil.pids():
+                os.kill(pid, signal.SIGKILL)
+                return doomed, pid, f"{request.node.name}: {moment}: {doomed.phase()}"
+            doomed.child.wait()
+        raise AssertionError(f"{ATTEMPTS} runs ended before they could be killed")
+
+    yield kill
+    for doomed in started:
+        doomed.child.close()
+
+
+def assert_store_whole(run: Left) -> None:
+    """The file is intact, every row in a state, and all rows of the steps that ended are trained or never will be."""
+    path = RunFolder(run.path).store
+    if not path.exists():
+        assert not run.events("step_started")
+        return
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    trained: Counter[int] = Counter()
+    for _, sample, _, _, settled, state, *_ in run.consumed():
+        group, _, _ = split_trajectory_id(split_sample_id(sample)[2])
+        assert state in RowState
+        trained[group] += state == RowState.TRAINED and settled == group // GROUPS + 1
+    for step in run.events("step_ended"):
+        assert [trained[group] for group in step["trained"]] == [EPISODES] * len(step["trained"])
+
+
+def assert_resumes(doomed: Doomed, undisturbed: Left) -> str:
+    """Goes on from the newest checkpoint to the end of an undisturbed run, and says so."""
+    saved = sorted(RunFolder(doomed.run.path).checkpoints.glob("step-*"))
+    step = int(saved[-1].name.removeprefix("step-")) if saved else 0
+    child = doomed.resume()
+    assert child.wait() == 0, child.stderr
+    assert child.stderr == ""
+    said = " ".join(child.stdout.split())
+    assert f"going on after step {step}" in said
+    assert saved or "ended before its first checkpoint: it begins again" in said
+    assert doomed.run.events("resumed")[-1]["step"] == step
+    assert_ended_well(doomed, undisturbed)
+    return f"resumed after step {step}"
+
+
+def assert_ended_well(doomed: Doomed, undisturbed: Left) -> None:
+    """As if nothing had happened: same rows, same bits, same files, and nothing else is left."""
+    child, run = doomed.child, doomed.run
+    child.wait_until_gone()
+    assert_store_whole(run)
+    assert {row[5] for row in run.consumed()} <= ROW_TERMINAL
+    assert_same(undisturbed, run, steps=STEPS)
+    names = [{path.name for path in one.path.iterdir()} for one in (run, undisturbed)]
+    assert names[0] == names[1]
+    assert not list(RunFolder(run.path).checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kill_9_of_the_controller_leaves_nothing_and_resume_ends_as_if_undisturbed(seed, kill: Kill, undisturbed: Left):
+    doomed, _, note = kill("controller", random.Random(f"controller {seed}"))
+    assert doomed.child.wait() == -signal.SIGKILL, "witness: it was hit"
+    seconds = doomed.child.wait_until_gone()
+    outcome = "there was no run yet"
+    if doomed.has_begun:
+        assert_store_whole(doomed.run)
+        outcome = assert_resumes(doomed, undisturbed)
+    print(f"{note}; nothing left after {seconds:.1f} s; {outcome}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kill_9_of_an_engine_is_made_up_for_by_another_one(seed, kill: Kill, undisturbed: Left):
+    doomed, pid, note = kill("engine", random.Random(f"engine {seed}"))
+    assert doomed.child.wait() == 0, doomed.child.stderr
+    assert doomed.child.stderr == ""
+    lost, replaced = doomed.run.events("worker_lost"), doomed.run.events("instance_replaced")
+    assert [one["pid"] for one in lost] == [pid]
+    assert len(replaced) == 1
+    assert_ended_well(doomed, undisturbed)
+    print(f"{note}; replaced within {replaced[0]['t'] - replaced[0]['began']:.1f} s, ended as if undisturbed")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, kill: Kill, undisturbed: Left):
+    doomed, pid, note = kill("trainer", random.Random(f"trainer {seed}"))
+    child = doomed.child
+    assert child.wait() == 1
+    said = child.stderr.splitlines()
+    assert said
+    assert all(line.startswith("flexmarl: ") for line in said), child.stderr
+    assert f"(pid {pid} " in child.stderr
+    assert "trainer" in child.stderr
+    assert "go on with: flexmarl train" in said[0] or "begin again with: flexmarl train" in said[0]
+    assert [one["pid"] for one in doomed.run.events("worker_lost")] == [pid]
+    seconds = child.wait_until_gone()
+    assert_store_whole(doomed.run)
+    outcome = assert_resumes(doomed, undisturbed)
+    print(f"{note}; {said[-1]}; nothing left after {seconds:.1f} s; {outcome}")

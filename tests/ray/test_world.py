@@ -1,0 +1,121 @@
+"""Whole runs in the ray world: the same as inline, everything left behind that should be, and nothing else."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from flexmarl import cli
+from flexmarl.assemble import assemble_run
+from flexmarl.config import load_run
+from tests.ray.child_run import Child, Left, assert_same
+
+pytestmark = pytest.mark.ray
+
+STEPS = 3
+OVERRIDES = ["deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"]
+TWO_POLICIES = [
+    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 12}}",
+    "policies.two={model: model, engine: {type: embedded, slots: 16, max_len: 64}, "
+    "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
+]
+
+
+@pytest.fixture(scope="module")
+def played(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Trains in this process, once in each world; nothing outlives that, and what the run left on disk is returned."""
+
+    @cache
+    def play(backend: str, *overrides: str) -> Left:
+        out = tmp_path_factory.mktemp(backend)
+        run = assemble_run(load_run(small_run, [*OVERRIDES, f"cluster.backend={backend}", f"out={out}", *overrides]))
+        with nothing_outlives():
+            run.train(Console(quiet=True))
+        return Left(run.folder)
+
+    return play
+
+
+@contextmanager
+def nothing_outlives() -> Iterator[None]:
+    """Whatever the block starts has ended with it."""
+    before = psutil.Process().children(recursive=True)
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+@pytest.mark.parametrize("overrides", [(), TWO_POLICIES], ids=["one policy", "two policies"])
+def test_both_worlds_consume_the_same_and_end_with_the_same_bits(played, overrides):
+    inline, ray = played("inline", *overrides), played("ray", *overrides)
+    assert {row[5] for row in ray.consumed()} <= {"trained", "filtered"}
+    assert len(ray.consumed()) == STEPS * 16 * (1 + bool(overrides))
+    assert_same(inline, ray, steps=STEPS)
+    begin, end = ray.weights(STEPS - 1), ray.weights(STEPS)
+    assert any(not torch.equal(begin[name], end[name]) for name in begin), "witness: it was trained"
+
+
+def test_a_run_tells_its_processes_and_what_each_did(played):
+    run = played("ray")
+    names = {"controller", "engine/one/0", "trainer/one"}
+    summary = run.summary
+    assert summary["processes"].keys() == names
+    assert len({process["pid"] for process in summary["processes"].values()}) == len(names)
+    assert 0 <= summary["training_hidden"] <= 1
+    assert summary["processes_lost"] == 0
+    trace = json.loads(Path(summary["timeline"]).read_text())["traceEvents"]
+    rows = {one["pid"]: one["args"]["name"].split()[0] for one in trace if one["name"] == "process_name"}
+    assert {rows[one["pid"]] for one in trace if one["ph"] == "X"} == names
+
+
+def test_eval_plays_the_newest_checkpoint_in_the_ray_world(played):
+    run = played("ray")
+    with nothing_outlives():
+        result = CliRunner().invoke(cli.app, ["eval", str(run.path), "--json"], catch_exceptions=False)
+    evaluation = json.loads(result.stdout.splitlines()[-1])
+    assert evaluation["metrics"]["success"] == pytest.approx(run.summary["eval"]["after"]["success"])
+
+
+def test_export_writes_the_newest_weights_in_the_ray_world(played, tmp_path: Path):
+    run = played("ray")
+    with nothing_outlives():
+        CliRunner().invoke(cli.app, ["export", str(run.path), str(tmp_path)], catch_exceptions=False)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
+    for name, trained in run.weights(STEPS).items():
+        assert torch.equal(exported[name.removeprefix("one/")], trained)
+
+
+@pytest.fixture
+def child(small_run: Path, tmp_path: Path, short_root: Path) -> Iterator[Child]:
+    overrides = [*OVERRIDES, "cluster.backend=ray", f"out={tmp_path}", "checkpoint.every=1"]
+    child = Child("train", small_run, *overrides, cwd=tmp_path, temp=short_root)
+    yield child
+    child.close()
+
+
+def test_a_killed_engine_is_replaced_and_the_store_can_be_read_meanwhile(child: Child, played, tmp_path: Path):
+    assert child.wait_for(lambda: any(run.events("step_started") for run in map(Left, tmp_path.glob("sums-*"))))
+    (run,) = map(Left, tmp_path.glob("sums-*"))
+    (engine,) = [entry["pid"] for entry in run.events("process_started") if entry["process"] == "engine/one/0"]
+    child.footprint.observe()
+    os.kill(engine, signal.SIGKILL)
+    result = CliRunner().invoke(cli.app, ["store", str(run.path)], catch_exceptions=False)
+    assert child.process.poll() is None, "witness: the run still runs"
+    assert "solver" in result.stdout
+    assert child.wait() == 0, child.stderr
+    (lost,), (replaced,) = run.events("worker_lost"), run.events("instance_replaced")
+    assert lost["pid"] == engine
+    assert replaced["process"] == "engine/one/1"
+    assert (run.summary["processes_lost"], run.summary["processes_replaced"]) == (1, 1)
+    assert {call["process"] for call in run.events("call")} >= {"engine/one/1"}
+    assert_same(played("inline"), run, steps=STEPS)
+    child.wait_until_gone()
