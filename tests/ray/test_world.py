@@ -1,8 +1,6 @@
 """Whole runs in the ray world: the same as inline, everything left behind that should be, and nothing else."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +16,7 @@ from typer.testing import CliRunner
 from flexmarl import cli
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.child_run import Left, assert_same
 
 pytestmark = pytest.mark.ray
 
@@ -92,30 +90,3 @@ def test_export_writes_the_newest_weights_in_the_ray_world(played, tmp_path: Pat
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "one").state_dict()
     for name, trained in run.weights(STEPS).items():
         assert torch.equal(exported[name.removeprefix("one/")], trained)
-
-
-@pytest.fixture
-def child(small_run: Path, tmp_path: Path, short_root: Path) -> Iterator[Child]:
-    overrides = [*OVERRIDES, "cluster.backend=ray", f"out={tmp_path}", "checkpoint.every=1"]
-    child = Child("train", small_run, *overrides, cwd=tmp_path, temp=short_root)
-    yield child
-    child.close()
-
-
-def test_a_killed_engine_is_replaced_and_the_store_can_be_read_meanwhile(child: Child, played, tmp_path: Path):
-    assert child.wait_for(lambda: any(run.events("step_started") for run in map(Left, tmp_path.glob("sums-*"))))
-    (run,) = map(Left, tmp_path.glob("sums-*"))
-    (engine,) = [entry["pid"] for entry in run.events("process_started") if entry["process"] == "engine/one/0"]
-    child.footprint.observe()
-    os.kill(engine, signal.SIGKILL)
-    result = CliRunner().invoke(cli.app, ["store", str(run.path)], catch_exceptions=False)
-    assert child.process.poll() is None, "witness: the run still runs"
-    assert "solver" in result.stdout
-    assert child.wait() == 0, child.stderr
-    (lost,), (replaced,) = run.events("worker_lost"), run.events("instance_replaced")
-    assert lost["pid"] == engine
-    assert replaced["process"] == "engine/one/1"
-    assert (run.summary["processes_lost"], run.summary["processes_replaced"]) == (1, 1)
-    assert {call["process"] for call in run.events("call")} >= {"engine/one/1"}
-    assert_same(played("inline"), run, steps=STEPS)
-    child.wait_until_gone()
