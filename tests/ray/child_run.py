@@ -16,6 +16,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from flexmarl.cluster.leases import leases_root
 from flexmarl.experience.backends.reader import read_store
 from flexmarl.observability.journal import read_journal
 from flexmarl.observability.run_folder import RunFolder
@@ -123,7 +124,7 @@ class Footprint:
         """Notes what there is now."""
         self.pids |= {process.pid: process.create_time() for process in self.processes()}
         self.ports |= {port for pid, port in listening() if pid in self.pids}
-        self.leases |= {folder.name for folder in self.root.glob("flexmarl-*/*")}
+        self.leases |= {path.name for path in inside(self.root) if path.parent.parent == self.root}
 
     def processes(self) -> list[psutil.Process]:
         """Live ones that were seen earlier, or that mention the temp folder."""
@@ -145,9 +146,15 @@ class Footprint:
         processes = self.processes()
         owners = {None, *(process.pid for process in processes)}
         ports = [f"port {port} of {pid}" for pid, port in listening() if port in self.ports and pid in owners]
-        folders = [path for path in self.root.rglob("*") if path.parent != self.root or not path.name[-1].isdigit()]
+        files = [path for path in inside(self.root) if path != self.root / leases_root().name]
         shared = [path for path in Path("/dev/shm").iterdir() if any(path.name.endswith(one) for one in self.leases)]
-        return [*processes, *ports, *folders, *shared]
+        return [*processes, *ports, *files, *shared]
+
+
+def inside(folder: Path) -> Iterator[Path]:
+    """Everything in a folder, while others remove it."""
+    for where, folders, files in os.walk(folder):
+        yield from (Path(where) / name for name in (*folders, *files))
 
 
 def open_files(pid: int) -> Iterator[str]:

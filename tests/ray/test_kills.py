@@ -74,7 +74,7 @@ class Moment:
         if phase == START:
             return cls(phase, "", 0, dice.uniform(0, START_S))
         event, times = MOMENTS[phase]
-        return cls(phase, event, dice.randint(1, times), dice.uniform(0, 0.01))
+        return cls(phase, event, dice.randint(1, times), dice.uniform(0, 0.005))
 
     def __str__(self) -> str:
         return f"{self.phase}{f', {self.event} {self.nth}' if self.nth else ''} + {1000 * self.after_s:.0f} ms"
