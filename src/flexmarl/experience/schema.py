@@ -160,7 +160,7 @@ def _encode_json(value: Any) -> str:
 def _encode_tensor(value: Any) -> bytes:
     if not isinstance(value, np.ndarray):
         raise TypeError
-    return f"{_dtype_header(value.dtype)};{','.join(map(str, value.shape))}\n".encode() + value.tobytes()
+    return _tensor_header(value.dtype, value.shape) + value.tobytes()
 
 
 def _decode_tensor(stored: bytes) -> np.ndarray:
@@ -176,12 +176,12 @@ def _tensor_form(header: bytes) -> tuple[np.dtype, tuple[int, ...]]:
     return _dtype_from(dtype), tuple(int(size) for size in shape.split(",") if size)
 
 
-@lru_cache
-def _dtype_header(dtype: np.dtype) -> str:
+@lru_cache(maxsize=4096)
+def _tensor_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     header = repr(np.lib.format.dtype_to_descr(dtype))
     if dtype.hasobject or "\n" in header or _dtype_from(header) != dtype:
         raise ValueError(f"dtype {dtype}")
-    return header
+    return f"{header};{','.join(map(str, shape))}\n".encode()
 
 
 @lru_cache

@@ -106,7 +106,7 @@ def test_a_store_of_another_layout_is_named(tmp_path: Path):
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StoreError, match=r"layout 99 of the experience store, this flexmarl reads 1"):
+    with pytest.raises(StoreError, match=r"layout 99 of the experience store, this flexmarl reads 2"):
         DurableStore.open(path)
 
 
