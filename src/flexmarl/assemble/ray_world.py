@@ -16,11 +16,12 @@ from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import ChatRenderer
 from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
-from flexmarl.assemble.world import Processes, World
+from flexmarl.assemble.world import Processes, World, settle_memory
 from flexmarl.cluster.backends.ray import RayCluster
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.cluster.interface import Cluster, WorkerRole, WorkerSpec
 from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.priority import give_way
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
 from flexmarl.experience.backends.durable import DurableStore
@@ -120,7 +121,7 @@ def make_engine_host(plans: Plans, policy: PolicyName) -> EngineHost:
     """In the engine's process: the engine with its model."""
     transformers_logging.disable_progress_bar()
     settings = plans.settings
-    return host_engine(
+    host = host_engine(
         settings.policies[policy].engine,
         policy=policy,
         make_model=partial(load_model, model_source(settings, policy)),
@@ -129,12 +130,16 @@ def make_engine_host(plans: Plans, policy: PolicyName) -> EngineHost:
         device=local_device(settings),
         deterministic=settings.deterministic,
     )
+    settle_memory()
+    return host
 
 
 def make_trainer_host(plans: Plans, policy: PolicyName) -> TrainerHost:
     """In the trainer's process: the trainer with its model, beside a client of the store."""
     transformers_logging.disable_progress_bar()
     settings = plans.settings
+    if settings.cluster.device == "cpu":
+        give_way()
     torch.manual_seed(settings.seed)
 
     def make_trainer(thread: DeviceThread) -> SingleProcessTrainer:
@@ -148,7 +153,10 @@ def make_trainer_host(plans: Plans, policy: PolicyName) -> TrainerHost:
             device=local_device(settings),
         )
 
-    return host_trainer(policy=policy, make_trainer=make_trainer, open_store=partial(DurableStore.join, plans.store))
+    open_store = partial(DurableStore.join, plans.store)
+    host = host_trainer(policy=policy, make_trainer=make_trainer, open_store=open_store)
+    settle_memory()
+    return host
 
 
 def local_device(settings: RunSettings) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.wiring import initial_versions, journal_start, make_evaluator, watch_workers, wire
-from flexmarl.assemble.world import World, open_world
+from flexmarl.assemble.world import World, open_world, settle_memory
 from flexmarl.config import RunSettings
 from flexmarl.config.load import read_yaml
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
@@ -94,6 +94,7 @@ class Run:
             start = None
             if self._resumed:
                 start = await resume(checkpoints, world.trainers, store, journal=journal, say=console.print)
+            settle_memory()
             lost = watch_workers(world, journal)
             orchestrator, monitor = wire(
                 self._blueprint,
