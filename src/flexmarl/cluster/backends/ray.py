@@ -107,7 +107,8 @@ class RayWorker:
         self._on_end(self, lost)
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self._place.pid} on {self._place.node})"
+        pid = f"pid {self._place.pid}" if self._place.pid else "starting"
+        return f"{self.name} ({pid} on {self._place.node})"
 
     async def _reply(self, ref: ray.ObjectRef) -> Any:
         """What the actor answers. Not `await ref`: that would not notice an end that Ray has not noticed."""

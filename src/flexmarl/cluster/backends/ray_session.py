@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray._private import worker as driver
 
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.errors import ConfigError
@@ -43,6 +44,7 @@ class PrivateRay:
     def open(self) -> None:
         """Starts it; about three seconds, most of them Ray's own helpers on few cores."""
         before = set(psutil.Process().children(recursive=True))
+        silence()
         with environment(PRIVATE):
             ray.init(
                 "local",
@@ -90,6 +92,7 @@ class JoinedRay:
         """Connects. Raises ConfigError if nobody listens there, or no Ray with a node on this machine."""
         if trouble := self.trouble():
             raise ConfigError(f"cluster.address={self._address}: {trouble}; {self._advice}")
+        silence()
         try:
             ray.init(self._address, namespace=self._leases.folder.name, log_to_driver=False, configure_logging=False)
         except Exception as error:
@@ -113,6 +116,11 @@ class JoinedRay:
         return (
             "start it with `ray start --head` on this machine, or use cluster.address=local for a Ray of the run's own"
         )
+
+
+def silence() -> None:
+    """Keeps Ray from telling of dead workers on our stdout, between the lines of tables and JSON; the run does it."""
+    driver._worker_logs_enabled = False  # as Ray itself does at a breakpoint; there is no setting for it
 
 
 @contextmanager
