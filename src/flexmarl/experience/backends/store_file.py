@@ -29,8 +29,9 @@ LAYOUT_VERSION = 2
 PAGE_BYTES = 16384
 """Two kilobytes is the usual tensor: seven of them fill a page, where one of 8192 wastes a quarter. Larger pages cost
 puts of one row more than they save."""
-WAL_PAGES = 4000
-"""Merge the -wal file at 64 MB: a merge costs a sync of its own, and pages that are written often are merged once."""
+WAL_PAGES = 2000
+"""Merge the -wal file at 32 MB: a merge costs a sync of its own, and pages that are written often are merged once.
+Later is no better: writing over the file is faster than letting it grow."""
 LOCK_WAIT_S = 30.0
 """Other processes hold the write lock for one commit, which is milliseconds; half a minute means that one hangs."""
 NETWORK_FILE_SYSTEMS = frozenset(
