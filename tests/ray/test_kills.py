@@ -247,6 +247,7 @@ def test_kill_9_of_an_engine_is_made_up_for_by_another_one_while_the_store_is_re
     assert_readable(doomed)
     assert doomed.child.wait() == 0, doomed.child.stderr
     assert doomed.child.stderr == ""
+    assert "raylet" not in doomed.child.stdout, "Ray speaks between our lines"
     lost, replaced = doomed.run.events("worker_lost"), doomed.run.events("instance_replaced")
     assert [one["pid"] for one in lost] == [pid]
     assert len(replaced) == 1
@@ -269,6 +270,7 @@ def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, 
     assert all(line.startswith("flexmarl: ") for line in said), child.stderr
     assert f"(pid {pid} " in child.stderr
     assert "trainer" in child.stderr
+    assert "raylet" not in child.stdout, "Ray speaks between our lines"
     assert "go on with: flexmarl train" in said[0] or "begin again with: flexmarl train" in said[0]
     assert [one["pid"] for one in doomed.run.events("worker_lost")] == [pid]
     seconds = child.wait_until_gone()
