@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -82,12 +82,14 @@ class Run:
             clock = run_clock()
             journal = Journal(folder.journal, clock)
             stack.callback(journal.close)
+            stack.enter_context(failure_told(journal))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
                 store = open_store(self._blueprint, path)
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path))
             journal_start(self._blueprint, world, journal)
+            lost = watch_workers(world, journal)
             checkpoints = Checkpoints(
                 folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
             )
@@ -95,7 +97,6 @@ class Run:
             if self._resumed:
                 start = await resume(checkpoints, world.trainers, store, journal=journal, say=console.print)
             settle_memory()
-            lost = watch_workers(world, journal)
             orchestrator, monitor = wire(
                 self._blueprint,
                 world,
@@ -105,11 +106,17 @@ class Run:
                 checkpoints=checkpoints,
                 start=start,
             )
-            try:
-                await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, journal=journal)
-            except BaseException as error:
-                journal.event("run_failed", because=f"{type(error).__name__}: {error}")
-                raise
+            await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, journal=journal)
+
+
+@contextmanager
+def failure_told(journal: Journal) -> Iterator[None]:
+    """What ends the block too early is in the journal."""
+    try:
+        yield
+    except BaseException as error:
+        journal.event("run_failed", because=f"{type(error).__name__}: {error}")
+        raise
 
 
 def finished(folder: RunFolder) -> Summary | None:
@@ -158,7 +165,9 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
     if going_on is None:
         with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
             folder = make_run_folder(settings.out, settings.name, datetime.now())
-        folder.config.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        written = folder.config.with_suffix(".partial")
+        written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
     else:
         folder = RunFolder(going_on)
         check_same_run(settings, folder)

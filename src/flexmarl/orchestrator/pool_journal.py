@@ -14,6 +14,7 @@ from flexmarl.records import Version
 
 def journal_pool(pool: InferencePool, journal: Journal) -> None:
     """From now on the pool reports to the journal. Called inside the event loop."""
+
     def called(call: CallRecord) -> None:
         journal.event(
             "call",

@@ -195,6 +195,8 @@ class Orchestrator:
             )
             with parts.monitor.time("checkpoint"):
                 await self._saver.save(state, last=last)
+        else:
+            await self._saver.not_saved(parts.admission.next_group)
 
     async def _evaluate_if_due(self) -> Evaluation | None:
         if self.step == self._steps:

@@ -43,6 +43,11 @@ class Saver:
         """Whether the end of this step is saved."""
         return bool(self._settings.every) and (last or step % self._settings.every == 0)
 
+    async def not_saved(self, next_group: int) -> None:
+        """The end of a step that is not saved; where none ever is, what has ended is needed by nobody."""
+        if not self._settings.every:
+            await self._make_room(GroupId(next_group), "there are no checkpoints: a resumed run begins anew")
+
     async def save(self, state: RunState, *, last: bool) -> None:
         """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""
         began = self._journal.now()
@@ -52,11 +57,12 @@ class Saver:
             self._failed(state, error, last)
             return
         self._tell(state, saved, began)
-        if self._prune:
-            rows = await self._prune(saved.first_group)
-            if rows:
-                because = f"every checkpoint goes on from group {saved.first_group} or later"
-                self._journal.event("store_pruned", before_group=saved.first_group, rows=rows, because=because)
+        await self._make_room(saved.first_group, f"every checkpoint goes on from group {saved.first_group} or later")
+
+    async def _make_room(self, before_group: GroupId, because: str) -> None:
+        rows = await self._prune(before_group) if self._prune else 0
+        if rows:
+            self._journal.event("store_pruned", before_group=before_group, rows=rows, because=because)
 
     def _failed(self, state: RunState, error: CheckpointError, last: bool) -> None:
         """The run goes on if an older checkpoint is there and a later save will come; else now is the time to end."""

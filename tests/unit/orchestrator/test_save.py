@@ -129,3 +129,16 @@ def test_a_budget_below_one_checkpoint_is_told_and_keeps_the_newest(tmp_path):
     at.save(2)
     assert names(tmp_path) == ["step-00002"]
     assert at.said[0].endswith("more than checkpoint.budget_gb, 1e-08: only the newest stays")
+
+
+def test_without_checkpoints_every_step_makes_room_in_the_store(tmp_path):
+    at = stage(tmp_path, every=0)
+    assert not at.saver.due(5, last=True)
+    run_virtual(at.saver.not_saved(20))
+    assert at.pruned == [20]
+
+
+def test_between_two_checkpoints_the_store_stays_as_it_is(tmp_path):
+    at = stage(tmp_path, every=3)
+    run_virtual(at.saver.not_saved(20))
+    assert at.pruned == []
