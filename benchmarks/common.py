@@ -99,6 +99,7 @@ def report(
     *,
     as_json: bool,
     wanted: Mapping[str, float] | None = None,
+    wanted_at_most: Mapping[str, float] | None = None,
 ) -> None:
     """Prints the table, the figures with what is wanted of them, and with `--json` the machine-readable last line."""
     console = Console()
@@ -109,8 +110,9 @@ def report(
         table.add_row(*row)
     console.print(table)
     for name, value in figures.items():
-        least = (wanted or {}).get(name)
+        least, most = (wanted or {}).get(name), (wanted_at_most or {}).get(name)
         verdict = "" if least is None else f"   wanted >= {least:g}: {'yes' if value >= least else 'NO'}"
+        verdict += "" if most is None else f"   wanted <= {most:g}: {'yes' if value <= most else 'NO'}"
         console.print(f"{name} = {value:.2f}{verdict}", highlight=False)
     if as_json:
         rounded = {name: round(value, 3) for name, value in figures.items()}
