@@ -32,11 +32,6 @@ def check_device(cluster: ClusterSettings) -> None:
     """Raises ConfigError if this machine lacks the device; that of a Ray cluster is asked when the run starts."""
     if cluster.backend == "inline" and cluster.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"cluster.device={cluster.device}, but torch sees no CUDA device; use cluster.device=cpu")
-    if cluster.backend == "ray" and ":" in cluster.device:
-        raise ConfigError(
-            f"cluster.device={cluster.device}, but cluster.backend=ray gives every worker a device of its own; "
-            f"use cluster.device=cuda"
-        )
 
 
 def open_tasks(settings: RunSettings) -> TaskSource:

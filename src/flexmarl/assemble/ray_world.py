@@ -23,7 +23,6 @@ from flexmarl.cluster.interface import Cluster, WorkerRole, WorkerSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.priority import give_way
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError
 from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.backends.host import EngineHost, host_engine
@@ -67,18 +66,11 @@ class Plans:
 
 @asynccontextmanager
 async def ray_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AsyncIterator[World]:
-    """Starts the processes; leaving the block ends them, whatever happened inside.
-
-    Raises ConfigError if the store is not in a file, where other processes can reach it.
-    """
+    """Starts the processes; leaving the block ends them, whatever happened inside."""
     settings = blueprint.settings
     async with AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
-        if path is None:
-            raise ConfigError(
-                f"store.type={settings.store.type} is of one process, and cluster.backend=ray has several; "
-                f"use store.type=sqlite"
-            )
+        assert path is not None, "settings of this world that keep the store in memory are refused"
         leases = stack.enter_context(RunLeases(settings.name))
         objects = ShmObjectStore(leases.shared_memory())
         objects.create()

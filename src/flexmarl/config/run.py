@@ -82,7 +82,7 @@ class RunSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if problems := [*self._policies_are_used(), *self._something_can_be_learned()]:
+        if problems := [*self._policies_are_used(), *self._something_can_be_learned(), *self._processes_can_share()]:
             raise ValueError("\n".join(problems))
         return self
 
@@ -106,6 +106,20 @@ class RunSettings(BaseModel):
                 f"batch.episodes is 1, but credit.estimator compares the episodes of a task, and its singleton "
                 f"'{singleton}' lets a lone one teach nothing; use batch.episodes=8, or singleton: raw there "
                 f"and credit.filter=null"
+            )
+
+    def _processes_can_share(self) -> Iterator[str]:
+        if self.cluster.backend != "ray":
+            return
+        if self.store.type == "memory":
+            yield (
+                "store.type is 'memory', which only one process reaches, and cluster.backend=ray has several; "
+                "use store.type=sqlite, or cluster.backend=inline"
+            )
+        if ":" in self.cluster.device:
+            yield (
+                f"cluster.device is '{self.cluster.device}', but cluster.backend=ray gives every worker a device of "
+                f"its own; use cluster.device=cuda"
             )
 
     @property
