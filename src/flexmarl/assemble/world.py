@@ -68,4 +68,5 @@ def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) 
 
     `path` is the store's file, if it has one.
     """
-    return pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])(blueprint, store, path)
+    world = pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])
+    return world(blueprint, store, path and path.absolute())  # Workers may have another working directory.
