@@ -139,8 +139,15 @@ class Checkpoints:
         return left
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Lets the event loop go on while the disk is busy."""
-        return await asyncio.to_thread(work, *args, **kwargs) if self._in_thread else work(*args, **kwargs)
+        """Lets the event loop go on while the disk is busy. A cancelled call waits too: nobody writes after it."""
+        if not self._in_thread:
+            return work(*args, **kwargs)
+        working = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="checkpoint-disk")
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.gather(working, return_exceptions=True)
+            raise
 
     def _begin(self, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -188,7 +195,9 @@ class Checkpoints:
             shutil.rmtree(going)
 
     def _folders(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{_COMPLETE}*"), key=_step_of)
+        """In order of steps; `step-00040.bak`, say, is somebody's own."""
+        found = self._folder.glob(f"{_COMPLETE}*")
+        return sorted((one for one in found if one.name.removeprefix(_COMPLETE).isdecimal()), key=_step_of)
 
     def _path(self, step: int, prefix: str = _COMPLETE) -> Path:
         return self._folder / f"{prefix}{step:05d}"
