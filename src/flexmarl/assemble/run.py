@@ -115,7 +115,8 @@ def failure_told(journal: Journal) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        journal.event("run_failed", because=f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # On a full disk, say, which then is what ended the run.
+            journal.event("run_failed", because=f"{type(error).__name__}: {error}")
         raise
 
 

@@ -16,6 +16,7 @@ What took time also says when it began, by `journal.now()`, and in which process
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Journal:
     def close(self) -> None:
         """Ends it; calling it twice is no error."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # What the disk does not take was an error when it was written.
+                self._file.close()
 
 
 class MemoryJournal(Journal):
