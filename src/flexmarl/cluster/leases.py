@@ -151,10 +151,10 @@ def abandoned(root: Path | None = None) -> Iterator[Path]:
 
 
 def read_leases(folder: Path) -> Leases:
-    """What the record in a run's folder says; of a run that died before it wrote one, nothing."""
+    """What the record in a run's folder says; nothing if there is none, or one that a power cut left empty."""
     try:
         record = json.loads((folder / RECORD).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):
         return Leases(run="?")
     processes = tuple((int(pid), float(started)) for pid, started in record["processes"])
     return Leases(run=record["run"], paths=tuple(record["paths"]), processes=processes)
