@@ -5,7 +5,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from flexmarl.errors import ConfigError
 CONNECT_S = 5.0
 # Least that Ray takes is 75 MiB; next to nothing goes through its store, weights least of all.
 STORE_BYTES = 80 * 2**20
+VITAL = ("gcs_server", "raylet")
 # Ray reads a token once per process, so a second Ray of ours must ask for the same one.
 TOKEN = secrets.token_hex(32)
 PRIVATE = {
@@ -39,7 +40,7 @@ class PrivateRay:
         self._leases = leases
         self._workers = workers
         self._accelerators = accelerators
-        self._vital: list[psutil.Process] = []
+        self._vital: dict[psutil.Process, str] = {}
 
     def open(self) -> None:
         """Starts it; about three seconds, most of them Ray's own helpers on few cores."""
@@ -59,13 +60,16 @@ class PrivateRay:
             )
         started = [process for process in psutil.Process().children(recursive=True) if process not in before]
         self._leases.add_processes(process.pid for process in started)
-        self._vital = [process for process in started if process.name() in ("gcs_server", "raylet")]
+        for process in started:
+            with suppress(psutil.NoSuchProcess):  # Some of Ray's helpers end at once.
+                if (name := process.name()) in VITAL:
+                    self._vital[process] = name
 
     def trouble(self) -> str | None:
         """Why it is no more, if so. Ray itself notices after 15 to 60 seconds, and then ends this process."""
-        for process in self._vital:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return f"Ray's {process.name()} (pid {process.pid}) ended"
+        for process, name in self._vital.items():
+            if has_ended(process):
+                return f"Ray's {name} (pid {process.pid}) ended"
         return None
 
     def close(self) -> None:
@@ -103,7 +107,7 @@ class JoinedRay:
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # A port above 65535 is none.
             return f"Ray at {self._address} does not answer: {error}"
         return None
 
@@ -116,6 +120,14 @@ class JoinedRay:
         return (
             "start it with `ray start --head` on this machine, or use cluster.address=local for a Ray of the run's own"
         )
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or has only not been waited for yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def silence() -> None:
