@@ -78,7 +78,7 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
     needed = training + serving + cache
     parts = f"{needed:.2f} GiB: training {training:.2f}, engines {serving:.2f}, their caches {cache:.2f}"
     cluster = settings.cluster
-    if cluster.backend == "ray":
+    if cluster.backend == "ray" and cluster.device != "cpu":
         return Finding("memory", f"needs {parts}, over all devices")
     if cluster.device == "cpu":
         free = machine.free_memory_gib
