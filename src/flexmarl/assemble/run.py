@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -29,6 +29,7 @@ from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import progress_on
 from flexmarl.observability.report import Summary, render_pictures, render_summary, summary_table
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
+from flexmarl.observability.secrets import is_secret_key
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
@@ -183,11 +184,24 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
     then, now = read_yaml(folder.config), settings.model_dump(mode="json")
-    differing = sorted(key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key))
+    differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
-        raise CheckpointError(
-            f"{folder.path} was run with other settings: {', '.join(differing)} differ; resume with {folder.config}"
-        )
+        told = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
+        raise CheckpointError(f"{folder.path} was run with other settings: {told}; resume with {folder.config}")
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Each setting that changed, and how.
+
+    >>> list(changes({"seed": 1, "batch": {"groups": 4}}, {"seed": 1, "batch": {"groups": 8}}))
+    ['batch.groups was 4, is 8']
+    """
+    for key in sorted({*then, *now}):
+        old, new = then.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from changes(old, new, f"{within}{key}.")
+        elif old != new:
+            yield f"{within}{key} differs" if is_secret_key(key) else f"{within}{key} was {old!r}, is {new!r}"
 
 
 def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
