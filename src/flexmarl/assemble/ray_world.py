@@ -130,8 +130,6 @@ def make_trainer_host(plans: Plans, policy: PolicyName) -> TrainerHost:
     """In the trainer's process: the trainer with its model, beside a client of the store."""
     transformers_logging.disable_progress_bar()
     settings = plans.settings
-    if settings.cluster.device == "cpu":
-        give_way()
     torch.manual_seed(settings.seed)
 
     def make_trainer(thread: DeviceThread) -> SingleProcessTrainer:
@@ -148,6 +146,8 @@ def make_trainer_host(plans: Plans, policy: PolicyName) -> TrainerHost:
     open_store = partial(DurableStore.join, plans.store)
     host = host_trainer(policy=policy, make_trainer=make_trainer, open_store=open_store)
     settle_memory()
+    if settings.cluster.device == "cpu":
+        give_way()  # Only now: until it is made, the whole run waits for it.
     return host
 
 
