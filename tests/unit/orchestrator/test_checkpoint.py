@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from itertools import count
 
 import pytest
@@ -288,7 +289,9 @@ def test_versions_that_disagree_are_an_error(tmp_path):
 def test_a_process_killed_at_any_moment_of_saving_leaves_a_newest_checkpoint_that_is_whole(tmp_path):
     """Real processes and kill -9; a pipe tells after which step each was killed."""
     left_half_written = 0
-    for kills in range(20):
+    kills = 0
+    while kills < 20 or (not left_half_written and kills < 200):
+        kills += 1
         told, tell = os.pipe()
         child = os.fork()
         if child == 0:
@@ -298,6 +301,7 @@ def test_a_process_killed_at_any_moment_of_saving_leaves_a_newest_checkpoint_tha
                 os.write(tell, b".")
         os.close(tell)
         saved = sum(len(os.read(told, 1)) for _ in range(1 + kills % 4))
+        time.sleep(kills % 10 * 2e-4)  # A save takes about a millisecond: the kill comes at any moment of it.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(told, "rb") as rest:
