@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import yaml
-from common import median_ratio, parser, report, tiny_model
+from character_model import save_character_model
+from common import median_ratio, parser, report
 from datasets import Dataset
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.utils import logging
 from trl.trainer.grpo_config import GRPOConfig
@@ -37,7 +37,6 @@ from flexmarl.config import load_run
 from flexmarl.observability.sinks import read_metrics
 
 PROMPTS, COPIES, TOKENS, WARM_UP = 16, 8, 40, 2
-END = "<|end|>"
 CODE = """
 import random
 from flexmarl.agents import Team, workflow
@@ -59,30 +58,6 @@ async def sevens(task: Task, team: Team) -> None:
 def sevens(completions: list[Any], **_: Any) -> list[float]:
     """The reward of both: share of sevens."""
     return [str(completion).count("7") / TOKENS for completion in completions]
-
-
-def make_model(folder: Path) -> None:
-    """Saves model and tokenizer; the end token is one past the model's vocabulary, so it is never sampled."""
-    characters = [chr(code) for code in range(32, 127)]
-    vocabulary = {
-        token: index for index, token in enumerate(["<|pad|>", "<|user|>", "<|assistant|>", *characters, END])
-    }
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token="<|pad|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"],
-        chat_template=(
-            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-            "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-        ),
-    )
-    tiny_model(len(vocabulary) - 1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -203,7 +178,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in (*contenders, "TRL")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model")
+        save_character_model(folder / "model")
         for _ in range(chosen.repeats):
             for world in contenders:
                 seconds = flexmarl_steps(folder, chosen.steps, contenders[world])

@@ -17,8 +17,6 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from flexmarl.errors import EngineError
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.instances import Instance, Instances, Respawn, Weights
@@ -26,7 +24,15 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.observed import CallRecord, PoolObservers
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, VersionRun
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PolicyName,
+    Version,
+    unserved,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,15 +235,7 @@ class InferencePool(PoolObservers):
     def _nothing(self, call: _Call) -> Generation:
         """The answer where there is no engine, or none that answers to an abort."""
         instance = self._instance_of(call)
-        nothing = np.zeros(0, np.float32)
-        return Generation(
-            request_id=call.request.request_id,
-            response_ids=np.zeros(0, np.int32),
-            logprobs=nothing,
-            raw_logprobs=nothing,
-            versions=(VersionRun(0, instance.version if instance else FIRST_VERSION),),
-            finish=FinishReason.ABORT,
-        )
+        return unserved(call.request, instance.version if instance else FIRST_VERSION, FinishReason.ABORT)
 
     def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with the pool."""

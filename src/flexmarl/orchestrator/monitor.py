@@ -191,9 +191,8 @@ class Monitor:
 
     async def _look(self) -> None:
         while True:
-            with suppress(
-                EngineError
-            ):  # An instance that is being lost: the pool knows; the figures stay as they were.
+            # Of an instance that is being lost the pool knows; the figures stay as they were.
+            with suppress(EngineError):
                 self._usage = await self._pool.usage()
             self._note_queues()
             self._draw()

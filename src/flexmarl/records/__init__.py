@@ -2,7 +2,7 @@
 
 from flexmarl.records.batch import Divisors, LossReport, MicroBatch, Sample
 from flexmarl.records.episode import Episode, EpisodeStatus, GroupRecord
-from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling
+from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
     AgentName,
     EpisodeId,
@@ -58,4 +58,5 @@ __all__ = [
     "make_trajectory_id",
     "split_sample_id",
     "split_trajectory_id",
+    "unserved",
 ]

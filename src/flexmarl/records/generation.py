@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from flexmarl.records.ids import PolicyName, Version
 from flexmarl.records.turn import FinishReason, FloatArray, IntArray, VersionRun
 
@@ -51,6 +53,20 @@ class Generation:
     reused_tokens: int = 0
     """Prompt tokens whose keys and values were kept from an earlier call."""
     error: str = ""
+
+
+def unserved(request: GenerationRequest, version: Version, finish: FinishReason, error: str = "") -> Generation:
+    """The answer to a request that got no token, from an instance at `version`."""
+    nothing = np.zeros(0, np.float32)
+    return Generation(
+        request_id=request.request_id,
+        response_ids=np.zeros(0, np.int32),
+        logprobs=nothing,
+        raw_logprobs=nothing,
+        versions=(VersionRun(0, version),),
+        finish=finish,
+        error=error,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from flexmarl.cluster.interface import Worker
 from flexmarl.errors import EngineError, WorkerError, boundary
 from flexmarl.inference.backends.host import Collected
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, VersionRun
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PolicyName,
+    Version,
+    unserved,
+)
 
 CLOSE_TIMEOUT_S = 10.0
 """For the answers that are still under way: a worker that hangs is ended without them."""
@@ -121,7 +127,8 @@ class RemoteEngine:
     def _enter(self, requests: Sequence[GenerationRequest], answers: _Answers) -> None:
         for request in requests:
             if request.request_id in self._calls:
-                answers.put_nowait(_refused(request, self._use.version))
+                problem = f"request id '{request.request_id}' is in use; ids must be unique among running requests"
+                answers.put_nowait(unserved(request, self._use.version, FinishReason.ERROR, problem))
             else:
                 self._calls[request.request_id] = _Call(request.sampling.max_tokens, answers)
                 self._outbox.append(request)
@@ -191,16 +198,3 @@ class RemoteEngine:
         for task in (self._sender, self._collector):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-
-
-def _refused(request: GenerationRequest, version: Version) -> Generation:
-    nothing = np.zeros(0, np.float32)
-    return Generation(
-        request_id=request.request_id,
-        response_ids=np.zeros(0, np.int32),
-        logprobs=nothing,
-        raw_logprobs=nothing,
-        versions=(VersionRun(0, version),),
-        finish=FinishReason.ERROR,
-        error=f"request id '{request.request_id}' is in use; ids must be unique among running requests",
-    )

@@ -25,7 +25,16 @@ from flexmarl.inference.backends.embedded.weights import swap_weights
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, TensorTree
-from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, IntArray, Version, VersionRun
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    Version,
+    VersionRun,
+    unserved,
+)
 
 _SEED_MASK = (1 << 64) - 1
 _FULL_TILE = 16
@@ -307,17 +316,3 @@ class EngineCore:
         if sampling.temperature < 0 or sampling.top_p <= 0 or not 0 <= sampling.min_p <= 1 or sampling.top_k < 0:
             return f"sampling must have temperature >= 0, top_p > 0, 0 <= min_p <= 1 and top_k >= 0, got {sampling}"
         return self._stops.refuse(sampling)
-
-
-def unserved(request: GenerationRequest, version: Version, finish: FinishReason, error: str = "") -> Generation:
-    """The answer to a request that got no token."""
-    nothing = np.zeros(0, np.float32)
-    return Generation(
-        request_id=request.request_id,
-        response_ids=np.zeros(0, np.int32),
-        logprobs=nothing,
-        raw_logprobs=nothing,
-        versions=(VersionRun(0, version),),
-        finish=finish,
-        error=error,
-    )

@@ -19,12 +19,12 @@ import torch
 
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import EngineError, boundary
-from flexmarl.inference.backends.embedded.core import EngineCore, unserved
+from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.stops import Decode
 from flexmarl.inference.engines import FIRST_VERSION, EngineParts
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version
+from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
 _Answers = asyncio.Queue[Generation | EngineError]
 
