@@ -4,6 +4,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexmarl import cli
+from flexmarl.observability.journal import read_journal
 
 DETERMINISTIC = ["deterministic=true", "cluster={backend: inline, threads: 1}"]
 
@@ -137,15 +140,40 @@ def test_a_workflow_that_always_fails_ends_the_run_with_its_reason(flexmarl, con
     assert "none of its 4 groups had a finished episode" in lines[-1]
 
 
-def test_ctrl_c_names_the_checkpoint_and_how_to_go_on(config, tmp_path):
+@contextmanager
+def live_run(config: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that has saved something and goes on for ever."""
     words = [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", "train", str(config), "steps=100000"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    saved = "runs/*/checkpoints/step-*/MANIFEST.json"
-    next(line for line in process.stdout if list(tmp_path.glob(saved)))  # It says something at every step.
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        saved = "runs/*/checkpoints/step-*/MANIFEST.json"
+        next(line for line in process.stdout if list(folder.glob(saved)))  # It says something at every step.
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_name_the_checkpoint_and_how_to_go_on(config, tmp_path, ending):
+    with live_run(config, tmp_path) as process:
+        process.send_signal(ending)
+        _, errors = process.communicate()
     assert process.returncode == 130
     (line,) = errors.splitlines()
     assert "flexmarl: stopped. Last checkpoint: runs/sums-" in line
     assert "go on with: flexmarl train runs/sums-" in line
+    (journal,) = tmp_path.glob("runs/*/journal.jsonl")
+    assert sum(event["event"] == "run_failed" for event in read_journal(journal)) == 1
+
+
+def test_a_live_run_is_not_resumed_and_not_touched(flexmarl, config, tmp_path):
+    with live_run(config, tmp_path) as process:
+        (folder,) = tmp_path.glob("runs/*")
+        errors = flexmarl("train", folder / "config.yaml", "--resume", folder, code=1)
+        assert process.poll() is None, "it still runs"
+    assert str(process.pid) in "\n".join(errors)
+    told = [event["event"] for event in read_journal(folder / "journal.jsonl")]
+    assert told.count("run_started") == 1
+    assert not {"run_failed", "store_rewound", "checkpoint_removed"} & set(told)

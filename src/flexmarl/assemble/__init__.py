@@ -2,7 +2,7 @@
 
 settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
          ──► world.py       objects, store, pool, trainers          (exists while a command runs)
-               inline_world.py, ray_world.py                        (the two ways to make them)
+               inline_world.py, ray_world.py, trainer.py            (the two ways to make them)
          ──► wiring.py      feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
          ──► run.py         train, evaluate, export
 """

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
+from flexmarl.assemble.blueprint import Blueprint, model_source
+from flexmarl.assemble.trainer import make_trainer
 from flexmarl.assemble.world import World
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import EngineError, boundary
@@ -19,7 +20,6 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.training.backends.causal_lm import load_model
-from flexmarl.training.backends.single import SingleProcessTrainer
 
 
 @asynccontextmanager
@@ -53,16 +53,8 @@ async def inline_world(blueprint: Blueprint, store: ExperienceStore, path: Path 
                 stack.push_async_callback(engine.close)
                 engines.setdefault(PolicyName(name), []).append(engine)
         trainers = {
-            PolicyName(name): SingleProcessTrainer(
-                PolicyName(name),
-                load_model(model_source(settings, name)),
-                settings.policies[name].training,
-                objects,
-                thread=thread,
-                tokenizer=load_tokenizer(settings, name),
-                device=cluster.device,
-            )
-            for name in sorted(settings.trained)
+            policy: make_trainer(settings, policy, objects, thread=thread, device=cluster.device)
+            for policy in sorted(map(PolicyName, settings.trained))
         }
         pool = await stack.enter_async_context(InferencePool(engines, settings.pool))
         yield World(objects=objects, store=store, pool=pool, trainers=trainers)

@@ -16,9 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import ChatRenderer
 from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
+from flexmarl.assemble.trainer import make_trainer
 from flexmarl.assemble.world import Processes, World, settle_memory
 from flexmarl.cluster.backends.ray import RayCluster
-from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.cluster.interface import Cluster, WorkerRole, WorkerSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.priority import give_way
@@ -33,7 +33,6 @@ from flexmarl.records import PolicyName
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.host import TrainerHost, host_trainer
 from flexmarl.training.backends.remote import RemoteTrainer
-from flexmarl.training.backends.single import SingleProcessTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +130,13 @@ def make_trainer_host(plans: Plans, policy: PolicyName) -> TrainerHost:
     transformers_logging.disable_progress_bar()
     settings = plans.settings
     torch.manual_seed(settings.seed)
-
-    def make_trainer(thread: DeviceThread) -> SingleProcessTrainer:
-        return SingleProcessTrainer(
-            policy,
-            load_model(model_source(settings, policy)),
-            settings.policies[policy].training,
-            plans.objects,
-            thread=thread,
-            tokenizer=load_tokenizer(settings, policy),
-            device=local_device(settings),
-        )
-
-    open_store = partial(DurableStore.join, plans.store)
-    host = host_trainer(policy=policy, make_trainer=make_trainer, open_store=open_store)
+    host = host_trainer(
+        policy=policy,
+        make_trainer=lambda thread: make_trainer(
+            settings, policy, plans.objects, thread=thread, device=local_device(settings)
+        ),
+        open_store=partial(DurableStore.join, plans.store),
+    )
     settle_memory()
     if settings.cluster.device == "cpu":
         give_way()  # Only now: until it is made, the whole run waits for it.

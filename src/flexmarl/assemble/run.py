@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
@@ -80,6 +82,8 @@ class Run:
         settings, folder = self._settings, self._folder
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
+            store = open_store(self._blueprint, path)  # First: of a folder in which a run is live, nothing is touched.
+            stack.push_async_callback(store.close)
             clock = run_clock()
             journal = Journal(folder.journal, clock)
             stack.callback(journal.close)
@@ -87,8 +91,8 @@ class Run:
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
-                store = open_store(self._blueprint, path)
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path))
+            stack.enter_context(ended_like_ctrl_c())
             journal_start(self._blueprint, world, journal)
             lost = watch_workers(world, journal)
             checkpoints = Checkpoints(
@@ -108,6 +112,19 @@ class Run:
                 start=start,
             )
             await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, journal=journal)
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """In the block SIGTERM, of a batch system say, does what Ctrl-C does; Ray's own handler would end us at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was set by no Python code
 
 
 @contextmanager
