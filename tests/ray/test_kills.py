@@ -277,3 +277,19 @@ def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, 
     assert_store_whole(doomed.run)
     outcome = assert_resumes(doomed, undisturbed)
     print(f"{note}; {said[-1]}; nothing left after {seconds:.1f} s; {outcome}")
+
+
+def test_sigterm_ends_a_run_in_order_and_leaves_nothing(small_run: Path, tmp_path: Path, short_root: Path):
+    doomed = Doomed(small_run, tmp_path / "run", short_root)
+    try:
+        assert doomed.wait(Moment("rollout", "group_admitted", 2, 0.0)), "witness: it was in a step"
+        doomed.child.process.send_signal(signal.SIGTERM)
+        assert doomed.child.wait() == 130
+        (line,) = doomed.child.stderr.splitlines()
+        assert line.startswith("flexmarl: stopped. ")
+        assert "with: flexmarl train" in line
+        assert len(doomed.run.events("run_failed")) == 1
+        doomed.child.wait_until_gone()
+        assert_store_whole(doomed.run)
+    finally:
+        doomed.child.close()
