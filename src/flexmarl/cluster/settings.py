@@ -10,9 +10,10 @@ class ClusterSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    backend: Literal["inline", "ray"] = Field(
+    backend: Literal["inline", "ray", "simulated"] = Field(
         default="inline",
-        description="inline: everything in this process; ray: every engine and trainer is a process of its own.",
+        description="inline: everything in this process; ray: every engine and trainer is a process of its own; "
+        "simulated: modelled devices in virtual time, for `flexmarl simulate`.",
     )
     device: str = Field(
         default="cpu",

@@ -13,11 +13,12 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
-from flexmarl.inference.settings import EmbeddedSettings, PoolSettings, engine_settings_types
-from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode
+from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types
+from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
 from flexmarl.rollout.settings import RolloutSettings
+from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
-from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
 
 if TYPE_CHECKING:
     EngineSettings = EmbeddedSettings
@@ -66,8 +67,9 @@ class RunSettings(BaseModel):
     )
     code: list[Path] = Field(default_factory=list, description="Python files with workflows, task generators, scorers.")
     mode: Mode = Field(
-        default=Mode.MICROBATCH, description="Train complete groups at once, or after the step's rollout."
+        default=Mode.MICROBATCH, description="What may happen at the same time; the first three are on-policy."
     )
+    pipeline: PipelineSettings = PipelineSettings()
     cluster: ClusterSettings = ClusterSettings()
     tasks: TaskSettings
     policies: dict[str, PolicySettings]
@@ -75,10 +77,13 @@ class RunSettings(BaseModel):
     batch: BatchSettings = BatchSettings()
     rollout: RolloutSettings = RolloutSettings()
     pool: PoolSettings = PoolSettings()
+    balance: BalanceSettings = BalanceSettings()
+    process_groups: ProcessGroupSettings = ProcessGroupSettings()
     store: StoreSettings = StoreSettings()
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    simulation: SimulationSettings = SimulationSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -58,9 +58,24 @@ class EmbeddedSettings(BaseModel):
 
 
 class PoolSettings(BaseModel):
-    """Patience of the pool with its instances."""
+    """Which instance serves a request, and the patience of the pool with its instances."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    routing: Literal["least_tokens", "least_requests", "round_robin"] = Field(
+        default="least_tokens", description="Least work in tokens, fewest requests, or in turns (a baseline)."
+    )
+    max_running: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests given to one instance at a time; more wait in the pool, where an instance that comes, or "
+        "is moved to their policy, finds them. null: all go to an instance at once.",
+    )
+    on_move: Literal["continue", "drain"] = Field(
+        default="continue",
+        description="Running requests of an instance that is moved: another one goes on where it stopped, or it ends "
+        "them first.",
+    )
 
     load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is given up.")
     abort_grace_s: float = Field(default=5.0, gt=0, description="How long an aborted request may take to come back.")
@@ -70,4 +85,28 @@ class PoolSettings(BaseModel):
     start_timeout_s: float = Field(default=300.0, gt=0, description="A replacement that starts for longer is given up.")
     close_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a lost instance may take to close before its replacement starts."
+    )
+
+
+class BalanceSettings(BaseModel):
+    """Moving instances between policies while a step plays (FlexMARL section 5.2)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rule: Literal["none", "queue_gap", "queue_gap_literal", "drain_time"] = Field(
+        default="none",
+        description="queue_gap: FlexMARL's, one instance per poll, by waiting requests; queue_gap_literal: as "
+        "the paper words it, which thrashes; drain_time: ours, by the time that what is queued will take.",
+    )
+    poll_s: float = Field(default=5.0, gt=0, description="Between two looks at the queues.")
+    gap: int = Field(
+        default=5, ge=1, description="queue_gap: more waiting requests than this apart, an instance moves."
+    )
+    move_s: float = Field(
+        default=2.5, ge=0, description="drain_time: what a move is taken to cost until one has been measured."
+    )
+    start: Literal["as_configured", "by_share"] = Field(
+        default="as_configured",
+        description="by_share: each step begins with instances in proportion to the work that policies had in the last "
+        "ones.",
     )

@@ -1,17 +1,63 @@
 """How big a step is, what may overlap in it, and when to evaluate and save."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Mode(StrEnum):
-    """What may happen at the same time (docs/math.md, section 9). Both keep synchronous semantics."""
+    """What may happen at the same time (docs/math.md, section 9). The first three are strictly on-policy."""
 
     SYNC = "sync"
     """Training starts when the whole step's rollout has ended."""
     MICROBATCH = "microbatch"
     """Complete groups train while others still play; one update at the end (FlexMARL section 4.3)."""
+    COLOCATED = "colocated"
+    """As `sync`, on shared devices: engines sleep while trainers train, and the other way round."""
+    ONE_STEP_OFF = "one_step_off"
+    """Step k trains while step k + 1 plays."""
+    ASYNC = "async"
+    """Groups play all the time; batches are the oldest finished ones inside a window (Forge's windowed FIFO)."""
+    FIFO = "fifo"
+    """A window of one group: strictly in the order of admission. A baseline: stalls behind stragglers."""
+    GREEDY = "greedy"
+    """No window: whatever finished first. A baseline: trains on short answers before long ones."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every token of a step is sampled at the step's version."""
+        return self in (Mode.SYNC, Mode.MICROBATCH, Mode.COLOCATED)
+
+
+class PipelineSettings(BaseModel):
+    """Pace of the asynchronous modes; the others ignore it. `batch.groups` groups make a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lag: int = Field(
+        default=1,
+        ge=1,
+        description="Steps that rollout may be ahead: lag + 1 steps' groups are active. 1 if one_step_off.",
+    )
+    window: float = Field(
+        default=0.3, gt=0, le=1, description="async: window in shares of the active groups; smaller is less off-policy."
+    )
+    head_deadline_s: float = Field(
+        default=1800.0, gt=0, description="A group that plays for longer no longer holds up those behind it."
+    )
+    late: Literal["expire", "requeue"] = Field(
+        default="expire",
+        description="What becomes of it: it ends as expired, or its task is admitted again, at the tail.",
+    )
+    updates: Literal["together", "per_policy"] = Field(
+        default="together", description="One update of all policies per step, or each policy as its own batch fills."
+    )
+    policy_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="per_policy: a batch whose first group has waited for longer is trained as it is.",
+    )
 
 
 class BatchSettings(BaseModel):

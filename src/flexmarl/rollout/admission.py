@@ -14,6 +14,28 @@ from flexmarl.records import GROUP_MOVES, GROUP_TERMINAL, GroupId, GroupState
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionLaw:
+    """The three numbers that every mode is a setting of (docs/math.md, section 9)."""
+
+    groups: int
+    """P: groups that make a step."""
+    lag: int
+    """S: steps that rollout may be ahead."""
+    window: int | None
+    """W: groups, from the oldest that was not taken, among which the next one is; None: no window."""
+
+    @property
+    def slots(self) -> int:
+        """B = (S + 1) P: groups that may be active."""
+        return (self.lag + 1) * self.groups
+
+    @property
+    def max_staleness(self) -> int | None:
+        """S + ceil((W - 1) / P): versions between sampling a token and training on it; None: unbounded."""
+        return None if self.window is None else self.lag + -(-(self.window - 1) // self.groups)
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether something may happen, and why."""
 

@@ -1,5 +1,7 @@
 """How many episodes play at once, and how long one may take."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -10,6 +12,11 @@ class RolloutSettings(BaseModel):
 
     inter_query: int = Field(default=4, ge=1, description="Groups (tasks) that play at the same time.")
     intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")
+    order: Literal["free", "lockstep"] = Field(
+        default="free",
+        description="free: a call is sent when its inputs are there; lockstep: the episodes of a group take their "
+        "turns together, one agent after another, as frameworks without asynchronous rollout do (a baseline).",
+    )
     episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
     group_retries: int = Field(

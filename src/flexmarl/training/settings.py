@@ -68,3 +68,20 @@ class SupervisedSettings(UpdateSettings):
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = Field(
         default="token-mean", description="Whether long demonstrations weigh more (token-mean) or all the same."
     )
+
+
+class ProcessGroupSettings(BaseModel):
+    """How many policies hold training devices at once, and when their state is swapped (FlexMARL section 6)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at_once: int | None = Field(
+        default=None, ge=1, description="Policies whose trainers are on devices at the same time; null: all of them."
+    )
+    suspend: Literal["eager", "on_demand"] = Field(
+        default="on_demand",
+        description="eager: as soon as nothing is ready for the policy; on_demand: when another one needs its devices.",
+    )
+    prefetch: bool = Field(
+        default=True, description="Bring the state back before a micro-batch is ready, if devices are free."
+    )
