@@ -1,4 +1,4 @@
-"""Reads a run's YAML, applies dotted overrides, and checks the result.
+"""Reads a run's YAML, on top of those that it extends, applies dotted overrides, and checks the result.
 
 flexmarl train run.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
 """
@@ -17,11 +17,11 @@ from flexmarl.errors import ConfigError
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
-    """The settings of a run; relative paths in it are relative to the file's folder.
+    """The settings of a run; relative paths, those of what it extends too, are relative to the file's folder.
 
     Raises ConfigError with one line per problem: the file, the key, the value, and what would work.
     """
-    raw = read_yaml(path)
+    raw = read_extended(path)
     for override in overrides:
         keys, value = parse_override(override)
         _assign(raw, keys, value, override)
@@ -31,6 +31,42 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     except ValidationError as error:
         lines = explain(RunSettings, error.errors(include_url=False))
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def read_extended(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in a YAML file on top of the files that its key `extends` names, later ones on earlier ones.
+
+    `extends: base.yaml` or `extends: [workload.yaml, system.yaml]`, relative to the file that says so.
+    """
+    if path.resolve() in extending:
+        raise ConfigError(f"{path}: extends leads back to itself: {' > '.join(map(str, (*extending, path.resolve())))}")
+    own = read_yaml(path)
+    named = own.pop("extends", [])
+    parents = [named] if isinstance(named, str) else named
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"{path}: extends must be a YAML file or a list of them, got {named!r}")
+    merged: dict[str, Any] = {}
+    for parent in parents:
+        merged = _on_top(merged, read_extended(path.parent / parent, (*extending, path.resolve())))
+    return _on_top(merged, own)
+
+
+def _on_top(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Mappings are merged key by key; one of another `type`, a list or a value takes the place of what was there.
+
+    >>> _on_top({"batch": {"groups": 4, "episodes": 8}}, {"batch": {"groups": 2}})
+    {'batch': {'groups': 2, 'episodes': 8}}
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _on_top(below[key], value) if _same_kind(below.get(key), value) else value
+    return merged
+
+
+def _same_kind(below: Any, above: Any) -> bool:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return False
+    return above.get("type", below.get("type")) == below.get("type")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -87,7 +87,15 @@ class RunSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if problems := [*self._policies_are_used(), *self._something_can_be_learned(), *self._processes_can_share()]:
+        problems = [
+            *self._policies_are_used(),
+            *self._something_can_be_learned(),
+            *self._rows_can_be_ready(),
+            *self._bits_can_repeat(),
+            *self._processes_can_share(),
+            *self._devices_can_change_hands(),
+        ]
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 
@@ -111,6 +119,44 @@ class RunSettings(BaseModel):
                 f"batch.episodes is 1, but credit.estimator compares the episodes of a task, and its singleton "
                 f"'{singleton}' lets a lone one teach nothing; use batch.episodes=8, or singleton: raw there "
                 f"and credit.filter=null"
+            )
+
+    def _rows_can_be_ready(self) -> Iterator[str]:
+        if self.credit.ready == "group":
+            return
+        estimator = self.credit.estimator
+        if estimator.needs != "row":
+            yield (
+                f"credit.ready is 'trajectory', but credit.estimator '{getattr(estimator, 'type', '')}' compares the "
+                f"rows of a {estimator.needs}; use credit.estimator.type=reinforce, or credit.ready=group"
+            )
+        elif self.credit.filter is not None:
+            yield (
+                "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
+                "credit.ready=group"
+            )
+
+    def _bits_can_repeat(self) -> Iterator[str]:
+        if self.deterministic and not self.mode.synchronous:
+            yield (
+                f"deterministic is true, but mode is '{self.mode.value}', in which what a batch holds depends on time; "
+                f"use mode=microbatch, or deterministic=false"
+            )
+
+    def _devices_can_change_hands(self) -> Iterator[str]:
+        if self.cluster.backend == "simulated":
+            return
+        if self.balance.rule != "none" or self.balance.start != "as_configured":
+            key = "rule" if self.balance.rule != "none" else "start"
+            yield (
+                f"balance.{key} is '{getattr(self.balance, key)}', but only simulated instances can be moved to "
+                f"another policy so far; use cluster.backend=simulated, or balance.{key}="
+                f"{type(self.balance).model_fields[key].default}"
+            )
+        if self.process_groups.at_once is not None:
+            yield (
+                f"process_groups.at_once is {self.process_groups.at_once}, but only simulated trainers can leave their "
+                f"devices so far; use cluster.backend=simulated, or process_groups.at_once=null"
             )
 
     def _processes_can_share(self) -> Iterator[str]:

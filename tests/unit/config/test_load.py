@@ -245,3 +245,59 @@ def test_a_frozen_policy_may_be_served_in_any_type(config):
 def test_one_episode_is_enough_for_an_estimator_that_keeps_lone_rewards(config):
     settings = load_run(config, ["batch.episodes=1", "credit.estimator={type: grpo}", "credit.filter=null"])
     assert isinstance(settings, RunSettings)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_config_stands_on_top_of_those_that_it_extends(config, tmp_path):
+    write(tmp_path / "pace.yaml", "batch: {groups: 4, episodes: 2}\nmode: sync\n")
+    both = write(tmp_path / "both.yaml", "extends: [run.yaml, pace.yaml]\nbatch: {groups: 3}\n")
+    settings = load_run(both, ["seed=5"])
+    assert (settings.batch.groups, settings.batch.episodes, settings.mode, settings.seed) == (3, 2, "sync", 5)
+    assert set(settings.policies) == {"one", "two"}
+
+
+def test_a_section_of_another_type_takes_the_place_of_the_one_below(config, tmp_path):
+    write(tmp_path / "below.yaml", "extends: run.yaml\ncredit: {estimator: {type: grpo, singleton: raw}}\n")
+    above = write(tmp_path / "above.yaml", "extends: below.yaml\ncredit: {estimator: {type: drmas}}\n")
+    assert load_run(above).credit.estimator.type == "drmas"  # type: ignore[attr-defined]
+
+
+def test_what_is_extended_must_be_there_and_must_not_lead_back(config, tmp_path):
+    lost = write(tmp_path / "lost.yaml", "extends: nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml' does not exist"):
+        load_run(lost)
+    write(tmp_path / "a.yaml", "extends: b.yaml")
+    circle = write(tmp_path / "b.yaml", "extends: a.yaml")
+    with pytest.raises(ConfigError, match="extends leads back to itself"):
+        load_run(circle)
+    with pytest.raises(ConfigError, match="extends must be a YAML file or a list of them, got 3"):
+        load_run(write(tmp_path / "three.yaml", "extends: 3"))
+
+
+def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
+    assert refused(config, "balance.rule=queue_gap") == [
+        "balance.rule is 'queue_gap', but only simulated instances can be moved to another policy so far; "
+        "use cluster.backend=simulated, or balance.rule=none"
+    ]
+    assert refused(config, "process_groups.at_once=1") == [
+        "process_groups.at_once is 1, but only simulated trainers can leave their devices so far; "
+        "use cluster.backend=simulated, or process_groups.at_once=null"
+    ]
+
+
+def test_rows_are_ready_alone_only_if_nothing_compares_them(config):
+    assert refused(config, "credit.ready=trajectory", "credit.filter=null") == [
+        "credit.ready is 'trajectory', but credit.estimator 'default' compares the rows of a group; "
+        "use credit.estimator.type=reinforce, or credit.ready=group"
+    ]
+
+
+def test_a_deterministic_run_is_on_policy(config):
+    assert refused(config, "deterministic=true", "mode=async") == [
+        "deterministic is true, but mode is 'async', in which what a batch holds depends on time; "
+        "use mode=microbatch, or deterministic=false"
+    ]
