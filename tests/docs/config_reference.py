@@ -24,8 +24,9 @@ HEAD = """# Every key of a config
 
 Made from the settings classes by `python tests/docs/config_reference.py`; a test compares the two.
 
-A config is one YAML file, or stands on top of others: `extends: [workload.yaml, system.yaml]`, relative to the file that
-says so; its own keys, then those of later files, count. Any key can be overridden on the command line, by its dotted path:
+A config is one YAML file. It may stand on top of others, `extends: [workload.yaml, system.yaml]`, relative to the file
+that says so: its own keys count, then those of later files. Any key can be overridden on the command line, by its
+dotted path:
 
 ```bash
 flexmarl train examples/math_team/cpu.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
