@@ -1,12 +1,13 @@
 """Decides which groups may be played, and knows where each one is until its single end.
 
-    admit()  allowed iff fewer than `slots` groups are active; a slot is freed by the end of a group, never by "taken"
-    move()   along the life cycle; a group that is played again goes back to WAITING under the SAME id
+    admit()   allowed iff fewer than B groups are active; a slot is freed by the end of a group, never by "taken"
+    move()    along the life cycle; a group that is played again goes back to WAITING under the SAME id
+    expire()  ends a group that took too long; its task may be admitted again, at the tail, under a new id
 
-With P groups a step and no allowed lag, `slots` is P (docs/math.md, section 9: B = (S + 1) P, S = 0).
+B = (S + 1) P, for P groups a step and S steps of lag (docs/math.md, section 9).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from flexmarl.errors import TransitionError
@@ -43,16 +44,64 @@ class Verdict:
     because: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveGroup:
+    """An admitted group that has not ended, as a resumed run needs it."""
+
+    group: GroupId
+    position: int
+    """Of its task, in the task source."""
+    attempt: int
+    """How often it was put back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionState:
+    """Where admission stands: what a checkpoint keeps of it."""
+
+    next_group: int
+    next_position: int
+    """Of the first task that was never admitted."""
+    again: tuple[int, ...] = ()
+    """Positions of tasks that wait to be admitted again."""
+    active: tuple[ActiveGroup, ...] = ()
+
+
 class Admission:
     """The ledger of groups: every admitted group ends exactly once, as TRAINED, FILTERED, FAILED or EXPIRED."""
 
-    def __init__(self, *, slots: int, next_group: int = 0) -> None:
-        self.slots = slots
+    def __init__(self, law: AdmissionLaw | None = None, next_group: int = 0, *, slots: int = 1) -> None:
+        self.law = law or AdmissionLaw(groups=slots, lag=0, window=None)
         self.next_group = next_group
-        """The id the next group gets; also its position in the task source."""
+        """The id the next group gets."""
+        self._new = next_group
+        self._again: deque[int] = deque()
         self._active: dict[GroupId, GroupState] = {}
         self._attempts: dict[GroupId, int] = {}
+        self._positions: dict[GroupId, int] = {}
         self.ended: Counter[GroupState] = Counter()
+
+    @classmethod
+    def resumed(cls, law: AdmissionLaw, state: AdmissionState) -> "Admission":
+        """Goes on from a checkpoint: groups that were active then are WAITING, with the attempt they were at."""
+        admission = cls(law, state.next_group)
+        admission._new = state.next_position
+        admission._again.extend(state.again)
+        for one in state.active:
+            admission._enter(one.group, one.position, one.attempt)
+        return admission
+
+    @property
+    def slots(self) -> int:
+        """Groups that may be active."""
+        return self.law.slots
+
+    @property
+    def next_position(self) -> int:
+        """Of the task that the next group plays, in the task source: the first that waits to be admitted again, or a
+        new one.
+        """
+        return self._again[0] if self._again else self._new
 
     def may_admit(self) -> Verdict:
         """Whether another group may be admitted now."""
@@ -62,14 +111,17 @@ class Admission:
         return Verdict(False, f"all {self.slots} slots are active; one is freed when a group ends")
 
     def admit(self) -> GroupId:
-        """Admits the next group as WAITING."""
+        """Admits the next group as WAITING; it plays the task at `next_position`."""
         verdict = self.may_admit()
         if not verdict.allowed:
             raise TransitionError(f"group {self.next_group} may not be admitted: {verdict.because}")
         group = GroupId(self.next_group)
         self.next_group += 1
-        self._active[group] = GroupState.WAITING
-        self._attempts[group] = 0
+        if self._again:
+            position = self._again.popleft()
+        else:
+            position, self._new = self._new, self._new + 1
+        self._enter(group, position, attempt=0)
         return group
 
     def move(self, group: GroupId, state: GroupState) -> None:
@@ -82,27 +134,58 @@ class Admission:
             self._attempts[group] += 1
         self._active[group] = state
         if state in GROUP_TERMINAL:
-            del self._active[group], self._attempts[group]
+            del self._active[group], self._attempts[group], self._positions[group]
             self.ended[state] += 1
+
+    def expire(self, group: GroupId, *, again: bool) -> None:
+        """Ends a group that took too long, wherever it is; if `again`, its task waits for a new group."""
+        position = self.position(group)
+        self.move(group, GroupState.EXPIRED)
+        if again:
+            self._again.append(position)
 
     def after_failure(self, group: GroupId, *, retries: int) -> Verdict:
         """Whether a group without a finished episode is played again."""
-        attempt = self._attempts[group]
+        attempt = self.attempt(group)
         if attempt < retries:
             return Verdict(True, f"attempt {attempt + 1} of {retries + 1} had no finished episode")
         return Verdict(False, f"none of {attempt + 1} attempts had a finished episode")
 
     def state(self, group: GroupId) -> GroupState:
         """Where an active group is."""
-        if group not in self._active:
-            raise TransitionError(f"group {group} is not active; active: {sorted(self._active) or 'none'}")
+        self._check_active(group)
         return self._active[group]
 
     def attempt(self, group: GroupId) -> int:
-        """How often the group was put back."""
+        """How often the active group was put back."""
+        self._check_active(group)
         return self._attempts[group]
+
+    def position(self, group: GroupId) -> int:
+        """Position in the task source of the task that the active group plays."""
+        self._check_active(group)
+        return self._positions[group]
 
     @property
     def active(self) -> tuple[GroupId, ...]:
         """Admitted groups that have not ended, oldest first."""
         return tuple(sorted(self._active))
+
+    def snapshot(self) -> AdmissionState:
+        """What `resumed` goes on from."""
+        active = [
+            ActiveGroup(group=group, position=self._positions[group], attempt=self._attempts[group])
+            for group in self.active
+        ]
+        return AdmissionState(
+            next_group=self.next_group, next_position=self._new, again=tuple(self._again), active=tuple(active)
+        )
+
+    def _enter(self, group: GroupId, position: int, attempt: int) -> None:
+        self._active[group] = GroupState.WAITING
+        self._positions[group] = position
+        self._attempts[group] = attempt
+
+    def _check_active(self, group: GroupId) -> None:
+        if group not in self._active:
+            raise TransitionError(f"group {group} is not active; active: {sorted(self._active) or 'none'}")

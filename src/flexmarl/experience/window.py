@@ -1,0 +1,112 @@
+"""Decides which finished group is consumed next: the oldest one inside a window (docs/math.md, section 9).
+
+    ids      12      13      14      15      16      17
+             plays   taken   done    plays   done    done        W = 4
+             ^head           ^taken next             ^outside [12, 15]: waits for the head, as 16 does
+
+W = 1 is strict first in, first out; no window at all takes whatever has finished. A group that ends without being taken
+leaves a tombstone: the head passes it.
+"""
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from flexmarl.errors import TransitionError
+from flexmarl.records import GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A finished group whose turn it is, and why."""
+
+    group: GroupId
+    because: str
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group that was submitted, and neither taken nor ended."""
+
+    at: float
+    finished: bool = False
+
+
+class Window:
+    """Groups between admission and consumption. Every call is O(log n) at most, amortised."""
+
+    def __init__(self, size: int | None) -> None:
+        """`size` is W, in ids from the head on, taken and ended ones included; None: no window."""
+        if size is not None and size < 1:
+            raise ValueError(f"a window holds at least 1 group, got {size}; use 1 for strict order, None for no window")
+        self._size = size
+        self._open: OrderedDict[GroupId, _Open] = OrderedDict()
+        self._finished: list[GroupId] = []
+        """A heap; groups that ended since are skipped."""
+        self._newest = GroupId(-1)
+
+    def __len__(self) -> int:
+        """Groups that were submitted, and neither taken nor ended."""
+        return len(self._open)
+
+    @property
+    def head(self) -> GroupId | None:
+        """The oldest group that was neither taken nor ended."""
+        return next(iter(self._open), None)
+
+    @property
+    def head_at(self) -> float | None:
+        """When the head was submitted."""
+        return None if self.head is None else self._open[self.head].at
+
+    def submitted(self, group: GroupId, at: float) -> None:
+        """A group was admitted, at time `at`; ids come in order. A resumed run submits its active ones again."""
+        if group <= self._newest:
+            raise TransitionError(f"group {group} is submitted after group {self._newest}; ids come in order, once")
+        self._newest = group
+        self._open[group] = _Open(at)
+
+    def finished(self, group: GroupId) -> None:
+        """All episodes of the group are terminal: it may be taken when its turn comes."""
+        one = self._find(group)
+        if one.finished:
+            raise TransitionError(f"group {group} has finished before; a group finishes once")
+        one.finished = True
+        heapq.heappush(self._finished, group)
+
+    def ended(self, group: GroupId) -> None:
+        """The group failed, was filtered or expired, and will not be taken: the head may pass it."""
+        self._find(group)
+        del self._open[group]
+
+    def take(self) -> Taken | None:
+        """The oldest finished group inside the window, which leaves it; None: wait, whatever finished beyond it."""
+        group, head = self._oldest_finished(), self.head
+        if group is None or head is None or not self._reaches(group, head):
+            return None
+        heapq.heappop(self._finished)
+        del self._open[group]
+        if group == head:
+            return Taken(group, "it is the oldest")
+        scope = "there is no window" if self._size is None else f"it is among {self._size} from there on"
+        return Taken(group, f"the oldest finished one; group {head} plays, and {scope}")
+
+    def overdue(self, now: float, deadline_s: float) -> GroupId | None:
+        """The head, if nothing may be taken while it plays, and that for longer than `deadline_s` since it came."""
+        group, head = self._oldest_finished(), self.head
+        if head is None or (group is not None and self._reaches(group, head)):
+            return None
+        return head if now - self._open[head].at > deadline_s else None
+
+    def _reaches(self, group: GroupId, head: GroupId) -> bool:
+        return self._size is None or group < head + self._size
+
+    def _oldest_finished(self) -> GroupId | None:
+        while self._finished and self._finished[0] not in self._open:
+            heapq.heappop(self._finished)
+        return self._finished[0] if self._finished else None
+
+    def _find(self, group: GroupId) -> _Open:
+        if group not in self._open:
+            raise TransitionError(f"group {group} is not in the window; open: {list(self._open) or 'none'}")
+        return self._open[group]
