@@ -35,8 +35,9 @@ from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import CountedTasks, character_renderer
+from flexmarl.testing.run import CountedTasks
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import TrainingSettings

@@ -11,13 +11,8 @@ checkpoints are those of every run. An idle hour costs nothing, and what waits f
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from string import printable
 from typing import Any, Self
-
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
 from flexmarl.assemble import Blueprint, World, wire
@@ -35,28 +30,12 @@ from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.run import RunOutcome
 from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
+from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.agents import Script
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
-
-END = "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@cache
-def character_renderer() -> ChatRenderer:
-    """Chat on a tokenizer with one token per character: what a prompt costs can be counted by eye."""
-    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(("<unk>", *printable))}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    marks = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END)
-    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    return ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, chat_template=CHAT_TEMPLATE))
 
 
 class CountedTasks:

@@ -21,8 +21,9 @@ from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import FinishReason, Version
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ServedEngine, character_renderer
+from flexmarl.testing.run import ServedEngine
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.test_publish import SOLVER, train

@@ -15,8 +15,9 @@ from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ServedEngine, a_or_b, character_renderer
+from flexmarl.testing.run import ServedEngine, a_or_b
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import turn_of

@@ -10,8 +10,8 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.records import AgentName, GroupId, GroupRecord, PolicyName, Task
 from flexmarl.rollout.player import Player
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.agents import Script, ScriptedModel
-from flexmarl.testing.run import character_renderer
 
 TASK = Task(input_id="sum-1", prompt="3+4", reference="7")
 GROUP = GroupRecord(group=GroupId(0), task=TASK, step=0)
