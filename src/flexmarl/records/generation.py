@@ -38,6 +38,9 @@ class GenerationRequest:
     """Random stream of this call: token t depends on (seed, t) and the distribution alone, never on the batch."""
     conversation: str | None = None
     """Calls with the same value tend to extend one another; an engine may keep their prefix."""
+    offset: int = 0
+    """Response tokens that another instance sampled and that now end `prompt_ids`. The random stream goes on at this
+    position, stop strings may begin in them, and `sampling.max_tokens` counts what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The embedded engine's core against an independent forward of the same model (laws 6 and 7)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.kv_slots import row_blocks
+from flexmarl.inference.continuation import joined, rest_of
 from flexmarl.objects.interface import checksum
 from flexmarl.records import FinishReason, Version, VersionRun
 from flexmarl.training.backends.onednn import use_onednn
@@ -280,6 +283,7 @@ def test_the_seed_alone_decides_in_normal_mode_too():
         (request("x", temperature=-1.0), "temperature >= 0"),
         (request("x", top_p=0.0), "top_p > 0"),
         (request("x", stop=("a",)), "tokenizer"),
+        (replace(request("x"), offset=3), "offset must be 0 to 2"),
     ],
 )
 def test_a_request_that_cannot_be_served_fails_alone_and_says_why(bad, words):
@@ -320,6 +324,41 @@ def test_aborted_requests_come_back_with_what_they_have_wherever_they_are():
     assert {answer.finish for answer in ended.values()} == {FinishReason.ABORT}
     assert run(core)["b"].finish is FinishReason.LENGTH
     assert core.abort(["a"]) == []
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_that_goes_on_at_another_instance_gets_the_tokens_of_an_uninterrupted_one(deterministic):
+    def core():
+        return EngineCore(tiny.qwen3(), tiny.settings(), deterministic=deterministic, decode=tiny.letters)
+
+    asked = [request(i, (1, 2, 3 + i), seed=i, max_tokens=40, top_k=20, stop=("mno",)) for i in range(4)]
+    whole = run(core(), asked)
+    first, second = core(), core()
+    for one in asked:
+        first.add(one)
+    parts = {answer.request_id: answer for _ in range(11) for answer in first.step()}
+    aborted = {answer.request_id: answer for answer in first.abort()}
+    assert {len(part.response_ids) for part in aborted.values()} == {11}, "the witness: they were interrupted"
+    rests = run(second, [rest_of(asked[int(name)], part) for name, part in aborted.items()])
+    parts |= {name: joined(aborted[name], rest) for name, rest in rests.items()}
+    for name, answer in whole.items():
+        assert parts[name].response_ids.tolist() == answer.response_ids.tolist()
+        assert parts[name].finish is answer.finish
+        assert np.allclose(parts[name].raw_logprobs, answer.raw_logprobs, atol=TOLERANCE)
+
+
+def test_a_stop_string_that_began_at_another_instance_ends_the_response():
+    core = EngineCore(tiny.qwen3(), tiny.settings(), decode=tiny.letters)
+    ids = run(core, [request("free", seed=3, max_tokens=12)])["free"].response_ids
+    stop = tiny.letters(ids[3:6].tolist())
+    end = next(n for n in range(1, 13) if stop in tiny.letters(ids[:n].tolist()))
+    asked = request("cut", seed=3, max_tokens=12, stop=(stop,))
+    core.add(asked)
+    while core.use().generated_tokens < 12 + end - 1:
+        core.step()
+    (part,) = core.abort()
+    answer = run(core, [rest_of(asked, part)])["cut"]
+    assert (answer.finish, answer.response_ids.tolist()) == (FinishReason.STOP, ids[end - 1 : end].tolist())
 
 
 def test_the_load_counts_slots_queue_and_tokens_to_come():

@@ -60,6 +60,8 @@ class _Rows:
         self.last = np.zeros(slots, np.int64)
         self.count = np.zeros(slots, np.int64)
         """Sampled tokens."""
+        self.offset = np.zeros(slots, np.int64)
+        """Tokens of the response that were sampled before, elsewhere."""
         self.limit = np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)
@@ -212,7 +214,7 @@ class EngineCore:
             logits_to_keep=plan.logits_at,
             slot_plan=plan,
         ).logits[0, : wanted.stop - wanted.start]
-        u = uniforms(rows.seed[wanted], rows.count[wanted])
+        u = uniforms(rows.seed[wanted], rows.offset[wanted] + rows.count[wanted])
         ids, own, raw = sample(logits, rows.sampling(wanted), u, self._plain)
         return ids.cpu().numpy(), own.cpu().numpy(), raw.cpu().numpy()
 
@@ -241,6 +243,7 @@ class EngineCore:
         rows, sampling = self._rows, request.sampling
         rows.length[row] = len(request.prompt_ids)
         rows.count[row] = 0
+        rows.offset[row] = request.offset
         rows.limit[row] = self._limit(request)
         rows.seed[row] = request.seed & _SEED_MASK
         rows.temperature[row] = sampling.temperature
@@ -255,7 +258,8 @@ class EngineCore:
         full = np.flatnonzero(rows.count[:num_rows] >= rows.limit[:num_rows]).tolist()
         ended: dict[int, tuple[FinishReason, str]] = dict.fromkeys(full, (FinishReason.LENGTH, ""))
         for row in self._stops.suspects(ids):
-            if self._stops.ended(self._running[row].request.sampling, rows.ids[row, : rows.count[row]]):
+            request = self._running[row].request
+            if self._stops.ended(request.sampling, _response(request, rows.ids[row, : rows.count[row]])):
                 ended[row] = (FinishReason.STOP, "")
         for row in np.flatnonzero(np.isnan(raw)).tolist():
             ended[row] = (FinishReason.ERROR, f"the logits of version {self.version} are not finite")
@@ -311,8 +315,17 @@ class EngineCore:
             return f"the prompt must have 1 to {self._settings.max_len} tokens (engine.max_len), got {len(prompt)}"
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"prompt ids must be 0 to {self._vocabulary - 1}, got {int(prompt.min())} to {int(prompt.max())}"
+        if not 0 <= request.offset < len(prompt):
+            return f"offset must be 0 to {len(prompt) - 1}, as the prompt ends with these tokens, got {request.offset}"
         if sampling.max_tokens < 1:
             return f"sampling.max_tokens must be at least 1, got {sampling.max_tokens}"
         if sampling.temperature < 0 or sampling.top_p <= 0 or not 0 <= sampling.min_p <= 1 or sampling.top_k < 0:
             return f"sampling must have temperature >= 0, top_p > 0, 0 <= min_p <= 1 and top_k >= 0, got {sampling}"
         return self._stops.refuse(sampling)
+
+
+def _response(request: GenerationRequest, sampled: IntArray) -> IntArray:
+    """The whole response so far: a stop string may have begun on another instance."""
+    if not request.offset:
+        return sampled
+    return np.concatenate([request.prompt_ids[-request.offset :], sampled])
