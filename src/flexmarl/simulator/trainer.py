@@ -1,0 +1,223 @@
+"""Trainer on modelled devices: its weight is one number, and what it does takes the time that its costs say.
+
+A row's gradient is the sum of its advantages over its tokens, and a step adds sum / N_tok to the weight: enough to see
+whether each row entered one update (law 5), in whatever split (law 2), and whether a resumed run ends the same (law 6).
+"""
+
+import asyncio
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
+from flexmarl.simulator.costs import TrainerCosts
+from flexmarl.training.interface import UpdateReport
+
+
+class Neighbours(Protocol):
+    """Who else is at work on the trainer's machine."""
+
+    def trainer_factor(self) -> float:
+        """How much longer a trainer's work takes that begins now; 1 where nobody is in its way."""
+        ...
+
+    def busy_trainer(self) -> AbstractContextManager[None]:
+        """Inside, a trainer is at work."""
+        ...
+
+
+class Alone:
+    """A machine of the trainer's own."""
+
+    def trainer_factor(self) -> float:
+        """Nobody is in its way."""
+        return 1.0
+
+    def busy_trainer(self) -> AbstractContextManager[None]:
+        """Nobody to tell."""
+        return nullcontext()
+
+
+class SimulatedTrainer:
+    """`Trainer` in virtual time. Work that has begun keeps the pace that its machine had then."""
+
+    def __init__(
+        self, policy: PolicyName, costs: TrainerCosts, objects: ObjectStore, *, host: Neighbours | None = None
+    ) -> None:
+        """Its state is on devices from the start; a SimulatedProcessGroup sets it aside."""
+        self.policy = policy
+        self.costs = costs
+        self.weight = 0.0
+        self.version = Version(0)
+        self.last_update: UpdateReport | None = None
+        self.busy_s = 0.0
+        """Seconds of its devices at work: micro-batches and updates that ended."""
+        self.on_devices = True
+        self._objects = objects
+        self._host = host or Alone()
+        self._reports: dict[str, LossReport] = {}
+        self._lost = ""
+        self._calls: list[asyncio.Future[None]] = []
+        """That run."""
+
+    def fail(self, because: str) -> None:
+        """A fault: its process dies. Every call that runs, and every later one, raises WorkerError."""
+        self._lost = f"trainer/{self.policy} died: {because}"
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(WorkerError(self._lost))
+
+    def lose_cache(self) -> None:
+        """A fault: the gradient sums are gone, and nothing says so until the update misses them."""
+        self._reports = {}
+
+    async def accumulate(self, batch: MicroBatch) -> LossReport:
+        """Sums weight x advantage x tokens."""
+        self._check_on_devices()
+        if batch.policy != self.policy:
+            raise TrainingError(f"policy '{self.policy}': {batch.micro_batch_id} is of policy '{batch.policy}'")
+        if batch.micro_batch_id in self._reports:
+            return self._reports[batch.micro_batch_id]
+        report = LossReport(
+            micro_batch_id=batch.micro_batch_id,
+            num_samples=len(batch.samples),
+            num_tokens=sum(s.weight * s.num_tokens for s in batch.samples),
+            sums={"gradient": sum(s.weight * s.advantage * s.num_tokens for s in batch.samples)},
+            duration_s=await self.compute(batch),
+        )
+        self._reports[batch.micro_batch_id] = report
+        return report
+
+    async def compute(self, batch: MicroBatch) -> float:
+        """Takes the time of a micro-batch, in seconds; what it says is in no cache yet."""
+        tokens = sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples)
+        costs = self.costs
+        return await self._work(costs.micro_batch_s + costs.sample_s * len(batch.samples) + costs.token_s * tokens)
+
+    async def step(self, divisors: Divisors) -> Version:
+        """weight += gradient / N_tok."""
+        self._check_on_devices()
+        reports = self._reports.values()
+        num_tokens = sum(report.num_tokens for report in reports)
+        if not reports or divisors.num_tokens <= 0 or abs(num_tokens - divisors.num_tokens) > 1e-9 * num_tokens:
+            raise TrainingError(
+                f"policy '{self.policy}' at version {self.version}: {num_tokens:g} weighted tokens are in the gradient "
+                f"cache, nothing to update from with divisors that count {divisors.num_tokens:g}"
+            )
+        duration_s = await self._work(self.costs.update_s)
+        gradient = sum(report.sums["gradient"] for report in reports) / divisors.num_tokens
+        self.weight += gradient
+        self.version = Version(self.version + 1)
+        self.last_update = UpdateReport(
+            version=self.version,
+            num_samples=sum(report.num_samples for report in reports),
+            num_tokens=num_tokens,
+            loss=-gradient,
+            grad_norm=abs(gradient),
+            learning_rate=1.0,
+            duration_s=duration_s,
+        )
+        self._reports = {}
+        return self.version
+
+    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
+        """Sets `weights/{policy}/{version}`: the weight, and the version, so that no two of them have one checksum."""
+        if version != self.version:
+            raise TrainingError(f"policy '{self.policy}' is at version {self.version}, asked to publish {version}")
+        await self._spend(self.costs.publish_s)
+        tree = {"weight": torch.tensor([self.weight], dtype=torch.float64), "version": torch.tensor(int(version))}
+        meta = await self._objects.set(ObjectKey(f"weights/{self.policy}/{version}"), tree)
+        return meta.key, meta.checksum
+
+    async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
+        """What the engine recorded."""
+        self._check_alive()
+        return [sample.turn.raw_logprobs for sample in batch.samples]
+
+    async def save(self, path: Path) -> None:
+        """Writes `trainer.json`; also while it is set aside."""
+        self._check_alive()
+        reports = [asdict(report) for report in self._reports.values()]
+        text = json.dumps({"weight": self.weight, "version": self.version, "reports": reports})
+        _write(path, "trainer.json", text)
+
+    async def load(self, path: Path) -> Version:
+        """Reads `trainer.json`."""
+        self._check_alive()
+        with boundary(CheckpointError, f"policy '{self.policy}': loading {path}"):
+            state = json.loads((path / "trainer.json").read_text())
+        self.weight, self.version = state["weight"], Version(state["version"])
+        self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
+        return self.version
+
+    async def export(self, path: Path) -> None:
+        """Writes a folder with the weight in it."""
+        self._check_alive()
+        _write(path, "weight.txt", repr(self.weight))
+
+    async def swap(self, *, on_devices: bool) -> None:
+        """Brings its state onto devices, or sets it aside: off them from the first moment, on them at the last."""
+        self.on_devices = False
+        await self._spend(self.costs.resume_s if on_devices else self.costs.suspend_s)
+        self.on_devices = on_devices
+
+    async def _work(self, seconds: float) -> float:
+        """Keeps the devices busy for so long on a machine of their own; returns what it took on this one."""
+        took_s = seconds * self._host.trainer_factor()
+        with self._host.busy_trainer():
+            await self._spend(took_s)
+        self.busy_s += took_s
+        return took_s
+
+    async def _spend(self, seconds: float) -> None:
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        call: asyncio.Future[None] = loop.create_future()
+        self._calls.append(call)
+        timer = loop.call_later(seconds, lambda: call.done() or call.set_result(None))
+        try:
+            await call
+        finally:
+            timer.cancel()
+            self._calls.remove(call)
+
+    def _check_alive(self) -> None:
+        if self._lost:
+            raise WorkerError(self._lost)
+
+    def _check_on_devices(self) -> None:
+        self._check_alive()
+        if not self.on_devices:
+            raise TrainingError(f"policy '{self.policy}' holds no devices; resume its process group first")
+
+
+class SimulatedProcessGroup:
+    """`ProcessGroup` of a simulated trainer, set aside when it is made."""
+
+    def __init__(self, trainer: SimulatedTrainer) -> None:
+        self._trainer = trainer
+        trainer.on_devices = False
+
+    @property
+    def policy(self) -> PolicyName:
+        """Whose it is."""
+        return self._trainer.policy
+
+    async def resume(self) -> None:
+        """Takes `resume_s`."""
+        await self._trainer.swap(on_devices=True)
+
+    async def suspend(self) -> None:
+        """Takes `suspend_s`."""
+        await self._trainer.swap(on_devices=False)
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)

@@ -1,0 +1,150 @@
+"""The trainer of one number: what its work costs, and how it dies."""
+
+import asyncio
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flexmarl.errors import TrainingError, WorkerError
+from flexmarl.experience.divisors import divisors_of
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.records import MicroBatch, PolicyName, Sample, Version
+from flexmarl.simulator.costs import TrainerCosts
+from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.training import check_trainer
+from tests.unit.training.conftest import random_samples
+
+SOLVER = PolicyName("solver")
+COSTS = TrainerCosts(
+    micro_batch_s=1.0, sample_s=0.5, token_s=0.01, update_s=3.0, publish_s=2.0, resume_s=4.0, suspend_s=6.0
+)
+
+
+def new_trainer(**more) -> SimulatedTrainer:
+    return SimulatedTrainer(SOLVER, COSTS, InlineObjectStore(), **more)
+
+
+def batch_of(samples: list[Sample], name: str = "mb/0") -> MicroBatch:
+    return MicroBatch(micro_batch_id=name, policy=SOLVER, samples=tuple(samples))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Crowded:
+    """A machine on which a trainer takes twice as long, and that knows when one is busy."""
+
+    busy = 0
+
+    def trainer_factor(self) -> float:
+        return 2.0
+
+    @contextmanager
+    def busy_trainer(self):
+        self.busy += 1
+        yield
+        self.busy -= 1
+
+
+def test_it_keeps_the_contract(tmp_path: Path) -> None:
+    samples = random_samples(5)
+    batches = [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]
+    run_virtual(check_trainer(lambda objects: SimulatedTrainer(SOLVER, COSTS, objects), batches, tmp_path))
+
+
+def test_work_takes_what_its_costs_say_and_reports_it() -> None:
+    samples = random_samples(0, weights=(1.0,))[:4]
+    tokens = sum(len(s.turn.prompt_ids) + s.num_tokens for s in samples)
+
+    async def scenario() -> None:
+        trainer = new_trainer()
+        report = await trainer.accumulate(batch_of(samples))
+        assert report.duration_s == now() == pytest.approx(1.0 + 4 * 0.5 + 0.01 * tokens)
+        before = now()
+        await trainer.step(divisors_of(samples))
+        assert now() == before + 3.0
+        assert trainer.last_update is not None
+        assert trainer.last_update.duration_s == 3.0
+        await trainer.publish(Version(1))
+        assert now() == before + 5.0
+        assert trainer.busy_s == before + 3.0
+
+    run_virtual(scenario())
+
+
+def test_on_a_crowded_machine_it_takes_longer_and_is_seen() -> None:
+    async def scenario() -> None:
+        host = Crowded()
+        trainer = new_trainer(host=host)
+        work = asyncio.create_task(trainer.accumulate(batch_of(random_samples(0)[:1])))
+        await asyncio.sleep(1.0)
+        assert host.busy == 1
+        report = await work
+        assert host.busy == 0
+        assert report.duration_s == now() == trainer.busy_s > 3.0
+
+    run_virtual(scenario())
+
+
+def test_every_version_has_a_checksum_of_its_own_though_the_weight_stays() -> None:
+    samples = random_samples(0, weights=(1.0,), zero_advantages=1.0, empty=0.0)[:2]
+
+    async def scenario() -> None:
+        trainer = new_trainer()
+        first = (await trainer.publish(Version(0)))[1]
+        await trainer.accumulate(batch_of(samples))
+        await trainer.step(divisors_of(samples))
+        assert trainer.weight == 0.0
+        assert (await trainer.publish(Version(1)))[1] != first
+
+    run_virtual(scenario())
+
+
+def test_a_death_fails_the_call_that_runs_and_every_later_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = new_trainer()
+        work = asyncio.create_task(trainer.accumulate(batch_of(random_samples(0)[:2])))
+        await asyncio.sleep(1.0)
+        trainer.fail("its machine lost power")
+        for call in (work, trainer.publish(Version(0)), trainer.save(tmp_path)):
+            with pytest.raises(WorkerError, match="trainer/solver died: its machine lost power"):
+                await call
+        assert now() == 1.0
+        assert trainer.busy_s == 0.0
+
+    run_virtual(scenario())
+
+
+def test_a_lost_gradient_cache_is_missed_by_the_update() -> None:
+    async def scenario() -> None:
+        samples = random_samples(0, weights=(1.0,), empty=0.0)
+        trainer = new_trainer()
+        await trainer.accumulate(batch_of(samples[:2], "mb/0"))
+        trainer.lose_cache()
+        await trainer.accumulate(batch_of(samples[2:4], "mb/1"))
+        with pytest.raises(TrainingError, match="weighted tokens are in the gradient cache, nothing to update from"):
+            await trainer.step(divisors_of(samples[:4]))
+        assert trainer.version == 0
+
+    run_virtual(scenario())
+
+
+def test_set_aside_it_can_be_saved_but_not_trained(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = new_trainer()
+        group = SimulatedProcessGroup(trainer)
+        with pytest.raises(TrainingError, match="policy 'solver' holds no devices; resume its process group first"):
+            await trainer.accumulate(batch_of(random_samples(0)))
+        await trainer.save(tmp_path)
+        await group.resume()
+        assert now() == 4.0
+        await trainer.accumulate(batch_of([]))
+        await group.suspend()
+        assert now() == 4.0 + 1.0 + 6.0
+        with pytest.raises(TrainingError, match="holds no devices"):
+            await trainer.step(divisors_of(random_samples(0)))
+
+    run_virtual(scenario())
