@@ -1,0 +1,133 @@
+"""Decides what a synthetic workload asks of its agents: whom, in which order, for how many tokens, with what pauses.
+
+    query (task)   turns: round(turns_min + Exp(turns_extra))  ──► common route    planner writer planner
+                                                                        │ at each turn, with chance route_correlation
+    trajectory     a draw from the shares at the other turns   ──► its own route   planner planner planner
+    call           len_mean x lognormal(query + trajectory + call effect) tokens, then a pause for a tool
+
+Every number is a function of (seed, split, task, trajectory, hop) alone, never of time: two systems that play the same
+tasks play the same calls, so that their steps can be compared one by one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from flexmarl.tasks import Split
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """One call that an episode will make."""
+
+    agent: str
+    tokens: int
+    """Response tokens."""
+    pause_s: float
+    """Until the next call: what a tool takes."""
+
+
+class Plan(Protocol):
+    """The calls of every episode of one task; in `Task.data["plan"]`."""
+
+    def calls(self, trajectory: int) -> tuple[PlannedCall, ...]:
+        """Those of episode number `trajectory` of the group, in their order."""
+        ...
+
+
+class WorkloadSettings(BaseModel):
+    """A workload as data: `tasks.params` of the generator `workload`. Lengths in tokens, times in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    agents: Mapping[str, float] = Field(min_length=1)
+    """Share of the calls that each agent gets; shares are relative to their sum."""
+    turns_min: int = Field(default=3, ge=1)
+    turns_extra: float = Field(default=0.0, ge=0)
+    """Mean of the exponential that is added to it, for all episodes of a task together."""
+    turns_max: int = Field(default=16, ge=1)
+    len_mean: float = Field(default=300.0, gt=0)
+    """Mean response, before floor and cap."""
+    sigma_query: float = Field(default=0.2, ge=0)
+    """Standard deviation of the logarithm of the factor that all calls of a task share."""
+    sigma_traj: float = Field(default=0.1, ge=0)
+    """The same for all calls of an episode."""
+    sigma_call: float = Field(default=1.0, ge=0)
+    """The same for each call: 1.1 puts one call in a hundred above seven times the mean."""
+    len_floor: int = Field(default=16, ge=1)
+    len_cap: int = Field(default=8192, ge=1)
+    route_correlation: float = Field(default=0.5, ge=0, le=1)
+    """Chance, at each turn, that an episode goes where the other episodes of its task go."""
+    tool_mean_s: float = Field(default=0.5, ge=0)
+    """Mean of the exponential pause after a call."""
+
+    @field_validator("agents")
+    @classmethod
+    def _shares_can_be_drawn_from(cls, agents: Mapping[str, float]) -> Mapping[str, float]:
+        if not all(share >= 0 and math.isfinite(share) for share in agents.values()) or not any(agents.values()):
+            raise ValueError("shares must be at least 0, and one of them above 0")
+        return agents
+
+    @model_validator(mode="after")
+    def _ranges_are_not_empty(self) -> Self:
+        for low, high in (("turns_min", "turns_max"), ("len_floor", "len_cap")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} is {getattr(self, low)}, above {high}, which is {getattr(self, high)}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPlan:
+    """The plan of one task of a synthetic workload."""
+
+    workload: WorkloadSettings
+    stream: tuple[int, ...]
+    """Root of its random numbers: seed, split, index."""
+    route: tuple[int, ...]
+    """The common route, as places in `workload.agents`; its length is the number of turns."""
+    log_effect: float
+    """Of the query on the logarithm of its lengths."""
+
+    def calls(self, trajectory: int) -> tuple[PlannedCall, ...]:
+        """Those of one episode.
+
+        >>> settings = WorkloadSettings(agents={"planner": 0.7, "writer": 0.3})
+        >>> draw_plan(settings, 0, 0, "train").calls(3) == draw_plan(settings, 0, 0, "train").calls(3)
+        True
+        """
+        workload, turns = self.workload, len(self.route)
+        rng = np.random.default_rng([*self.stream, 1, trajectory])
+        own = _routes(workload, rng.random(turns))
+        common = rng.random(turns) < workload.route_correlation
+        effect = self.log_effect + rng.normal(0.0, workload.sigma_traj)
+        lengths = np.exp(effect + rng.normal(0.0, workload.sigma_call, turns)) * _median(workload)
+        tokens = np.clip(np.rint(lengths), workload.len_floor, workload.len_cap).astype(int).tolist()
+        pauses = rng.exponential(workload.tool_mean_s, turns).tolist()
+        names = tuple(workload.agents)
+        agents = [names[place] for place in np.where(common, self.route, own).tolist()]
+        return tuple(map(PlannedCall, agents, tokens, pauses))
+
+
+def draw_plan(workload: WorkloadSettings, seed: int, index: int, split: Split) -> DrawnPlan:
+    """The plan of task number `index`."""
+    stream = (seed, int(split == "held_out"), index)
+    rng = np.random.default_rng([*stream, 0])
+    turns = min(workload.turns_max, round(workload.turns_min + rng.exponential(workload.turns_extra)))
+    effect = rng.normal(0.0, workload.sigma_query)
+    return DrawnPlan(workload, stream, tuple(_routes(workload, rng.random(turns)).tolist()), effect)
+
+
+def _routes(workload: WorkloadSettings, uniform: np.ndarray) -> np.ndarray:
+    """[turns] in [0, 1) -> the agents they fall on, as places in `workload.agents`."""
+    limits = np.cumsum(list(workload.agents.values()))
+    return np.searchsorted(limits / limits[-1], uniform, side="right")
+
+
+def _median(workload: WorkloadSettings) -> float:
+    """Of the lognormal that has the mean `len_mean`: the mean of exp(N(0, s)) is exp(s^2 / 2)."""
+    variance = workload.sigma_query**2 + workload.sigma_traj**2 + workload.sigma_call**2
+    return workload.len_mean * math.exp(-variance / 2)
