@@ -1,0 +1,209 @@
+"""Pictures of a run on matplotlib, from its journal: queues, the two pools, steps and lengths on one page.
+
+Drawn for a simulated run as simulation.png; a real run's journal gives the same picture.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from flexmarl.observability.curve import INK, PALETTE, STYLE
+from flexmarl.observability.natural import natural
+from flexmarl.observability.overlap import Interval, intersection, seconds, union
+from flexmarl.simulator.facts import Facts
+from flexmarl.simulator.report import SimulationReport
+
+MOST_LINES = 8
+"""Policies that have a colour of their own; the others are drawn in grey, as one."""
+OTHERS = "all others"
+COLUMNS = 600
+"""Moments of a picture: its width in pixels allows no more."""
+ROLLOUT, VISIBLE, REST = PALETTE[0], PALETTE[1], "#c9ccd3"
+
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Moments, and the value from each moment on."""
+
+
+def draw_run(facts: Facts, path: Path, title: str) -> None:
+    """Writes the picture of a run as PNG."""
+    if not facts.steps:
+        return
+    with matplotlib.rc_context(STYLE | {"axes.axisbelow": True}):
+        figure = _figure((11.0, 9.2), title)
+        grid = figure.add_gridspec(3, 2, height_ratios=(1.0, 1.15, 1.0))
+        _draw_queues(figure.add_subplot(grid[0, :]), facts)
+        _draw_pools(figure.add_subplot(grid[1, :]), facts)
+        _draw_steps(figure.add_subplot(grid[2, 0]), facts)
+        _draw_lengths(figure.add_subplot(grid[2, 1]), facts)
+        figure.savefig(path)
+
+
+def draw_sweep(key: str, rows: Mapping[str, Mapping[str, SimulationReport]], path: Path) -> None:
+    """Writes step times over the values of a setting as PNG; a line for each combination of the other settings."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure((6.4, 3.6), f"step time by {key}")
+        axes = figure.add_subplot(1, 1, 1)
+        for index, (name, reports) in enumerate(rows.items()):
+            values = list(reports)
+            means = [report.step_s.mean for report in reports.values()]
+            errors = [report.step_s.std / report.steps**0.5 for report in reports.values()]
+            colour = PALETTE[index % len(PALETTE)]
+            axes.errorbar(values, means, errors, color=colour, marker="o", markersize=4, capsize=2, label=name)
+        axes.set_title("seconds, mean of the steps and its standard error", loc="left", fontsize=9.5)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(key)
+        if len(rows) > 1:
+            axes.legend(frameon=False, fontsize=7.5)
+        figure.savefig(path)
+
+
+def level(intervals: Iterable[Interval], moments: Sequence[float]) -> list[int]:
+    """How many of the intervals each moment lies in.
+
+    >>> level([(0.0, 2.0), (1.0, 3.0)], [0.5, 1.5, 2.5, 3.5])
+    [1, 2, 1, 0]
+    """
+    pairs = list(intervals)
+    begins, ends = sorted(begin for begin, _ in pairs), sorted(end for _, end in pairs)
+    return [bisect_right(begins, moment) - bisect_right(ends, moment) for moment in moments]
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def _draw_queues(axes: Axes, facts: Facts) -> None:
+    """Waiting calls as areas, one upon the other."""
+    began, ended = _reach(facts)
+    moments, places = _moments(began, ended), [look.at for look in facts.looks]
+    waiting: defaultdict[str, list[float]] = defaultdict(list)
+    policies = sorted({policy for look in facts.looks for policy in look.queued}, key=natural)
+    for moment in moments:
+        place = bisect_right(places, moment) - 1
+        queued = facts.looks[place].queued if place >= 0 else {}
+        for policy in policies:
+            waiting[policy].append(queued.get(policy, 0))
+    _areas(axes, moments, waiting, began)
+    axes.set_ylim(bottom=0)
+    _head(axes, "Calls that wait for a slot, by policy", facts, began)
+
+
+def _draw_pools(axes: Axes, facts: Facts) -> None:
+    """Instances at work above the line, trainers at work below it."""
+    began, ended = _reach(facts)
+    moments = _moments(began, ended)
+    policy_of = {call.instance: call.policy for call in facts.calls}
+    serving: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(moments))
+    for instance, busy in facts.serving().items():
+        serving[policy_of[instance]] = [
+            a + b for a, b in zip(serving[policy_of[instance]], level(busy, moments), strict=True)
+        ]
+    training = {policy: level(busy, moments) for policy, busy in facts.training().items()}
+    names = sorted({*serving, *training}, key=natural)
+    _areas(axes, moments, {name: serving[name] for name in names}, began)
+    below = {name: [-value for value in training.get(name, [0] * len(moments))] for name in names}
+    _areas(axes, moments, below, began, labels=False)
+    axes.axhline(0, color="#9a9da6", linewidth=0.8)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    _head(axes, "Instances at work (above) and trainers at work (below), by policy", facts, began)
+
+
+def _draw_steps(axes: Axes, facts: Facts) -> None:
+    """A bar for each step: rollout, visible training, the rest."""
+    playing = facts.playing
+    working = union(interval for busy in facts.training().values() for interval in busy)
+    numbers = [step.number for step in facts.steps]
+    whole = [[(step.began, step.ended)] for step in facts.steps]
+    rollout = [seconds(intersection(step, playing)) for step in whole]
+    trained = [seconds(intersection(step, working)) for step in whole]
+    hidden = [seconds(intersection(intersection(step, working), playing)) for step in whole]
+    visible = [both - beside for both, beside in zip(trained, hidden, strict=True)]
+    rest = [seconds(step) - a - b for step, a, b in zip(whole, rollout, visible, strict=True)]
+    below = [0.0] * len(numbers)
+    for name, values, colour in (("rollout", rollout, ROLLOUT), ("training", visible, VISIBLE), ("other", rest, REST)):
+        axes.bar(numbers, values, bottom=below, color=colour, width=0.8, label=name)
+        below = [a + b for a, b in zip(below, values, strict=True)]
+    axes.plot(numbers, hidden, color=INK, marker="o", markersize=3, linewidth=1, label="training, hidden")
+    axes.set_title("Seconds of each step", loc="left", fontsize=9.5)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.set_ylim(0, max(below) * 1.25)
+    axes.legend(frameon=False, fontsize=7.5, ncols=4, loc="upper left", handlelength=1.2, columnspacing=1.2)
+
+
+def _draw_lengths(axes: Axes, facts: Facts) -> None:
+    """Shares of calls, and of trajectories, that sampled at most so many tokens."""
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for call in facts.calls:
+        tokens[call.trajectory] += call.sampled
+    for name, values, colour in (
+        ("a call", [call.sampled for call in facts.calls], PALETTE[0]),
+        ("a trajectory", list(tokens.values()), PALETTE[1]),
+    ):
+        values = sorted(max(1, value) for value in values)
+        if values:
+            shares = [(rank + 1) / len(values) for rank in range(len(values))]
+            axes.step(values, shares, where="post", color=colour, linewidth=1.5, label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(0, 1.02)
+    axes.set_title("Share that sampled at most so many tokens", loc="left", fontsize=9.5)
+    axes.legend(frameon=False, fontsize=7.5, loc="lower right")
+
+
+def _areas(
+    axes: Axes, moments: Sequence[float], values: Mapping[str, Sequence[float]], began: float, *, labels: bool = True
+) -> None:
+    shown = _most(values)
+    colours = _colours(shown)
+    below = [0.0] * len(moments)
+    for name, line in shown.items():
+        above = [a + b for a, b in zip(below, line, strict=True)]
+        look: dict[str, Any] = {"color": colours[name], "linewidth": 0, "alpha": 0.85, "step": "post"}
+        axes.fill_between([m - began for m in moments], below, above, label=name if labels else None, **look)
+        below = above
+
+
+def _most(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The lines that count most keep their names; the others are added up."""
+    if len(values) <= MOST_LINES:
+        return {name: list(line) for name, line in values.items()}
+    largest = sorted(values, key=lambda name: -sum(map(abs, values[name])))[: MOST_LINES - 1]
+    kept = {name: list(line) for name, line in values.items() if name in largest}
+    rest = [line for name, line in values.items() if name not in largest]
+    return kept | {OTHERS: [float(sum(column)) for column in zip(*rest, strict=True)]}
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    named = [name for name in names if name != OTHERS]
+    return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(named)} | {OTHERS: REST}
+
+
+def _head(axes: Axes, title: str, facts: Facts, began: float) -> None:
+    """Title, legend, and where steps end."""
+    _, ended = _reach(facts)
+    for step in facts.steps[:-1]:
+        axes.axvline(step.ended - began, color="#9a9da6", linewidth=0.6, linestyle=(0, (2, 2)))
+    axes.set_title(title, loc="left", fontsize=9.5)
+    axes.set_xlim(0, ended - began)
+    axes.set_xlabel("seconds; dashed: a step ends", fontsize=7.5)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.legend(frameon=False, fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)
+
+
+def _reach(facts: Facts) -> Interval:
+    return facts.steps[0].began, facts.steps[-1].ended
+
+
+def _moments(began: float, ended: float) -> list[float]:
+    return [began + (ended - began) * place / COLUMNS for place in range(COLUMNS + 1)]

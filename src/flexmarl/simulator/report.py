@@ -1,0 +1,233 @@
+"""Decides what a run took, from its journal: the figures that `flexmarl simulate` prints, also of a real run.
+
+    step        ▕─────── rollout ───────▏── training ──▏─ other ─▏      other: publication, and what waits for it
+    trainers          ▕── hidden ──▏    ▕── visible ───▏
+
+All seconds are means over the steps. What a device does besides, evaluations say, is in no step and counts nowhere.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flexmarl.observability.overlap import intersection, seconds, union
+from flexmarl.simulator.bound import Bound
+from flexmarl.simulator.costs import Costs, costs_of
+from flexmarl.simulator.facts import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How numbers are spread."""
+
+    mean: float
+    std: float
+    """Of the sample; 0 for a single number."""
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Of at least one number.
+
+        >>> Spread.of([1.0, 3.0])
+        Spread(mean=2.0, std=1.4142135623730951, least=1.0, most=3.0)
+        """
+        mean = math.fsum(values) / len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        return cls(mean=mean, std=math.sqrt(squares / max(len(values) - 1, 1)), least=min(values), most=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """Devices of a run: what utilisation is a share of."""
+
+    costs: Costs
+    trainers_at_once: int | None = None
+    """Trainers that hold devices at the same time; None: all."""
+    shared: bool = False
+    """Whether engines and trainers have the same devices (mode colocated)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Calls of one policy that wait for a slot."""
+
+    mean: float
+    """Over time."""
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationReport:
+    """Figures of a run; seconds of its own clock, virtual or real."""
+
+    steps: int
+    makespan_s: float
+    """All steps together."""
+    step_s: Spread
+    rollout_s: float
+    """Somebody played."""
+    training_s: float
+    """Nobody played, and a trainer worked."""
+    hidden_s: float
+    """A trainer worked while somebody played; part of `rollout_s`."""
+    other_s: float
+    tokens: int
+    """Sampled in training rollouts."""
+    turns: int
+    rollout_utilisation: float
+    """Device-seconds with a call, as a share of those there are; 0 to 1."""
+    training_utilisation: float
+    utilisation: float
+    """Both pools together."""
+    queues: Mapping[str, Queue]
+    """By policy."""
+    moves: int
+    swaps: int
+    """Trainer states brought onto devices or set aside."""
+    staleness_mean: float
+    """Updates between the version that sampled a token and the one its update was applied to."""
+    staleness_most: int
+    publish_lag_s: float
+    """From an update's end until all instances serve it."""
+    length_bias: float | None
+    """Mean sampled tokens of groups that were trained, by that of all that were admitted; None before any update."""
+    bound: Bound | None = None
+    """What no schedule can beat, mean over the steps; None where steps are not apart from each other."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second of makespan."""
+        return self.tokens / self.makespan_s
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """Step time by the lower bound: 1 is as fast as can be."""
+        return self.step_s.mean / self.bound.total_s if self.bound and self.bound.total_s else None
+
+
+def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> SimulationReport | None:
+    """Draws the figures together; None if the run ended no step."""
+    if not facts.steps:
+        return None
+    steps = len(facts.steps)
+    playing, training = facts.playing, facts.training()
+    at_work = union(interval for busy in training.values() for interval in busy)
+    hidden = seconds(intersection(at_work, playing))
+    rollout, makespan = seconds(playing), facts.makespan_s
+    visible = seconds(at_work) - hidden
+    mean, most = staleness(facts)
+    serving, trained = _serving_share(facts, pools), _training_share(facts, pools)
+    return SimulationReport(
+        steps=steps,
+        makespan_s=makespan,
+        step_s=Spread.of([step.ended - step.began for step in facts.steps]),
+        rollout_s=rollout / steps,
+        training_s=visible / steps,
+        hidden_s=hidden / steps,
+        other_s=(makespan - rollout - visible) / steps,
+        tokens=sum(call.sampled for call in facts.calls),
+        turns=len(facts.calls),
+        rollout_utilisation=serving.used / serving.there if serving.there else 0.0,
+        training_utilisation=trained.used / trained.there if trained.there else 0.0,
+        utilisation=_both(serving, trained, shared=pools.shared),
+        queues=queues(facts),
+        moves=len(facts.moves),
+        swaps=len(facts.swaps),
+        staleness_mean=mean,
+        staleness_most=most,
+        publish_lag_s=publish_lag(facts),
+        length_bias=length_bias(facts),
+        bound=bound,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceSeconds:
+    used: float
+    there: float
+
+
+def _serving_share(facts: Facts, pools: Pools) -> _DeviceSeconds:
+    policy_of = {call.instance: call.policy for call in facts.calls} | {
+        load.instance: load.policy for load in facts.loads
+    }
+    engines = {name: costs_of(pools.costs, policy).engine for name, policy in policy_of.items()}
+    used = sum(
+        seconds(busy) * engines[name].devices * engines[name].busy_share for name, busy in facts.serving().items()
+    )
+    return _DeviceSeconds(used, sum(engines[name].devices for name in facts.instances) * facts.makespan_s)
+
+
+def _training_share(facts: Facts, pools: Pools) -> _DeviceSeconds:
+    training = facts.training()
+    devices = {policy: costs_of(pools.costs, policy).trainer.devices for policy in training}
+    used = sum(seconds(busy) * devices[policy] for policy, busy in training.items())
+    held = sorted(devices.values(), reverse=True)[: pools.trainers_at_once]
+    return _DeviceSeconds(used, sum(held) * facts.makespan_s)
+
+
+def _both(serving: _DeviceSeconds, training: _DeviceSeconds, *, shared: bool) -> float:
+    there = max(serving.there, training.there) if shared else serving.there + training.there
+    return (serving.used + training.used) / there if there else 0.0
+
+
+def queues(facts: Facts) -> dict[str, Queue]:
+    """Waiting calls of each policy over the time in steps; empty if nobody looked."""
+    span = facts.span
+    area: defaultdict[str, float] = defaultdict(float)
+    most: defaultdict[str, int] = defaultdict(int)
+    ends = [look.at for look in facts.looks[1:]] + [max((end for _, end in span), default=0.0)]
+    held = [(look, intersection([(look.at, end)], span)) for look, end in zip(facts.looks, ends, strict=False)]
+    for look, inside in held:
+        for policy, waiting in look.queued.items():
+            area[policy] += waiting * seconds(inside)
+            most[policy] = max(most[policy], waiting if inside else 0)
+    makespan = facts.makespan_s
+    return {policy: Queue(mean=area[policy] / makespan, most=most[policy]) for policy in area}
+
+
+def staleness(facts: Facts) -> tuple[float, int]:
+    """Mean over the trained tokens and the most, in updates."""
+    served_until = _versions_before(facts)
+    total, tokens, most = 0.0, 0, 0
+    for call in facts.calls:
+        version = served_until.get(call.group, {}).get(call.policy)
+        if version is not None:
+            lag = max(0, version - call.version)
+            total, tokens, most = total + lag * call.sampled, tokens + call.sampled, max(most, lag)
+    return (total / tokens if tokens else 0.0), most
+
+
+def _versions_before(facts: Facts) -> dict[int, Mapping[str, int]]:
+    """By trained group, the versions that its step's updates were applied to."""
+    before: dict[int, Mapping[str, int]] = {}
+    earlier = [{}, *(step.versions for step in facts.steps)]
+    for step, versions in zip(facts.steps, earlier, strict=False):
+        applied = {policy: versions.get(policy, max(0, version - 1)) for policy, version in step.versions.items()}
+        before.update(dict.fromkeys(step.trained, applied))
+    return before
+
+
+def publish_lag(facts: Facts) -> float:
+    """Mean seconds from the end of an update until all instances serve its version; 0 without updates."""
+    served = {(one.policy, one.version): one.ended for one in facts.publications}
+    lags = [
+        served[update.policy, update.version] - update.ended
+        for update in facts.updates
+        if (update.policy, update.version) in served
+    ]
+    return math.fsum(lags) / len(lags) if lags else 0.0
+
+
+def length_bias(facts: Facts) -> float | None:
+    """Sampled tokens of a trained group by those of an admitted one; a group that still plays has what it has."""
+    tokens: defaultdict[int, int] = defaultdict(int)
+    for call in facts.calls:
+        tokens[call.group] += call.sampled
+    trained = [tokens[group] for step in facts.steps for group in step.trained if group in tokens]
+    if not trained or not sum(tokens.values()):
+        return None
+    return (sum(trained) / len(trained)) / (sum(tokens.values()) / len(tokens))

@@ -1,0 +1,136 @@
+"""Tables of simulation reports on rich: one run, several side by side, or a sweep with one run per row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from flexmarl.observability.natural import natural
+from flexmarl.simulator.report import SimulationReport
+
+MOST_QUEUES = 8
+"""Policies whose queues are shown, longest first: a hundred would hide all else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of a table."""
+
+    name: str
+    value: Callable[[SimulationReport], float | None]
+    shown: Callable[[float], str]
+    compared: bool = False
+    """Whether its ratio between runs says something."""
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.3g} s"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+FIGURES = (
+    Figure("step, mean", lambda run: run.step_s.mean, _seconds, compared=True),
+    Figure("step, standard deviation", lambda run: run.step_s.std, _seconds),
+    Figure("  rollout", lambda run: run.rollout_s, _seconds, compared=True),
+    Figure("  training, visible", lambda run: run.training_s, _seconds, compared=True),
+    Figure("  other", lambda run: run.other_s, _seconds, compared=True),
+    Figure("training, hidden behind rollout", lambda run: run.hidden_s, _seconds),
+    Figure("makespan of all steps", lambda run: run.makespan_s, _seconds, compared=True),
+    Figure("lower bound of a step", lambda run: run.bound and run.bound.total_s, _seconds),
+    Figure("step by lower bound", lambda run: run.bound_ratio, _number),
+    Figure("sampled tokens per second", lambda run: run.tokens_per_s, _count, compared=True),
+    Figure("turns", lambda run: run.turns, _count),
+    Figure("utilisation", lambda run: run.utilisation, _share, compared=True),
+    Figure("  rollout devices", lambda run: run.rollout_utilisation, _share),
+    Figure("  training devices", lambda run: run.training_utilisation, _share),
+    Figure("moves of instances", lambda run: run.moves, _count),
+    Figure("swaps of trainers", lambda run: run.swaps, _count),
+    Figure("staleness, mean in updates", lambda run: run.staleness_mean, _number),
+    Figure("staleness, most", lambda run: run.staleness_most, _count),
+    Figure("publication lag", lambda run: run.publish_lag_s, _seconds),
+    Figure("length of trained by admitted groups", lambda run: run.length_bias, _number),
+)
+SWEPT = (
+    "step, mean",
+    "  rollout",
+    "  training, visible",
+    "sampled tokens per second",
+    "utilisation",
+    "step by lower bound",
+)
+"""Figures of a sweep."""
+
+
+def report_table(title: str, report: SimulationReport) -> Table:
+    """One run, and the queues of its policies."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("", style="dim")
+    for figure in FIGURES:
+        value = figure.value(report)
+        if value is not None:
+            table.add_row(figure.name, figure.shown(value), _remark(figure, report))
+    table.add_section()
+    longest = sorted(report.queues, key=lambda policy: (-report.queues[policy].mean, natural(policy)))
+    for policy in longest[:MOST_QUEUES]:
+        queue = report.queues[policy]
+        table.add_row(f"queue of {policy}", f"{queue.mean:.1f}", f"at most {queue.most}")
+    if len(longest) > MOST_QUEUES:
+        table.add_row(f"and {len(longest) - MOST_QUEUES} shorter queues", "", "")
+    return table
+
+
+def comparison_table(reports: Mapping[str, SimulationReport]) -> Table:
+    """Several runs side by side, with ratios to the first."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("ratios: to the first")
+    for name in reports:
+        table.add_column(name, justify="right")
+    first = next(iter(reports.values()))
+    for figure in FIGURES:
+        cells = [_compared(figure, report, None if report is first else first) for report in reports.values()]
+        if any(cells):
+            table.add_row(figure.name, *cells)
+    return table
+
+
+def sweep_table(keys: Sequence[str], rows: Mapping[tuple[str, ...], SimulationReport]) -> Table:
+    """One row for each combination of values."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for key in keys:
+        table.add_column(key)
+    figures = [figure for figure in FIGURES if figure.name in SWEPT]
+    for figure in figures:
+        table.add_column(figure.name.strip(), justify="right")
+    for values, report in rows.items():
+        table.add_row(*values, *(_compared(figure, report, None) for figure in figures))
+    return table
+
+
+def _remark(figure: Figure, report: SimulationReport) -> str:
+    if figure.name == "step, mean":
+        return f"{report.step_s.least:.1f} to {report.step_s.most:.1f} s, {report.steps} steps"
+    if figure.name == "lower bound of a step" and report.bound:
+        return f"{report.bound.because} binds"
+    return ""
+
+
+def _compared(figure: Figure, report: SimulationReport, first: SimulationReport | None) -> str:
+    value = figure.value(report)
+    if value is None:
+        return ""
+    base = figure.value(first) if first and figure.compared else None
+    return f"{figure.shown(value)}  {value / base:.2f}x" if base else figure.shown(value)
