@@ -10,6 +10,7 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
 from flexmarl.records import PolicyName
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.tasks import TaskSource, check_disjoint
 
 
@@ -55,9 +56,21 @@ def open_tasks(settings: RunSettings) -> TaskSource:
 
 
 def seat_team(settings: RunSettings) -> TeamSpec:
-    """The team, with a chat renderer for each policy's own tokenizer."""
-    renderers = {PolicyName(name): ChatRenderer(load_tokenizer(settings, name)) for name in settings.policies}
+    """The team, with a chat renderer for each policy's own tokenizer; a simulated one needs no model."""
+    renderers = {PolicyName(name): load_renderer(settings, name) for name in settings.policies}
     return TeamSpec.build(settings.team, renderers, trained=[PolicyName(name) for name in settings.trained])
+
+
+def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
+    """Chat on a policy's own tokenizer; in the simulated world on characters, if its model is not in a folder here."""
+    if settings.cluster.backend == "simulated" and not has_folder(settings, policy):
+        return character_renderer()
+    return ChatRenderer(load_tokenizer(settings, policy))
+
+
+def has_folder(settings: RunSettings, policy: str) -> bool:
+    """Whether the policy's model is in a folder of this machine."""
+    return (settings.path(settings.policies[policy].model) / "config.json").is_file()
 
 
 def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
@@ -74,7 +87,7 @@ def model_source(settings: RunSettings, policy: str) -> str:
     """Where a policy's model is: a folder, or a name on the Hugging Face hub. Raises ConfigError."""
     model = settings.policies[policy].model
     folder = settings.path(model)
-    if (folder / "config.json").is_file():
+    if has_folder(settings, policy):
         return str(folder)
     if folder.exists() or model.count("/") != 1 or model.startswith((".", "/")):
         raise ConfigError(

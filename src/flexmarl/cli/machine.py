@@ -24,6 +24,9 @@ def look_at_machine(settings: RunSettings, models: Mapping[str, ModelFacts], mac
     """What is there, and what is not."""
     cluster = settings.cluster
     yield Finding("libraries", f"Python {machine.python}, torch {machine.torch or machine.torch_error}")
+    if cluster.backend == "simulated":
+        yield Finding("devices", "simulated: models, devices and memory are not needed; `flexmarl simulate` plays it")
+        return
     if cluster.backend == "ray":
         yield from _ray(settings, machine)
     else:
