@@ -28,7 +28,7 @@ from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.resume import resume
-from flexmarl.orchestrator.run import RunOutcome
+from flexmarl.orchestrator.run import Orchestrator, RunOutcome
 from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
 from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
@@ -192,6 +192,9 @@ class ScriptedRun:
         """Every row of every agent, in the order of sample ids."""
         return run_virtual(self._rows())
 
+    def wired(self, orchestrator: Orchestrator) -> None:
+        """Told of the orchestrator before it runs; for subclasses that exchange one of its rules."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the metrics of a step."""
         self.metrics[step] = {**self.metrics.get(step, {}), **values}
@@ -223,6 +226,7 @@ class ScriptedRun:
                 checkpoints=checkpoints,
                 start=start,
             )
+            self.wired(orchestrator)
             happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]
             try:
                 self.outcome = await orchestrator.run()
