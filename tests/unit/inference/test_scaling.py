@@ -1,0 +1,169 @@
+"""The rules that move instances between policies, on queues that fit in a line."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.inference.demand import Expectation
+from flexmarl.inference.scaling import (
+    RULES,
+    BalanceRule,
+    DrainTime,
+    Move,
+    PolicyLoad,
+    QueueGap,
+    allocation,
+    drain_s,
+    start_moves,
+)
+from flexmarl.inference.settings import BalanceSettings
+from flexmarl.records import PolicyName
+
+SOLVER, JUDGE, WRITER = PolicyName("solver"), PolicyName("judge"), PolicyName("writer")
+EXPECTED = Expectation(tokens=100.0, tokens_left=50.0, tokens_per_s=10.0)
+
+
+def load_of(waiting: int, *running: int, name: str = "x", expected: Expectation | None = EXPECTED) -> PolicyLoad:
+    """Its instances are named x0, x1 ...; each runs so many requests, of at most 4."""
+    instances = {f"{name}{number}": count for number, count in enumerate(running)}
+    return PolicyLoad(instances=instances, waiting=waiting, slots=4, expected=expected)
+
+
+def test_queue_gap_moves_the_idlest_instance_of_the_shortest_queue_to_the_longest() -> None:
+    loads = {SOLVER: load_of(9, 4), JUDGE: load_of(1, 4, 4), WRITER: load_of(0, 3, 1, name="w")}
+    because = "9 requests wait for 'solver' and 0 for 'writer', more than 5 apart"
+    assert QueueGap(gap=5).decide(loads, move_s=2.5) == [Move("w1", SOLVER, because)]
+
+
+@pytest.mark.parametrize("waiting", [5, 6])
+def test_queue_gap_moves_only_beyond_the_gap(waiting: int) -> None:
+    loads = {SOLVER: load_of(waiting, 4), JUDGE: load_of(0, 0, 0)}
+    assert len(QueueGap(gap=5).decide(loads, move_s=2.5)) == (waiting > 5)
+
+
+def test_the_literal_rule_moves_as_many_as_the_queues_differ_but_leaves_one() -> None:
+    loads = {SOLVER: load_of(7, 4), JUDGE: load_of(0, *[0] * 4)}
+    moves = QueueGap(gap=5, literal=True).decide(loads, move_s=2.5)
+    assert [move.instance for move in moves] == ["x0", "x1", "x2"]
+
+
+def test_the_drain_time_is_queued_tokens_over_what_all_instances_sample() -> None:
+    load = load_of(12, 4, 4)
+    assert drain_s(load) == pytest.approx((12 * 100 + 8 * 50) / (2 * 4 * 10))
+    assert drain_s(load, more=-1) == pytest.approx(40)
+    assert drain_s(load, more=1, from_s=3.0) == pytest.approx((40 + 3) / 3)
+
+
+def test_nothing_drains_faster_than_a_request_takes_alone() -> None:
+    assert drain_s(load_of(0, 1)) == pytest.approx(50 / 10)
+    assert drain_s(load_of(1, 1)) == pytest.approx(100 / 10)
+    assert drain_s(load_of(0, 0)) == 0
+
+
+def test_drain_time_moves_where_both_will_have_drained_sooner() -> None:
+    loads = {SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 2, 0)}
+    because = "'solver' drains in 20.0 s; with one instance of 'judge' both will have in 14.2 s"
+    assert DrainTime().decide(loads, move_s=2.5) == [Move("x1", SOLVER, because)]
+
+
+@pytest.mark.parametrize(
+    ("loads", "move_s", "ends_in_s"),
+    [
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(11, 4, 4)}, 2.5, None),  # the donor would be the longest
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0, 0)}, 10.0, None),  # 20 s: not made up for before it is done
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0, 0)}, 2.5, 5.0),  # not before the step ends
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0)}, 2.5, None),  # the donor's last
+        ({SOLVER: load_of(0, 4, 4), JUDGE: load_of(0, 0, 0)}, 0.0, None),  # nothing waits: a new one would idle
+        ({SOLVER: load_of(99, 4, expected=None), JUDGE: load_of(0, 0, 0)}, 2.5, None),  # nothing known of its requests
+    ],
+)
+def test_drain_time_stays_where_a_move_does_not_pay(
+    loads: dict[PolicyName, PolicyLoad], move_s: float, ends_in_s: float | None
+) -> None:
+    assert not DrainTime().decide(loads, move_s=move_s, ends_in_s=ends_in_s)
+
+
+queues = st.builds(
+    lambda waiting, running: (waiting, running), st.integers(0, 60), st.lists(st.integers(0, 4), min_size=1, max_size=6)
+)
+
+
+def loads_of(drawn: list[tuple[int, list[int]]]) -> dict[PolicyName, PolicyLoad]:
+    return {
+        PolicyName(f"p{number}"): load_of(waiting, *running, name=f"p{number}/")
+        for number, (waiting, running) in enumerate(drawn)
+    }
+
+
+def moved(loads: dict[PolicyName, PolicyLoad], move: Move) -> dict[PolicyName, PolicyLoad]:
+    """The same queues after the move; what the instance ran waits again."""
+    after = {}
+    for policy, load in loads.items():
+        instances, waiting = dict(load.instances), load.waiting
+        if move.instance in instances:
+            waiting += instances.pop(move.instance)
+        if policy == move.to:
+            instances[move.instance] = 0
+        after[policy] = PolicyLoad(instances=instances, waiting=waiting, slots=load.slots, expected=load.expected)
+    return after
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(st.lists(queues, min_size=1, max_size=5))
+def test_every_policy_keeps_an_instance(rule: str, drawn: list[tuple[int, list[int]]]) -> None:
+    loads = loads_of(drawn)
+    decider: BalanceRule = RULES[rule](BalanceSettings(gap=3))
+    for move in decider.decide(loads, move_s=1.0):
+        loads = moved(loads, move)
+    assert all(load.instances for load in loads.values())
+
+
+@given(st.lists(queues, min_size=2, max_size=5))
+def test_under_constant_load_drain_time_moves_no_instance_twice_and_comes_to_rest(
+    drawn: list[tuple[int, list[int]]],
+) -> None:
+    loads = loads_of(drawn)
+    instances = [name for load in loads.values() for name in load.instances]
+    seen: list[str] = []
+    while moves := DrainTime().decide(loads, move_s=1.0):
+        (move,) = moves
+        loads = constant(loads, move)
+        seen.append(move.instance)
+    assert len(seen) == len(set(seen)) <= len(instances)
+
+
+def constant(loads: dict[PolicyName, PolicyLoad], move: Move) -> dict[PolicyName, PolicyLoad]:
+    """The move, while every queue stays as long as it is."""
+    after = {}
+    for policy, load in loads.items():
+        instances = {name: count for name, count in load.instances.items() if name != move.instance}
+        waiting = load.waiting + load.running - sum(instances.values())
+        if policy == move.to:
+            instances[move.instance] = 0
+        after[policy] = PolicyLoad(instances=instances, waiting=waiting, slots=load.slots, expected=load.expected)
+    return after
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.integers(0, 20))
+def test_the_start_allocation_has_the_least_work_on_the_busiest_instance(work: list[float], more: int) -> None:
+    wanted = {PolicyName(str(number)): seconds for number, seconds in enumerate(work)}
+    given_to = allocation(wanted, len(work) + more)
+    assert sum(given_to.values()) == len(work) + more
+    assert min(given_to.values()) >= 1
+    busiest = max(wanted[policy] / given_to[policy] for policy in wanted)
+    for policy in wanted:  # Who has one to give would be as busy as the busiest without it.
+        if given_to[policy] > 1:
+            assert wanted[policy] / (given_to[policy] - 1) >= busiest
+
+
+def test_a_step_starts_with_instances_in_proportion_to_the_last_steps_work() -> None:
+    loads = {SOLVER: load_of(0, 0, name="s"), JUDGE: load_of(0, 2, 0, 1, 0, name="j")}
+    moves = start_moves({SOLVER: 60.0, JUDGE: 20.0}, loads)
+    because = "'solver' had 75% of the last steps' work, which is 4 instances"
+    assert moves == [Move(name, SOLVER, because) for name in ("j2", "j3", "j1")]
+
+
+@pytest.mark.parametrize("work", [{}, {SOLVER: 60.0, JUDGE: 61.0}])
+def test_a_step_starts_as_it_is_where_little_can_be_gained(work: dict[PolicyName, float]) -> None:
+    loads = {SOLVER: load_of(0, 0, 0, name="s"), JUDGE: load_of(0, 0, 0, name="j")}
+    assert not start_moves(work, loads)
