@@ -22,6 +22,9 @@ class EngineCosts(BaseModel):
     decode_request_s: float = Field(default=0.0002, ge=0, description="More for each request in the batch.")
     decode_kv_s: float = Field(default=0.0, ge=0, description="More for each token of keys and values in the batch.")
     prefill_token_s: float = Field(default=0.0, ge=0, description="A prompt token, while decoding stands still.")
+    kept_prefixes: int = Field(
+        default=64, ge=0, description="Conversations whose prefix it keeps, where prompt tokens cost something."
+    )
     prefill_steps: float = Field(default=0.0, ge=0, description="Decode steps that a request's prefill counts as.")
     call_s: float = Field(default=0.0, ge=0, description="On the way of each request, to the engine and back.")
     load_s: float = Field(default=0.0, ge=0, description="Loading newly published weights.")

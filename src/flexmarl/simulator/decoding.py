@@ -1,0 +1,189 @@
+"""Decides when the requests of a continuous batch get their tokens, in segments, never token by token.
+
+    now ──►  the step that is under way ends      settle
+             requests join there, or leave         join, end_now
+             nothing changes for n steps           next_end: from a closed form
+             the first request has all its tokens  pop_ended
+
+Between two changes the batch is constant. A step of b requests that hold k tokens of keys and values takes
+decode_s + decode_request_s b + decode_kv_s k, and leaves b more tokens, so that n steps take
+
+    first n + growth n (n - 1) / 2      with growth = decode_kv_s b
+
+A request ends when the number of steps since the batch was made passes the number that it joined at, plus its tokens:
+a heap finds the next one, and every call here is O(log n) in the requests that decode.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from flexmarl.simulator.costs import EngineCosts
+
+T = TypeVar("T")
+
+
+class Segment(NamedTuple):
+    """Decode steps of a batch that stays the same."""
+
+    start: float
+    first_s: float
+    """What the first step takes."""
+    growth_s: float = 0.0
+    """What each takes more than the one before it."""
+
+    def instant(self, steps: int) -> float:
+        """When so many steps are done.
+
+        >>> Segment(10.0, first_s=1.0, growth_s=0.5).instant(3)
+        14.5
+        """
+        return self.start + steps * (self.first_s + self.growth_s * (steps - 1) / 2)
+
+    def steps_until(self, now: float, most: int) -> int:
+        """Steps up to the first token boundary that is not before `now`; `most` if that comes first.
+
+        >>> Segment(10.0, first_s=1.0, growth_s=0.5).steps_until(12.6, most=9)
+        3
+        """
+        if now <= self.start:
+            return 0
+        # The root of instant(n) = now, in the form that loses no digits where growth is small.
+        slope, late = self.first_s - self.growth_s / 2, now - self.start
+        root = slope + math.sqrt(slope * slope + 2 * self.growth_s * late)
+        steps = math.ceil(min(most, 2 * late / root)) if root else most
+        # The root is rounded; boundaries are not: a request that comes exactly at one joins there.
+        while steps > 0 and self.instant(steps - 1) >= now:
+            steps -= 1
+        while steps < most and self.instant(steps) < now:
+            steps += 1
+        return steps
+
+
+@dataclass(slots=True, eq=False)
+class Place(Generic[T]):
+    """A request in the batch."""
+
+    item: T
+    joined: int
+    """Steps of the batch when it joined."""
+    first: float
+    """When its prefill is over and the next step samples its first token; counted in steps."""
+    end: float
+    """When it has all its tokens, or was ended; counted in steps."""
+    prompt_tokens: int
+
+    def sampled_at(self, steps: int) -> int:
+        """Its tokens by then."""
+        return max(0, math.floor(min(steps, self.end) - self.first))
+
+
+class Batch(Generic[T]):
+    """The requests that decode together. Instants must not go back."""
+
+    def __init__(self, costs: EngineCosts) -> None:
+        self.costs = costs
+        self.steps = 0
+        """Decode steps since it was made, up to the last boundary that was settled."""
+        self.slowness = 1.0
+        """Times what the costs say."""
+        self._size = 0
+        self._kv_tokens = 0
+        self._boundary = 0.0
+        """When step number `steps` is done; in the future while it is under way, or prompts are computed."""
+        self._ends: list[tuple[float, int, Place[T]]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def step_s(self) -> float:
+        """What the next step takes."""
+        return self._segment().first_s
+
+    @property
+    def ending(self) -> bool:
+        """Whether some request ends with the step that is under way."""
+        return bool(self._size) and self._steps_left() == 0
+
+    @property
+    def next_end(self) -> float:
+        """When the next request ends, if nothing changes; infinite if none does."""
+        return self._segment().instant(self._steps_left()) if self._size else math.inf
+
+    def steps_at(self, now: float) -> int:
+        """Decode steps since it was made, the one under way included."""
+        return self.steps + (self._segment().steps_until(now, most=self._steps_left()) if self._size else 0)
+
+    def settle(self, now: float) -> None:
+        """Lets the step that is under way be the last one of its segment: changes take effect at its end."""
+        if not self._size:
+            self._boundary = max(self._boundary, now)
+        elif now > self._boundary:
+            self._go(self._segment().steps_until(now, most=self._steps_left()))
+
+    def join(self, item: T, *, tokens: int, prompt_tokens: int, prefill_tokens: int) -> Place[T]:
+        """A request joins at the settled boundary; decoding stands still while `prefill_tokens` are computed."""
+        first = self.steps + self.costs.prefill_steps
+        place = Place(item, joined=self.steps, first=first, end=first + tokens, prompt_tokens=prompt_tokens)
+        self._boundary += prefill_tokens * self.costs.prefill_token_s * self.slowness
+        self._size += 1
+        self._kv_tokens += prompt_tokens
+        self._push(place)
+        return place
+
+    def end_now(self, place: Place[T]) -> bool:
+        """Ends a request at the settled boundary with the tokens that it has; False if it ends there anyway."""
+        if place.end <= self.steps:
+            return False
+        place.end = self.steps
+        self._push(place)
+        return True
+
+    def go_to_next_end(self) -> None:
+        """It is `next_end` now."""
+        self._go(self._steps_left())
+
+    def pop_ended(self) -> list[Place[T]]:
+        """Takes out the requests that have ended at the settled boundary, in the order of their ends."""
+        ended: list[Place[T]] = []
+        while self._size and self._head().end <= self.steps:
+            place = heapq.heappop(self._ends)[-1]
+            ended.append(place)
+            self._size -= 1
+            self._kv_tokens -= place.prompt_tokens + self.steps - place.joined
+        return ended
+
+    def stop(self, now: float) -> None:
+        """Decoding stands still from the next boundary on, until `resume`."""
+        self.settle(now)
+        self._boundary = math.inf
+
+    def resume(self, now: float) -> None:
+        """Decoding goes on."""
+        self._boundary = now
+
+    def _go(self, steps: int) -> None:
+        self._boundary = self._segment().instant(steps)
+        self.steps += steps
+        self._kv_tokens += steps * self._size
+
+    def _segment(self) -> Segment:
+        costs = self.costs
+        first = costs.decode_s + costs.decode_request_s * self._size + costs.decode_kv_s * self._kv_tokens
+        return Segment(self._boundary, first * self.slowness, costs.decode_kv_s * self._size * self.slowness)
+
+    def _steps_left(self) -> int:
+        return math.ceil(self._head().end - self.steps)
+
+    def _head(self) -> Place[T]:
+        # One that was ended early has a second entry, before its first one, which is void.
+        while self._ends[0][0] != self._ends[0][-1].end:
+            heapq.heappop(self._ends)
+        return self._ends[0][-1]
+
+    def _push(self, place: Place[T]) -> None:
+        heapq.heappush(self._ends, (place.end, self._serial, place))
+        self._serial += 1
