@@ -4,9 +4,9 @@
   trainer                  ▐██ a ████████████████████▌▐██ b █████████████████████████▌▐██ c ...
 
 consumes       READY rows of the policy, from the experience store
-waits for      `notify_ready` and `close_step`, which the collect loop calls
+waits for      `notify_ready` and `close_step`, which the collect loop calls; devices, where policies share them
 produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it
-unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection
+unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection; a policy that gives way
 """
 
 import asyncio
@@ -17,7 +17,9 @@ from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.records import Divisors, PolicyName, RowState, SampleId, Version
 from flexmarl.training.interface import Accumulated, Trainer
+from flexmarl.training.residency import Residency
 from flexmarl.training.rows import AccumulateRows, accumulate_rows
+from flexmarl.training.settings import ProcessGroupSettings
 
 
 def _ignore(accumulated: Accumulated) -> None:
@@ -25,7 +27,10 @@ def _ignore(accumulated: Accumulated) -> None:
 
 
 class TrainingSession:
-    """One policy's trainer in the pipeline. For every step: `accumulate` beside the collect loop, then `finish`.
+    """One policy's trainer in the pipeline. For every step: `accumulate` beside the collect loop, `finish`, `leave`.
+
+    It holds devices while micro-batches are due; once the step is closed it keeps them until it leaves. Sessions that
+    share devices must not wait for one another between their closing and their leaving.
 
     When the trainer fails, the rows that it has not accumulated are READY again and the error goes up; what was
     accumulated before stays in the trainer's cache and in the store.
@@ -44,7 +49,9 @@ class TrainingSession:
         version: Version,
         accumulate: AccumulateRows | None = None,
         on_report: Callable[[Accumulated], None] = _ignore,
+        residency: Residency | None = None,
     ) -> None:
+        """`residency` shares devices out; without one, the policy has its own."""
         self._policy = policy
         self._store = store
         self._trainer = trainer
@@ -54,6 +61,10 @@ class TrainingSession:
         self._at_once = 1 if accumulate is None else 2
         self._on_report = on_report
         self._wake = asyncio.Event()
+        self._residency = residency or Residency({}, ProcessGroupSettings())
+        self._residency.join(policy, self._wake.set)
+        self._under_way: list[asyncio.Task[None]] = []
+        """Micro-batches that the trainer has, the oldest first."""
         self._closed = False
         self._claims = 0
         self._accumulated: list[SampleId] = []
@@ -83,17 +94,17 @@ class TrainingSession:
 
         A failure goes up when what is under way beside it has ended, be it accumulated or READY again.
         """
-        under_way: list[asyncio.Task[None]] = []
         try:
-            while not await self._advance(under_way):
+            while not await self._advance():
                 await self._wake.wait()
                 self._wake.clear()
         except asyncio.CancelledError:
-            for task in under_way:
+            for task in self._under_way:
                 task.cancel()
             raise
         finally:
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*self._under_way, return_exceptions=True)
+            self._under_way = []
 
     async def finish(self, divisors: Divisors) -> Version:
         """Updates the policy from what `accumulate` gathered, and opens the next step; returns the version from now on.
@@ -107,6 +118,7 @@ class TrainingSession:
             )
         reason = "" if divisors.num_tokens else "no weighted token in the step"
         if divisors.num_tokens:
+            await self._hold()
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: update"):
                 self._version = await self._trainer.step(divisors)
         outcome = Outcome(state=RowState.TRAINED, version=self._version, reason=reason)
@@ -115,21 +127,37 @@ class TrainingSession:
         self._wake.clear()
         return self._version
 
-    async def _advance(self, under_way: list[asyncio.Task[None]]) -> bool:
+    def leave(self) -> None:
+        """The new version is published: others may have the devices, unless the next step's rows are on them."""
+        if not self._under_way:
+            self._residency.leave(self._policy)
+
+    async def _hold(self) -> None:
+        while not self._residency.hold(self._policy, 0, keep=True):
+            await self._wake.wait()
+            self._wake.clear()
+
+    async def _advance(self) -> bool:
         """Does what can be done now; returns whether all of the step's rows are accumulated."""
+        under_way = self._under_way
         while True:
             while under_way and under_way[0].done():
                 under_way.pop(0).result()
             closed = self._closed
             if len(under_way) == self._at_once:
                 return False
-            if not await self._is_due(closed):
-                return closed and not under_way
+            ready = (await self._store.counts(self._policy)).get(RowState.READY, 0)
+            if ready < (1 if closed else self._micro_batch):
+                return self._rests(ready, closed)
+            if not self._residency.hold(self._policy, ready, keep=closed, busy=bool(under_way)):
+                return False
             under_way.append(await self._send())
 
-    async def _is_due(self, closed: bool) -> bool:
-        ready = (await self._store.counts(self._policy)).get(RowState.READY, 0)
-        return ready >= self._micro_batch or (closed and ready > 0)
+    def _rests(self, ready: int, closed: bool) -> bool:
+        """Nothing is due; returns whether that is the end of the step."""
+        if not closed and not self._under_way:
+            self._residency.expect(self._policy, ready, self._micro_batch)
+        return closed and not self._under_way
 
     async def _send(self) -> asyncio.Task[None]:
         """Claims rows and has them accumulated; wakes the loop when they are."""
@@ -152,6 +180,7 @@ class TrainingSession:
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
         self._accumulated += ids
         self._num_tokens += report.num_tokens
+        self._residency.trained(self._policy, report.num_samples, report.duration_s)
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
 
 

@@ -1,0 +1,216 @@
+"""Runs the swaps of training state: at most `at_once` policies hold devices, the others' state is set aside.
+
+  sessions   expect ──► hold ............ train, train ──► expect (open step) or leave (published)
+  residency        └─ resume ──► wakes ─┘                      └─ suspend, for another one's resume
+
+consumes       what sessions need: `hold`, `expect`, `leave`; and what their micro-batches took
+waits for      process groups that resume and suspend
+produces       a policy on its devices, whose session is woken; a `Swapped` for each swap
+unblocked by   a session that needs nothing more, or leaves; a swap that has ended
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flexmarl.cluster.allocation import Places
+from flexmarl.errors import FlexmarlError, TrainingError, boundary
+from flexmarl.records import PolicyName
+from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.settings import ProcessGroupSettings
+from flexmarl.training.swapping import Direction, Need, Standing, Swap, Where, gives_way, next_swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """A swap that has ended."""
+
+    policy: PolicyName
+    direction: Direction
+    place: int
+    because: str
+    began: float
+    """By the event loop's clock, as is `ended`."""
+    ended: float
+
+
+def _ignore(swapped: Swapped) -> None:
+    pass
+
+
+class Residency:
+    """Who is on training devices. An async context manager; a policy without a process group is always there.
+
+    A swap that fails is raised by every later call, whose session is woken to make it.
+
+    >>> Residency({}, ProcessGroupSettings()).hold(PolicyName("solver"), ready=4)
+    True
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[PolicyName, ProcessGroup],
+        settings: ProcessGroupSettings,
+        *,
+        on_swap: Callable[[Swapped], None] = _ignore,
+    ) -> None:
+        """All policies are away at first."""
+        self._groups, self._settings, self._on_swap = groups, settings, on_swap
+        self._places = Places(min(settings.at_once or len(groups), len(groups)))
+        self._standings = {policy: Standing(policy=policy) for policy in groups}
+        self._wakes: dict[PolicyName, Callable[[], None]] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._swaps: list[asyncio.Task[None]] = []
+        self._swapped = asyncio.Event()
+        self._failure: FlexmarlError | None = None
+
+    async def __aenter__(self) -> "Residency":
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for swap in self._swaps:
+            swap.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    def join(self, policy: PolicyName, wake: Callable[[], None]) -> None:
+        """Whom to wake when the policy has devices."""
+        self._wakes[policy] = wake
+
+    def hold(self, policy: PolicyName, ready: int, *, keep: bool = False, busy: bool = False) -> bool:
+        """Asks for devices for this many ready rows; True: the policy has them, until it expects more or leaves.
+
+        False: its session is woken when it has. A policy that has them may be told False too, when another one's turn
+        has come, but not if it wants to `keep` them; one that is `busy` has them until it asks again.
+        """
+        self._check()
+        standing = self._standings.get(policy)
+        if standing is None:
+            return True
+        standing.ready = ready
+        if standing.need is Need.HOLDING:
+            return keep or not self._gives_way(standing, busy=busy)
+        if standing.need is Need.NOTHING:
+            standing.need, standing.since = Need.WAITING, self._now()
+        self._settle()
+        return self._standings[policy].need is Need.HOLDING
+
+    def expect(self, policy: PolicyName, ready: int, micro_batch: int) -> None:
+        """Nothing is due: the policy needs no devices before `micro_batch` rows are ready, of which some may be."""
+        self._check()
+        standing = self._standings.get(policy)
+        if standing is None:
+            return
+        news = standing.need is not Need.NOTHING or bool(standing.ready) != bool(ready)
+        standing.ready, standing.micro_batch = ready, micro_batch
+        if news:
+            self._rest(standing)
+
+    def trained(self, policy: PolicyName, num_samples: int, duration_s: float) -> None:
+        """What a micro-batch of the policy took."""
+        if num_samples and (standing := self._standings.get(policy)):
+            standing.sample_s = duration_s / num_samples
+
+    def leave(self, policy: PolicyName) -> None:
+        """The policy's step is over, its new weights are out: it needs no devices."""
+        self._check()
+        if standing := self._standings.get(policy):
+            standing.ready = 0
+            self._rest(standing)
+
+    async def suspend_all(self) -> None:
+        """Sets every policy aside; returns when none holds a device. Called between the steps of all sessions."""
+        for standing in self._standings.values():
+            if standing.need is not Need.NOTHING:
+                raise TrainingError(
+                    f"policy '{standing.policy}' is {standing.need} on training devices; its session must leave them "
+                    "before all are suspended"
+                )
+            standing.ready = 0
+        while there := [s for s in self._standings.values() if s.where is not Where.AWAY]:
+            self._check()
+            for standing in there:
+                if standing.where is Where.HERE:
+                    because = "every policy gives its devices back"
+                    self._begin(Swap(policy=standing.policy, direction=Direction.SUSPEND, because=because))
+            self._swapped.clear()
+            await self._swapped.wait()
+
+    def _gives_way(self, holder: Standing, *, busy: bool) -> bool:
+        because = gives_way(holder, list(self._standings.values()), self._places.free, self._now())
+        if because and not busy:
+            holder.need, holder.since = Need.WAITING, self._now()
+            self._begin(Swap(policy=holder.policy, direction=Direction.SUSPEND, because=because))
+        return bool(because)
+
+    def _rest(self, standing: Standing) -> None:
+        if standing.need is not Need.NOTHING:
+            standing.need, standing.since = Need.NOTHING, self._now()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Gives devices to those who wait on them, and begins what the rule says."""
+        standings = list(self._standings.values())
+        for standing in standings:
+            if standing.where is Where.HERE and standing.need is Need.WAITING:
+                standing.need = Need.HOLDING
+                self._wake(standing.policy)
+        while swap := next_swap(standings, self._places.free, self._settings, self._now()):
+            self._begin(swap)
+
+    def _begin(self, swap: Swap) -> None:
+        standing = self._standings[swap.policy]
+        if swap.direction is Direction.RESUME:
+            lease = self._places.lease(swap.policy)
+            assert lease is not None, f"no place is free for '{swap.policy}'"
+            standing.where = Where.COMING
+        else:
+            standing.where = Where.GOING
+        task = self._tasks.create_task(self._swap(swap, standing), name=f"{swap.direction}-{swap.policy}")
+        self._swaps.append(task)
+        task.add_done_callback(self._swaps.remove)
+
+    async def _swap(self, swap: Swap, standing: Standing) -> None:
+        group, began = self._groups[swap.policy], self._now()
+        try:
+            with boundary(TrainingError, f"policy '{swap.policy}': {swap.direction}"):
+                await (group.resume() if swap.direction is Direction.RESUME else group.suspend())
+        except FlexmarlError as error:
+            self._fail(error)
+            return
+        ended = self._now()
+        (place,) = (lease.place for lease in self._places.leases if lease.holder == swap.policy)
+        if swap.direction is Direction.RESUME:
+            standing.where, standing.resume_s = Where.HERE, ended - began
+        else:
+            standing.where, standing.suspend_s = Where.AWAY, ended - began
+            self._places.release(swap.policy)
+        self._swapped.set()
+        self._on_swap(
+            Swapped(
+                policy=swap.policy,
+                direction=swap.direction,
+                place=place,
+                because=swap.because,
+                began=began,
+                ended=ended,
+            )
+        )
+        self._settle()
+
+    def _fail(self, error: FlexmarlError) -> None:
+        self._failure = self._failure or error
+        self._swapped.set()
+        for policy in self._standings:
+            self._wake(policy)
+
+    def _wake(self, policy: PolicyName) -> None:
+        if policy in self._wakes:
+            self._wakes[policy]()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
