@@ -15,6 +15,7 @@ ESTIMATORS: Mapping[str, str] = {
     "grpo": "flexmarl.credit.estimators.grpo:Grpo",
     "drmas": "flexmarl.credit.estimators.drmas:DrMas",
     "dr_grpo": "flexmarl.credit.estimators.dr_grpo:DrGrpo",
+    "reinforce": "flexmarl.credit.estimators.reinforce:Reinforce",
 }
 """Where the class of each estimator `type` is; a new one adds one line here (docs: write an estimator)."""
 
