@@ -6,10 +6,8 @@ whether each row entered one update (law 5), in whatever split (law 2), and whet
 
 import asyncio
 import json
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -17,38 +15,15 @@ from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundar
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
 from flexmarl.simulator.costs import TrainerCosts
+from flexmarl.simulator.host import Host
 from flexmarl.training.interface import UpdateReport
-
-
-class Neighbours(Protocol):
-    """Who else is at work on the trainer's machine."""
-
-    def trainer_factor(self) -> float:
-        """How much longer a trainer's work takes that begins now; 1 where nobody is in its way."""
-        ...
-
-    def busy_trainer(self) -> AbstractContextManager[None]:
-        """Inside, a trainer is at work."""
-        ...
-
-
-class Alone:
-    """A machine of the trainer's own."""
-
-    def trainer_factor(self) -> float:
-        """Nobody is in its way."""
-        return 1.0
-
-    def busy_trainer(self) -> AbstractContextManager[None]:
-        """Nobody to tell."""
-        return nullcontext()
 
 
 class SimulatedTrainer:
     """`Trainer` in virtual time. Work that has begun keeps the pace that its machine had then."""
 
     def __init__(
-        self, policy: PolicyName, costs: TrainerCosts, objects: ObjectStore, *, host: Neighbours | None = None
+        self, policy: PolicyName, costs: TrainerCosts, objects: ObjectStore, *, host: Host | None = None
     ) -> None:
         """Its state is on devices from the start; a SimulatedProcessGroup sets it aside."""
         self.policy = policy
@@ -60,7 +35,7 @@ class SimulatedTrainer:
         """Seconds of its devices at work: micro-batches and updates that ended."""
         self.on_devices = True
         self._objects = objects
-        self._host = host or Alone()
+        self._host = host or Host()
         self._reports: dict[str, LossReport] = {}
         self._lost = ""
         self._calls: list[asyncio.Future[None]] = []
@@ -169,8 +144,8 @@ class SimulatedTrainer:
 
     async def _work(self, seconds: float) -> float:
         """Keeps the devices busy for so long on a machine of their own; returns what it took on this one."""
-        took_s = seconds * self._host.trainer_factor()
         with self._host.busy_trainer():
+            took_s = seconds * self._host.trainer_factor()
             await self._spend(took_s)
         self.busy_s += took_s
         return took_s

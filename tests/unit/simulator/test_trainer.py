@@ -1,7 +1,6 @@
 """The trainer of one number: what its work costs, and how it dies."""
 
 import asyncio
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
-from flexmarl.simulator.costs import TrainerCosts
+from flexmarl.simulator.costs import SharedHost, TrainerCosts
+from flexmarl.simulator.host import Host
 from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_trainer
@@ -32,21 +32,6 @@ def batch_of(samples: list[Sample], name: str = "mb/0") -> MicroBatch:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class Crowded:
-    """A machine on which a trainer takes twice as long, and that knows when one is busy."""
-
-    busy = 0
-
-    def trainer_factor(self) -> float:
-        return 2.0
-
-    @contextmanager
-    def busy_trainer(self):
-        self.busy += 1
-        yield
-        self.busy -= 1
 
 
 def test_it_keeps_the_contract(tmp_path: Path) -> None:
@@ -75,16 +60,18 @@ def test_work_takes_what_its_costs_say_and_reports_it() -> None:
     run_virtual(scenario())
 
 
-def test_on_a_crowded_machine_it_takes_longer_and_is_seen() -> None:
+def test_on_a_shared_machine_it_takes_longer_and_is_seen() -> None:
     async def scenario() -> None:
-        host = Crowded()
-        trainer = new_trainer(host=host)
-        work = asyncio.create_task(trainer.accumulate(batch_of(random_samples(0)[:1])))
-        await asyncio.sleep(1.0)
-        assert host.busy == 1
-        report = await work
-        assert host.busy == 0
-        assert report.duration_s == now() == trainer.busy_s > 3.0
+        host = Host(SharedHost(trainer_per_engine=0.5, trainer_per_trainer=0.25, engine_per_trainer=1.0))
+        host.engine_busy(lambda: None)
+        trainer, empty = new_trainer(host=host), batch_of([])
+        work = asyncio.create_task(trainer.accumulate(empty))
+        await asyncio.sleep(0)
+        assert host.engine_factor() == 2.0
+        other = asyncio.create_task(new_trainer(host=host).accumulate(empty))
+        assert (await work).duration_s == trainer.busy_s == now() == 1.5
+        assert (await other).duration_s == now() == 1.75
+        assert host.engine_factor() == 1.0
 
     run_virtual(scenario())
 
