@@ -1,14 +1,43 @@
-"""What simulated engines answer, by agent: the simulated world's replacement for weights."""
+"""Decides what simulated engines answer, by agent: what stands in for weights.
 
-from collections.abc import Callable
+simulation.replies: {AGENT: {type: ...}}      reply_kinds.py
+simulation.recorded: RUN                      recorded_replies.py, for the agents that `replies` does not name
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from flexmarl.errors import EngineError
-from flexmarl.records import FinishReason, GenerationRequest, IntArray, Sampling
+from flexmarl.agents import ChatRenderer, TeamSpec
+from flexmarl.errors import ConfigError, EngineError
+from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, Sampling
+from flexmarl.simulator.recorded_replies import recorded_responders
+from flexmarl.simulator.reply_kinds import AnyReplies, Responder, responder
 
-Responder = Callable[[GenerationRequest], IntArray]
-"""[R] int32, R >= 1: what a request samples if nothing cuts it short, a function of the request alone. Raises
-EngineError for one that is to end with finish `error`. It minds stop strings; stop ids and `max_tokens` are minded."""
+DEFAULT = "default"
+"""The agents that `simulation.replies` does not name."""
+
+
+def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: Path | None = None) -> Responder:
+    """One responder for all engines of a run: a request's conversation says which agent asks.
+
+    Raises ConfigError for an agent that nobody speaks for, and for replies of an agent that there is not.
+    """
+    if unknown := set(replies) - {*team.agents, DEFAULT}:
+        raise ConfigError(
+            f"simulation.replies.{min(unknown)}: there is no such agent; there are: {', '.join(team.agents)}"
+        )
+    kinds = {agent: replies.get(agent) or replies.get(DEFAULT) for agent in team.agents}
+    silent = [agent for agent, kind in kinds.items() if kind is None]
+    if silent and recorded is None:
+        raise ConfigError(
+            f"simulation.replies.{silent[0]} is missing: a simulated engine has no weights to answer with; use "
+            f"{{type: lengths, mean: 300}}, {{type: scripted, name: ...}}, or simulation.recorded: a run folder"
+        )
+    speaks = {agent: _responder(agent, kind, team.agents[agent].renderer) for agent, kind in kinds.items() if kind}
+    if silent and recorded is not None:
+        speaks |= recorded_responders(recorded, silent)
+    return lambda request: speaks[_agent_of(request)](request)
 
 
 def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, FinishReason]:
@@ -20,10 +49,27 @@ def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, 
     if not said:
         return _cut(respond(request), request.sampling)
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + said)
-    ids, finish = _cut(
-        respond(replace(request, prompt_ids=request.prompt_ids[:-said], sampling=sampling, offset=0)), sampling
-    )
+    original = replace(request, prompt_ids=request.prompt_ids[:-said], sampling=sampling, offset=0)
+    ids, finish = _cut(respond(original), sampling)
     return ids[said:], finish
+
+
+def _responder(agent: AgentName, kind: AnyReplies, renderer: ChatRenderer) -> Responder:
+    try:
+        return kind.responder(renderer)
+    except ConfigError as error:
+        raise ConfigError(f"simulation.replies.{agent}.{error}") from None
+
+
+def _agent_of(request: GenerationRequest) -> AgentName:
+    """The middle of `{trajectory}/{agent}/{branch}`."""
+    parts = (request.conversation or "").split("/")
+    if len(parts) != 3:
+        raise EngineError(
+            f"request '{request.request_id}' must say in `conversation` which agent asks, as trajectory/agent/branch; "
+            f"got {request.conversation!r}"
+        )
+    return AgentName(parts[1])
 
 
 def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
@@ -35,3 +81,6 @@ def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
     if ends:
         return kept[: min(ends)], FinishReason.STOP
     return kept, FinishReason.STOP if len(kept) == len(ids) else FinishReason.LENGTH
+
+
+__all__ = ["AnyReplies", "Responder", "reply_to", "responder", "responder_of"]

@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flexmarl.simulator.costs import CostSettings, SharedHost
+from flexmarl.simulator.profiles import PROFILES, with_profile
+from flexmarl.simulator.reply_kinds import AnyReplies
+from flexmarl.simulator.tools import ToolTwin
 
 
 class SimulationSettings(BaseModel):
@@ -13,10 +17,19 @@ class SimulationSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    costs: Mapping[str, CostSettings] = Field(
-        default={}, description="What devices take, by policy; `default` for those that are not named."
+    costs: Mapping[str, Annotated[CostSettings, BeforeValidator(with_profile)]] = Field(
+        default={},
+        description="What devices take, by policy; `default` for those that are not named. A profile's name "
+        f"({', '.join(PROFILES)}), or a mapping that may name one: `{{profile: paper_14b, engine: {{slots: 8}}}}`.",
     )
     shared_host: SharedHost = SharedHost()
+    replies: Mapping[str, AnyReplies] = Field(
+        default={}, description="What agents answer, by agent; `default` for those that are not named."
+    )
+    tools: Mapping[str, ToolTwin] = Field(
+        default={}, description="What stands in for tools, by the name that agents call; a calculator needs nothing."
+    )
     recorded: Path | None = Field(
-        default=None, description="Run folder whose replies are replayed, e.g. one that `--fit` was given."
+        default=None,
+        description="Run folder whose replies are replayed, by agents without replies of their own.",
     )

@@ -1,0 +1,97 @@
+"""Twins of tools: they take a modelled time and answer a fixed text, or what a tool that only computes would answer."""
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flexmarl.agents import TeamSpec
+from flexmarl.errors import ConfigError
+from flexmarl.simulator.distributions import Distribution
+from flexmarl.tools import Calculator, Tool
+
+AS_IS: Final = "as_is"
+PURE = (Calculator,)
+"""Tools that compute and wait for nothing: their own answer may be had in virtual time."""
+
+
+class ToolTwin(BaseModel):
+    """What stands in for a tool."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    latency_s: Distribution = Field(
+        default=Distribution(mean=0.0), description="What a call takes: a number, or a distribution."
+    )
+    result: str = Field(
+        default=AS_IS, description="What it answers; as_is: what the tool itself says, if it only computes."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """A tool in virtual time. The same call by the same agent always takes as long."""
+
+    tool: Tool
+    twin: ToolTwin
+    stream: str
+
+    @property
+    def name(self) -> str:
+        """The tool's own."""
+        return self.tool.name
+
+    @property
+    def description(self) -> str:
+        """The tool's own."""
+        return self.tool.description
+
+    async def __call__(self, argument: str) -> str:
+        """Sleeps the call's latency, then answers."""
+        await asyncio.sleep(self.twin.latency_s.draw(random.Random(f"{self.stream}/{argument}")))
+        return await self.tool(argument) if self.twin.result == AS_IS else self.twin.result
+
+
+def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
+    """The team with a twin for each of its tools. Raises ConfigError for a tool that cannot have one.
+
+    `twins` are by the name that agents call the tool by; a calculator needs none.
+    """
+    names = {name for agent in team.agents.values() for name in agent.tools}
+    if unknown := set(twins) - names:
+        raise ConfigError(
+            f"simulation.tools.{min(unknown)}: no agent has a tool of that name; there are: "
+            f"{', '.join(sorted(names)) or 'none'}"
+        )
+    return replace(
+        team,
+        agents={
+            name: replace(
+                agent,
+                tools={
+                    tool.name: _Twin(tool, _twin_of(tool, twins), f"{seed}/{name}/{tool.name}")
+                    for tool in agent.tools.values()
+                },
+            )
+            for name, agent in team.agents.items()
+        },
+    )
+
+
+def _twin_of(tool: Tool, twins: Mapping[str, ToolTwin]) -> ToolTwin:
+    pure = isinstance(tool, PURE)
+    twin = twins.get(tool.name) or (ToolTwin() if pure else None)
+    if twin is None:
+        raise ConfigError(
+            f"simulation.tools.{tool.name} is missing: '{tool.name}' takes real time, and virtual time cannot wait for "
+            f"it; give its twin, e.g. {{latency_s: {{shape: exponential, mean: 0.5}}, result: done}}"
+        )
+    if twin.result == AS_IS and not pure:
+        raise ConfigError(
+            f"simulation.tools.{tool.name}.result is '{AS_IS}', which only a tool that just computes can be asked for "
+            f"({', '.join(kind.__name__ for kind in PURE)}); give the text that it answers"
+        )
+    return twin

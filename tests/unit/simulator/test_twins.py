@@ -1,0 +1,98 @@
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flexmarl.agents import TeamSpec
+from flexmarl.agents.settings import TeamSettings
+from flexmarl.errors import ConfigError
+from flexmarl.records import AgentName, PolicyName
+from flexmarl.simulator.characters import character_renderer
+from flexmarl.simulator.tools import ToolTwin, twinned
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tools import Tool
+
+SOLVER = AgentName("solver")
+
+
+class Search:
+    """A tool that needs the world."""
+
+    name = "search"
+    description = "Asks a server."
+
+    async def __call__(self, argument: str) -> str:
+        raise AssertionError("virtual time has no servers")
+
+
+def team(*others: Tool) -> TeamSpec:
+    settings = TeamSettings.model_validate(
+        {
+            "agents": {
+                "solver": {
+                    "policy": "p",
+                    "tools": [{"type": "calculator"}],
+                    "syntax": {"type": "tag"},
+                }
+            },
+            "workflow": {"type": "sequential", "agents": ["solver"]},
+        }
+    )
+    built = TeamSpec.build(settings, {PolicyName("p"): character_renderer()}, [PolicyName("p")])
+    agent = built.agents[SOLVER]
+    return replace(
+        built, agents={SOLVER: replace(agent, tools={**agent.tools, **{tool.name: tool for tool in others}})}
+    )
+
+
+def twins(**settings: Any) -> dict[str, ToolTwin]:
+    return {name: ToolTwin.model_validate(twin) for name, twin in settings.items()}
+
+
+def call(spec: TeamSpec, tool: str, argument: str) -> tuple[str, float]:
+    async def timed() -> tuple[str, float]:
+        said = await spec.agents[SOLVER].tools[tool](argument)
+        return said, asyncio.get_running_loop().time()
+
+    return run_virtual(timed())
+
+
+def test_a_calculator_computes_in_no_time() -> None:
+    assert call(twinned(team(), {}, seed=0), "calculator", "12*(3+4)") == ("84", 0.0)
+
+
+def test_a_twin_takes_its_time_and_says_what_it_is_told() -> None:
+    spec = twinned(team(Search()), twins(search={"latency_s": 2.5, "result": "nothing found"}), seed=0)
+    assert call(spec, "search", "meaning of life") == ("nothing found", 2.5)
+    assert spec.agents[SOLVER].tools["search"].description == "Asks a server."
+
+
+def test_the_latency_is_that_of_the_call_and_the_seed() -> None:
+    latency = {"shape": "lognormal", "mean": 1.0, "cap": 9.0}
+    took = {
+        (seed, argument): call(
+            twinned(team(), twins(calculator={"latency_s": latency}), seed=seed), "calculator", argument
+        )
+        for seed in (0, 1)
+        for argument in ("1+1", "2+2")
+        for _ in range(2)
+    }
+    again = call(twinned(team(), twins(calculator={"latency_s": latency}), seed=0), "calculator", "1+1")
+    assert took[0, "1+1"] == again
+    assert len({seconds for _, seconds in took.values()}) == 4
+
+
+def test_a_tool_without_a_twin_is_an_error_that_says_what_would_work() -> None:
+    with pytest.raises(ConfigError, match=r"simulation\.tools\.search is missing: .*latency_s"):
+        twinned(team(Search()), {}, seed=0)
+
+
+def test_a_tool_that_needs_the_world_cannot_be_asked_as_it_is() -> None:
+    with pytest.raises(ConfigError, match=r"simulation\.tools\.search\.result is 'as_is'"):
+        twinned(team(Search()), twins(search={"latency_s": 1.0}), seed=0)
+
+
+def test_a_twin_of_nothing_is_an_error_that_names_the_tools() -> None:
+    with pytest.raises(ConfigError, match=r"simulation\.tools\.serach: no agent has .*there are: calculator"):
+        twinned(team(), twins(serach={"result": "x"}), seed=0)
