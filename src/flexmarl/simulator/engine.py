@@ -160,12 +160,14 @@ class SimulatedEngine:
         return held
 
     async def sleep(self) -> None:
-        """Stands still until `wake`, with the requests that it has."""
+        """Stands still until `wake`, with the requests that it has; the step under way is its last."""
         await self._reached()
-        self._batch.stop(_now())
-        self._asleep = True
-        self._go_on()
-        await asyncio.sleep(self.costs.sleep_s)
+        if not self._asleep:
+            self._batch.stop(_now())
+            self._asleep = True
+            self._answer_ended()
+            self._go_on()
+            await asyncio.sleep(self.costs.sleep_s)
 
     async def wake(self) -> None:
         """Goes on; one that is awake is no error."""
@@ -272,12 +274,15 @@ class SimulatedEngine:
     def _on_time(self) -> None:
         self._timer = None
         self._batch.go_to_next_end()
-        for place in self._batch.pop_ended():
-            self._answer(place.item, place.item.finish)
+        self._answer_ended()
         self._go_on()
 
+    def _answer_ended(self) -> None:
+        for place in self._batch.pop_ended():
+            self._answer(place.item, place.item.finish)
+
     def _end(self, calls: Sequence[_Call], *, heard: bool = True) -> None:
-        """Ends calls: those that wait at once, those that decode at the next token boundary."""
+        """Ends calls: those that wait or sleep at once, those that decode at the next token boundary."""
         self._batch.settle(_now())
         for call in calls:
             if not heard:
@@ -287,6 +292,8 @@ class SimulatedEngine:
                 self._answer(call, FinishReason.ABORT)
             elif self._batch.end_now(call.place):
                 call.finish = FinishReason.ABORT
+        if self._asleep:
+            self._answer_ended()
         if calls:
             self._go_on()
 

@@ -31,7 +31,6 @@ SOLVER = PolicyName("solver")
 VERIFIER = PolicyName("verifier")
 SECOND = EngineCosts(slots=2, decode_s=1.0, decode_request_s=0.0)
 """Two slots, and a token a second."""
-KEY = ObjectKey("weights/solver/1")
 
 
 def counting(request: GenerationRequest) -> IntArray:
@@ -60,6 +59,7 @@ class Bench:
         self.engine = SimulatedEngine(SOLVER, costs, respond=counting, objects=self.objects, **more)  # type: ignore[arg-type]
         self.answers: dict[str, Generation] = {}
         self.at: dict[str, float] = {}
+        self.published = 0
 
     async def ask(self, *requests: GenerationRequest, after: float = 0.0) -> None:
         await asyncio.sleep(after)
@@ -68,7 +68,9 @@ class Bench:
             self.at[generation.request_id] = asyncio.get_running_loop().time()
 
     async def publish(self) -> tuple[ObjectKey, Checksum]:
-        meta = await self.objects.set(KEY, {"weight": torch.ones(1)})
+        self.published += 1
+        key = ObjectKey(f"weights/solver/{self.published}")
+        meta = await self.objects.set(key, {"weight": torch.ones(1)})
         return meta.key, meta.checksum
 
     def lengths(self) -> dict[str, int]:
@@ -214,6 +216,18 @@ def test_an_engine_that_sleeps_stands_still() -> None:
     )
     assert bench.at == {"a": 11.0, "b": 11.0}
     assert bench.engine.busy_s == 3.0
+
+
+def test_an_engine_that_sleeps_hears_an_abort() -> None:
+    bench = Bench()
+    together(
+        bench.ask(request("a", 9), request("b", 9), request("c", 9)),
+        later(2.0, lambda: bench.engine.sleep()),
+        later(5.0, lambda: bench.engine.abort(["a", "c"])),
+        later(8.0, lambda: bench.engine.wake()),
+    )
+    assert bench.at == {"c": 5.0, "a": 5.0, "b": 15.0}
+    assert bench.lengths() == {"c": 0, "a": 2, "b": 9}
 
 
 def test_a_request_that_another_instance_began_is_finished_with_what_it_would_have_said() -> None:
