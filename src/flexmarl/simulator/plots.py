@@ -198,7 +198,8 @@ def _head(axes: Axes, title: str, facts: Facts, began: float) -> None:
     axes.set_xlim(0, ended - began)
     axes.set_xlabel("seconds; dashed: a step ends", fontsize=7.5)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.legend(frameon=False, fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)
 
 
 def _reach(facts: Facts) -> Interval:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexmarl.experience.staleness import LengthBias, length_bias
 from flexmarl.observability.overlap import intersection, seconds, union
 from flexmarl.simulator.bound import Bound
 from flexmarl.simulator.costs import Costs, costs_of
@@ -92,8 +93,8 @@ class SimulationReport:
     staleness_most: int
     publish_lag_s: float
     """From an update's end until all instances serve it."""
-    length_bias: float | None
-    """Mean sampled tokens of groups that were trained, by that of all that were admitted; None before any update."""
+    length_bias: LengthBias | None
+    """Sampled tokens of the groups that were trained against those that were admitted; None if none was trained."""
     bound: Bound | None = None
     """What no schedule can beat, mean over the steps; None where steps are not apart from each other."""
 
@@ -139,7 +140,7 @@ def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> Simu
         staleness_mean=mean,
         staleness_most=most,
         publish_lag_s=publish_lag(facts),
-        length_bias=length_bias(facts),
+        length_bias=bias_of(facts),
         bound=bound,
     )
 
@@ -222,12 +223,9 @@ def publish_lag(facts: Facts) -> float:
     return math.fsum(lags) / len(lags) if lags else 0.0
 
 
-def length_bias(facts: Facts) -> float | None:
-    """Sampled tokens of a trained group by those of an admitted one; a group that still plays has what it has."""
+def bias_of(facts: Facts) -> LengthBias | None:
+    """Sampled tokens of trained groups against admitted ones; a group that still plays has what it has."""
     tokens: defaultdict[int, int] = defaultdict(int)
     for call in facts.calls:
         tokens[call.group] += call.sampled
-    trained = [tokens[group] for step in facts.steps for group in step.trained if group in tokens]
-    if not trained or not sum(tokens.values()):
-        return None
-    return (sum(trained) / len(trained)) / (sum(tokens.values()) / len(tokens))
+    return length_bias([tokens[group] for step in facts.steps for group in step.trained], list(tokens.values()))

@@ -60,7 +60,8 @@ FIGURES = (
     Figure("staleness, mean in updates", lambda run: run.staleness_mean, _number),
     Figure("staleness, most", lambda run: run.staleness_most, _count),
     Figure("publication lag", lambda run: run.publish_lag_s, _seconds),
-    Figure("length of trained by admitted groups", lambda run: run.length_bias, _number),
+    Figure("length of trained by admitted groups", lambda run: run.length_bias and run.length_bias.ratio, _number),
+    Figure("distance of their distributions", lambda run: run.length_bias and run.length_bias.ks, _number),
 )
 SWEPT = (
     "step, mean",

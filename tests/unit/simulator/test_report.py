@@ -1,0 +1,157 @@
+"""What a run took, from journals whose figures can be counted by eye, and from simulated runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
+from flexmarl.simulator.facts import Facts, read_facts
+from flexmarl.simulator.report import Pools, SimulationReport, report_of
+from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
+from flexmarl.testing.run import ScriptedRun
+from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
+from tests.unit.simulator.tables_as_text import as_text
+
+ALONE = Pools(costs={})
+
+
+def event(name: str, t: float, **fields: Any) -> Mapping[str, Any]:
+    return {"event": name, "t": t, **fields}
+
+
+def call(t: float, *, began: float, group: int, instance: str = "solver/0", version: int = 0, sampled: int = 10):
+    return event(
+        "call",
+        t,
+        began=began,
+        process=f"engine/{instance}",
+        policy=instance.split("/")[0],
+        request=f"task-{group}_0_g{group}e0a0",
+        version=version,
+        prompt_tokens=5,
+        reused_tokens=0,
+        sampled_tokens=sampled,
+        finish="stop",
+    )
+
+
+def worked(name: str, t: float, *, began: float, **fields: Any) -> Mapping[str, Any]:
+    return event(name, t, began=began, policy="solver", **fields)
+
+
+ONE_STEP = [
+    event("queues", 0.0, running={"solver": 1}, queued={"solver": 4}),
+    call(6.0, began=0.0, group=0),
+    event("queues", 5.0, running={"solver": 1}, queued={"solver": 0}),
+    worked("micro_batch", 8.0, began=4.0, rows=2, tokens=20.0),
+    call(7.0, began=6.0, group=1),
+    event("rollout_ended", 7.0, began=0.0, step=0),
+    worked("updated", 9.0, began=8.0, version=1),
+    worked("published", 10.0, began=9.0, version=1),
+    event("step_ended", 10.0, began=0.0, step=0, trained=[0, 1], versions={"solver": 1}),
+]
+"""One instance and one trainer: 7 s of rollout, 2 s of visible and 3 s of hidden training, 1 s of publication."""
+
+
+def report(events: list[Mapping[str, Any]], pools: Pools = ALONE) -> SimulationReport:
+    found = report_of(read_facts(events), pools)
+    assert found is not None
+    return found
+
+
+def test_a_step_is_split_into_rollout_visible_training_and_the_rest() -> None:
+    one = report(ONE_STEP)
+    assert (one.rollout_s, one.training_s, one.hidden_s, one.other_s) == (7.0, 2.0, 3.0, 1.0)
+    assert (one.step_s.mean, one.makespan_s, one.steps) == (10.0, 10.0, 1)
+
+
+def test_utilisation_is_busy_device_seconds_by_those_there_are() -> None:
+    costs = {
+        "solver": CostSettings(engine=EngineCosts(devices=4, busy_share=0.5), trainer=TrainerCosts(devices=16)),
+    }
+    one = report(ONE_STEP, Pools(costs=costs))
+    assert one.rollout_utilisation == pytest.approx(0.7 * 0.5)
+    assert one.training_utilisation == pytest.approx(0.5)
+    assert one.utilisation == pytest.approx((7 * 4 * 0.5 + 5 * 16) / (10 * 20))
+
+
+def test_shared_devices_are_counted_once() -> None:
+    assert report(ONE_STEP, Pools(costs={}, shared=True)).utilisation == pytest.approx((7 + 5) / 10)
+
+
+def test_queues_are_averaged_over_time() -> None:
+    queue = report(ONE_STEP).queues["solver"]
+    assert (queue.mean, queue.most) == (2.0, 4)
+
+
+def test_tokens_staleness_and_lag_are_those_of_the_step() -> None:
+    one = report(ONE_STEP)
+    assert (one.tokens, one.tokens_per_s, one.turns) == (20, 2.0, 2)
+    assert (one.staleness_mean, one.staleness_most, one.publish_lag_s) == (0.0, 0, 1.0)
+
+
+def test_a_group_that_an_update_has_overtaken_is_stale() -> None:
+    later = [
+        call(12.0, began=9.0, group=2, version=0, sampled=30),
+        call(12.0, began=9.0, group=3, version=1, sampled=10),
+        event("step_ended", 14.0, began=8.0, step=1, trained=[2, 3], versions={"solver": 2}),
+    ]
+    one = report([*ONE_STEP, *later])
+    assert one.staleness_mean == pytest.approx(30 / 60)  # 20 tokens of the first step were fresh.
+    assert one.staleness_most == 1
+
+
+def test_steps_that_overlap_take_what_they_add() -> None:
+    later = event("step_ended", 14.0, began=8.0, step=1, trained=[], versions={"solver": 2})
+    assert report([*ONE_STEP, later]).step_s.least == 4.0
+
+
+def test_groups_that_were_left_out_make_a_bias() -> None:
+    left_out = call(9.0, began=7.0, group=2, sampled=40)
+    bias = report([left_out, *ONE_STEP]).length_bias
+    assert bias is not None
+    assert bias.ratio == pytest.approx(10 / 20)
+
+
+def test_evaluations_count_nowhere() -> None:
+    held_out = call(40.0, began=20.0, group=1_000_000_003)
+    between = call(40.0, began=20.0, group=7)
+    assert read_facts([held_out]).calls == []
+    assert report([*ONE_STEP, between]).rollout_utilisation == pytest.approx(0.7)
+
+
+def test_an_instance_that_became_another_is_one_instance() -> None:
+    moved = event("moved", 5.0, began=4.0, instance="solver/0", to="verifier", became="verifier/7")
+    facts = read_facts([*ONE_STEP, moved, call(9.0, began=6.0, group=1, instance="verifier/7")])
+    assert facts.instances == ["solver/0"]
+
+
+def test_a_run_without_a_step_has_no_report() -> None:
+    assert report_of(Facts(), ALONE) is None
+
+
+def test_the_figures_of_a_simulated_run_add_up() -> None:
+    facts = simulated_run({"default": CostSettings(engine=EngineCosts(slots=4), trainer=TrainerCosts(sample_s=0.1))})
+    one = report_of(facts, ALONE)
+    assert one is not None
+    assert one.steps == 3
+    assert one.rollout_s + one.training_s + one.other_s == pytest.approx(one.step_s.mean)
+    assert one.other_s >= 0.99  # A publication takes a second.
+    assert 0 < one.rollout_utilisation <= 1
+    assert 0 < one.training_utilisation <= 1
+    assert one.length_bias is not None
+    assert one.length_bias.ratio == 1.0
+
+
+def test_the_journal_of_any_run_will_do() -> None:
+    run = ScriptedRun(take_turns, agents=AGENTS, steps=2).play()
+    assert report(run.events()).steps == 2
+
+
+def test_tables_name_every_figure_and_compare_with_the_first() -> None:
+    one = report(ONE_STEP)
+    slow = report([*ONE_STEP[:-1], {**ONE_STEP[-1], "t": 20.0}])
+    assert "queue of solver" in as_text(report_table("run", one))
+    assert "20.0 s  2.00x" in as_text(comparison_table({"fast": one, "slow": slow}))
+    assert "batch.groups" in as_text(sweep_table(["batch.groups"], {("4",): one}))
