@@ -24,7 +24,8 @@ class UpdateReport:
     """L2 norm of the divided gradient, before clipping."""
     learning_rate: float
     means: Mapping[str, float] = field(default_factory=dict)
-    """`clipped`, `kl_to_sampler`, `entropy`: per weighted token of the rows that went through the model."""
+    """`clipped`, `kl_to_sampler`, `entropy`, and what a correction measures: per weighted token of the rows that went
+    through the model."""
     duration_s: float = 0.0
 
 

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.losses import LossSettings, Ppo
 from flexmarl.training.schedule import ScheduleSettings
 
@@ -36,6 +37,11 @@ class TrainingSettings(UpdateSettings):
     """Reinforcement learning of one policy."""
 
     loss: LossSettings = Field(default=Ppo(), description="The policy loss, chosen by `type`.")
+    correction: CorrectionSettings = Field(
+        default=NoCorrection(),
+        description="For tokens that older versions sampled: tis multiplies their loss by how much likelier they have "
+        "become, up to cap.",
+    )
     micro_batch: int = Field(default=16, gt=0, description="Ready rows that start one gradient accumulation.")
     max_tokens_per_forward: int = Field(
         default=16384,

@@ -29,6 +29,7 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.batching import PaddedRows, pad, plan_passes
+from flexmarl.training.corrections.base import Sampled
 from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.settings import TrainingSettings
@@ -51,10 +52,8 @@ class SingleProcessTrainer:
     """One policy on one device. The model belongs to the trainer from here on: it is cast, moved and updated in place.
 
     Log-probabilities are those of the model at temperature 1, to be compared with `Turn.raw_logprobs`: sampling at
-    another temperature or with filters is then off-policy, and the loss does not correct for it.
-
-    Old log-probabilities of the ratio: for a row sampled at the trainer's own version, the current ones without
-    gradient (exact, since a version ends with its only update); for any other row, those that its engine recorded.
+    another temperature or with filters is then off-policy. What the ratio is to, and what else a token's loss is
+    multiplied by, is the correction's decision.
 
     Memory per parameter in float32: weight 4, gradients of the micro-batch 4, gradient cache 4, AdamW 8 bytes. The two
     gradients are apart, so that a micro-batch that fails half-way leaves the cache as it was.
@@ -167,6 +166,10 @@ class SingleProcessTrainer:
                 self._tokenizer.save_pretrained(str(path))
 
     @property
+    def _measured(self) -> tuple[str, ...]:
+        return (*MEASURED, *self._settings.correction.measures)
+
+    @property
     def _where(self) -> str:
         return f"policy '{self._policy}' at version {self._version}"
 
@@ -179,20 +182,28 @@ class SingleProcessTrainer:
 
     def _forward_backward(self, rows: Sequence[tuple[Sample, float]]) -> Tensor:
         samples = [sample for sample, _ in rows]
+        correction = self._settings.correction
         recorded = torch.from_numpy(np.concatenate([s.turn.raw_logprobs for s in samples])).to(self._model.device)
+        drawn_from = torch.from_numpy(np.concatenate([s.turn.logprobs for s in samples])).to(self._model.device)
         token = self._per_token(samples, self._model.device)
         with precision(self._model):
             logprobs, entropy = token_logprobs(*trained_logits(self._model, _padded(samples)))
-            fresh = token([all(run.version == self._version for run in s.turn.versions) for s in samples], torch.bool)
-            old = torch.where(fresh, logprobs.detach(), recorded.to(logprobs.dtype))
+            tokens = Sampled(
+                current=logprobs.detach(),
+                recorded=recorded.to(logprobs.dtype),
+                drawn_from=drawn_from.to(logprobs.dtype),
+                fresh=token([_all_at(self._version, sample) for sample in samples], torch.bool),
+            )
             advantages = token([s.advantage for s in samples], logprobs.dtype)
-            losses, clipped = self._settings.loss.per_token(logprobs, old, advantages)
-            loss = (losses * token([weight for _, weight in rows], logprobs.dtype)).sum()
+            losses, clipped = self._settings.loss.per_token(logprobs, correction.old_logprobs(tokens), advantages)
+            weights = token([weight for _, weight in rows], logprobs.dtype) * correction.weights(tokens)
+            loss = (losses * weights).sum()
             (loss * self._settings.accumulation_scale).backward()
         with torch.no_grad():
             row_weights = token([s.weight for s in samples], logprobs.dtype)
             drift = (logprobs - recorded).clamp(-20, 20)
             measured = (torch.ones_like(entropy), clipped.to(entropy.dtype), drift.exp() - 1 - drift, entropy)
+            measured += correction.measured(tokens)
             return torch.stack([loss.detach(), *(row_weights @ values for values in measured)]).double()
 
     def _per_token(self, samples: Sequence[Sample], device: torch.device) -> Callable[[list, torch.dtype], Tensor]:
@@ -207,12 +218,12 @@ class SingleProcessTrainer:
                 self._cache = gradients
             else:
                 torch._foreach_add_(self._cache, gradients)
-        totals = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (2 + len(MEASURED))
+        totals = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (2 + len(self._measured))
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             num_samples=len(batch.samples),
             num_tokens=sum(sample.weight * sample.num_tokens for sample in batch.samples),
-            sums=dict(zip(("loss", "measured_tokens", *MEASURED), totals, strict=True)),
+            sums=dict(zip(("loss", "measured_tokens", *self._measured), totals, strict=True)),
             duration_s=time.perf_counter() - started,
         )
         self._reports[batch.micro_batch_id] = report
@@ -244,7 +255,7 @@ class SingleProcessTrainer:
             loss=sum(report.sums["loss"] for report in reports) / total,
             grad_norm=norm,
             learning_rate=learning_rate,
-            means={name: sum(r.sums[name] for r in reports) / measured for name in MEASURED} if measured else {},
+            means={name: sum(r.sums[name] for r in reports) / measured for name in self._measured} if measured else {},
         )
 
     @torch.no_grad()
@@ -286,6 +297,10 @@ class SingleProcessTrainer:
         self._version = Version(state["version"])
         self._cache = state["cache"]
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
+
+
+def _all_at(version: Version, sample: Sample) -> bool:
+    return all(run.version == version for run in sample.turn.versions)
 
 
 def _padded(samples: Sequence[Sample]) -> PaddedRows:
