@@ -1,12 +1,15 @@
 """Runs the instances of one policy: has them load weights, gives up those that fail, and starts others in their place.
 
     live --- loaded --> live
-      |
-      '-- died, failed, late, wrong checksum --> lost --> closed --> replacement: started --> loaded --> live
-                                                                        '--> failed: lost, the next one is started
+      |'-- moved --> leaving --> empty --> loads what its new policy published --> live there
+      |                 |                     |
+      '-----------------'---------------------'-- died, failed, late, wrong checksum --> lost --> closed
+      replacement: started --> loaded --> live                                                      |
+           |  ^-------------------------------------------------------------------------------------'
+           '--> failed: lost, the next one is started
 
-consumes:     published weights, and losses
-waits for:    engines that load, close or start; each for a bounded time
+consumes:     published weights, losses, and instances that come from other policies
+waits for:    engines that load, close or start, each for a bounded time; a replacement, for the pool to be awake
 produces:     live instances, all of which hold the newest weights once `load` has returned
 unblocked by: an engine, or its deadline
 """
@@ -14,7 +17,7 @@ unblocked by: an engine, or its deadline
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +59,11 @@ class Instance:
     loading: asyncio.Task[None] | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Cancelled when it is lost."""
+    running: set[str] = field(default_factory=set)
+    """Ids of the requests that it was given and has not answered."""
+    hands_over: bool = False
+    """Its requests go on elsewhere, as soon as they have ended here."""
+    lost: bool = False
 
     def watch(self, task: asyncio.Task[None]) -> None:
         """The task waits for this instance."""
@@ -85,23 +93,32 @@ class Instances:
         *,
         respawn: Respawn | None,
         start: Start,
+        awake: asyncio.Event,
         on_available: Callable[[], None],
         observers: PoolObservers,
     ) -> None:
-        """`on_available` is told when an instance came, or when none will come any more."""
+        """`on_available` is told when an instance came, or when none will come any more.
+
+        No replacement is started while `awake` is not set.
+        """
         self.policy = policy
         self.live = {f"{policy}/{number}": Instance(f"{policy}/{number}", e) for number, e in enumerate(engines)}
-        self.router = Router(self.live)
+        self.leaving: dict[str, Instance] = {}
+        """Those on their way to another policy that still run what they were given here."""
+        self.router = Router(self.live, settings.routing, max_running=settings.max_running)
         self.lost: dict[str, str] = {}
         """Why each instance was given up."""
         self._settings = settings
         self._respawn = respawn
         self._start = start
+        self._awake = awake
         self._on_available = on_available
         self._observers = observers
         self._numbers = itertools.count(len(engines))
         self._replacements_left = settings.replacements if respawn else 0
-        self._replacing = 0
+        self._coming = 0
+        self.arrivals: set[asyncio.Future[None]] = set()
+        """One for each instance that is started, or that is on its way here: done when it is live, or lost."""
         self._newest: Weights | None = None
         self._settled = asyncio.Event()
         self._settled.set()
@@ -109,7 +126,17 @@ class Instances:
     @property
     def expected(self) -> bool:
         """Whether none is live, but one is on its way."""
-        return not self.live and self._replacing > 0
+        return not self.live and (self._coming > 0 or bool(self.leaving))
+
+    @property
+    def published(self) -> bool:
+        """Whether there are weights for an instance that comes from another policy."""
+        return self._newest is not None
+
+    @property
+    def bereft(self) -> bool:
+        """Whether none is live and none is on its way."""
+        return not self.live and not self._coming
 
     async def load(self, weights: Weights) -> dict[str, Checksum]:
         """Every live instance loads; returns what each one that serves now holds. One load at a time.
@@ -132,21 +159,77 @@ class Instances:
         return held
 
     def lose(self, name: str, because: str) -> None:
-        """Gives up an instance: its tasks end, and another one is started if there is one left to start."""
-        instance = self.live.pop(name, None)
-        if instance is None:
+        """Gives up an instance: its tasks end, and another one is started if there is one left to start.
+
+        In place of one that was leaving, its new policy starts one.
+        """
+        instance = self.live.get(name) or self.leaving.get(name)
+        if instance is None or instance.lost:
             return
+        instance.lost = True
         self.router.remove(name)
         self._note_loss(name, because)
         for task in instance.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        if self.live.pop(name, None):
+            self.replace(instance)
+
+    def replace(self, lost: Instance) -> None:
+        """Closes a lost instance, and has another one serve in its place if there is one left to start."""
         if self._replacements_left:
-            self._replacing += 1
-            self._start(self._replace(instance), f"replace-{name}")
+            self._start(self._replace(lost), f"replace-{lost.name}")
+            self._coming += 1
         else:
-            self._start(self._close(instance.engine), f"close-{name}")
+            self._start(self._close(lost.engine), f"close-{lost.name}")
         self._settle()
+
+    def leave(self, name: str) -> Instance:
+        """Takes a live instance out: it gets no request and no load any more.
+
+        Raises EngineError if there is no such instance, or no other one.
+        """
+        if name not in self.live:
+            raise EngineError(f"'{name}' cannot be moved: it is not live; live are: {sorted(self.live)}")
+        if len(self.live) == 1:
+            raise EngineError(f"'{name}' cannot be moved: it is the last live instance of '{self.policy}'")
+        self.router.remove(name)
+        self.leaving[name] = instance = self.live.pop(name)
+        return instance
+
+    def left(self, instance: Instance) -> None:
+        """It has nothing more to do here."""
+        del self.leaving[instance.name]
+        self._settle()
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """An instance is on its way here: who finds none live waits for it."""
+        self._coming += 1
+        try:
+            with self._arriving():
+                yield
+        finally:
+            self._coming -= 1
+            self._settle()
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[None]:
+        arrival = asyncio.get_running_loop().create_future()
+        self.arrivals.add(arrival)
+        try:
+            yield
+        finally:
+            self.arrivals.discard(arrival)
+            arrival.set_result(None)
+
+    async def take_in(self, engine: WeightedEngine) -> tuple[str, str]:
+        """A moved engine under a name of this policy, live once it holds the newest weights: (name, why it failed)."""
+        instance = Instance(f"{self.policy}/{next(self._numbers)}", engine)
+        if failure := await self._join(instance):
+            self._note_loss(instance.name, failure)
+            self.replace(instance)
+        return instance.name, failure
 
     @property
     def reasons(self) -> str:
@@ -189,18 +272,21 @@ class Instances:
         try:
             await self._close(old.engine)
             while self._replacements_left:
+                await self._awake.wait()
                 self._replacements_left -= 1
                 name = f"{self.policy}/{next(self._numbers)}"
-                if not (failure := await self._join(name)):
+                with self._arriving():
+                    failure = await self._spawn(name)
+                if not failure:
                     version = self.live[name].version
                     self._observers.on_replaced(old.name, name, version, clock() - lost_at)
                     return
                 self._note_loss(name, failure)
         finally:
-            self._replacing -= 1
+            self._coming -= 1
             self._settle()
 
-    async def _join(self, name: str) -> str:
+    async def _spawn(self, name: str) -> str:
         """Starts an instance, live as soon as it holds the newest weights; returns why it failed, or nothing."""
         assert self._respawn is not None
         deadline = asyncio.timeout(self._settings.start_timeout_s)
@@ -209,14 +295,18 @@ class Instances:
                 instance = Instance(name, await self._respawn(self.policy, name))
         except Exception as error:
             return f"starting it {_how(error, deadline, self._settings.start_timeout_s)}"
+        return await self._join(instance)
+
+    async def _join(self, instance: Instance) -> str:
+        """Makes an instance live once it holds the newest weights; else closes it, and returns why."""
         while (weights := self._newest) is not None and instance.holds is not weights:
             failure = await self._load(instance, weights)
             # With newer weights, the ones that it was loading may have been released: that is not its failure.
             if failure and weights is self._newest:
                 await self._close(instance.engine)
                 return failure
-        self.live[name] = instance
-        self.router.add(name)
+        self.live[instance.name] = instance
+        self.router.add(instance.name)
         return ""
 
     async def _close(self, engine: WeightedEngine) -> None:

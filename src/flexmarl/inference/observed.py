@@ -19,6 +19,8 @@ class CallRecord:
     answered_at: float
     prompt_tokens: int
     sampled_tokens: int
+    kept_tokens: int
+    """Those of them that instances sampled from which the request was moved."""
     reused_tokens: int
     """Prompt tokens whose keys and values the instance still had."""
     version: Version
@@ -38,6 +40,20 @@ class LoadRecord:
     ended_at: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRecord:
+    """One instance's move to another policy, done."""
+
+    instance: str
+    """Its name before."""
+    to: PolicyName
+    became: str
+    """Its name now."""
+    because: str
+    began_at: float
+    ended_at: float
+
+
 @dataclass(eq=False)
 class PoolObservers:
     """Who is told. Called from the event loop, in the midst of its work: they must be quick, and must not raise."""
@@ -50,3 +66,5 @@ class PoolObservers:
     """Every instance that is given up, and why; a replacement that never came to serve, too."""
     on_replaced: Callable[[str, str, Version, float], None] = lambda old, new, version, seconds: None
     """Every instance that serves in place of another one: old, new, its version, and the seconds since the loss."""
+    on_moved: Callable[[MoveRecord], None] = lambda move: None
+    """Every instance that serves another policy now; one that fails on the way is lost."""

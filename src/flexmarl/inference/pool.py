@@ -1,50 +1,32 @@
 """Runs requests on the instances of each policy.
 
-    act, act, act --> one tick's requests --> router --> instance 0 | instance 1 | ...
-                              ^                               |
-                              `---- unfinished ones of a lost instance
+    act, act, act --> dispatch of each policy --> its instances
+    load, lose    --> instances of each policy
+    move          --> from the instances of one policy to those of another
 
 consumes:     single requests, from any number of tasks
-waits for:    the instances; while a policy has none, for the replacement of a lost one
+waits for:    the instances; while none of the policy has a place, for one that has
 produces:     one Generation per request, whatever happens to instances
-unblocked by: an answer, a timeout, or the loss of an instance
+unblocked by: an answer, a timeout, the loss of an instance, a new or moved one, or the pool's waking up
 """
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.calls import Call
+from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
 from flexmarl.inference.instances import Instance, Instances, Respawn, Weights
 from flexmarl.inference.interface import WeightedEngine
-from flexmarl.inference.observed import CallRecord, PoolObservers
+from flexmarl.inference.moving import Move
+from flexmarl.inference.observed import MoveRecord, PoolObservers
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import (
-    EngineUse,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    PolicyName,
-    Version,
-    unserved,
-)
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request on its way, and who waits for it."""
-
-    request: GenerationRequest
-    answer: asyncio.Future[Generation]
-    instance: str = ""
-    sent_at: float = 0.0
-    over: bool = False
-    """Nobody waits for more than what there is of it."""
+from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
 
 
 class InferencePool(PoolObservers):
@@ -63,11 +45,15 @@ class InferencePool(PoolObservers):
         """Instances are named `{policy}/{number}`. Without `respawn`, lost ones are not replaced."""
         super().__init__()
         self._settings = settings or PoolSettings()
-        self._calls_waiting: list[_Call] = []
-        self._calls_to_place: list[_Call] = []
+        self._numbers = itertools.count()
+        self._under_way = 0
+        self._asked = asyncio.Event()
+        self._became: dict[str, str] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = False
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._policies = {
             policy: Instances(
                 policy,
@@ -75,16 +61,38 @@ class InferencePool(PoolObservers):
                 self._settings,
                 respawn=respawn,
                 start=self._start,
-                on_available=self._wake,
+                awake=self._awake,
+                on_available=partial(self._give_out, policy),
                 observers=self,
             )
             for policy, engines in instances.items()
+        }
+        self._dispatches = {
+            policy: Dispatch(of_policy, start=self._start, awake=self._awake, observers=self)
+            for policy, of_policy in self._policies.items()
         }
 
     @property
     def lost(self) -> dict[str, str]:
         """Why each instance that was given up was."""
         return {name: because for policy in self._policies.values() for name, because in policy.lost.items()}
+
+    @property
+    def given(self) -> dict[PolicyName, dict[str, int]]:
+        """How many requests each live instance was given and has not answered, for every policy that has published.
+
+        Instances can move between these.
+        """
+        return {
+            policy: {name: len(instance.running) for name, instance in instances.live.items()}
+            for policy, instances in self._policies.items()
+            if instances.published
+        }
+
+    @property
+    def waiting(self) -> dict[PolicyName, int]:
+        """Requests of each policy that no instance has yet."""
+        return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}
 
     async def __aenter__(self) -> "InferencePool":
         self._group = await asyncio.TaskGroup().__aenter__()
@@ -96,17 +104,22 @@ class InferencePool(PoolObservers):
         self._open = False
         for task in self._tasks:
             task.cancel()
-        self._wake()
+        for dispatch in self._dispatches.values():
+            dispatch.close()
         await self._group.__aexit__(None, None, None)
 
     async def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
         """The answer to one request; after `timeout_s` it is aborted and comes back as it is, with finish `abort`.
 
-        While no instance is live but a replacement is on its way, waits for it. Cancelling the caller aborts the
-        request. Raises EngineError when no instance of the policy is left.
+        While no instance has a place, or none is live but one is on its way, waits for it. Cancelling the caller
+        aborts the request. Raises EngineError when no instance of the policy is left.
         """
-        call = _Call(request, asyncio.get_running_loop().create_future())
-        self._enqueue([call])
+        self._instances_of(request.policy)
+        call = Call(request, next(self._numbers), asyncio.get_running_loop().create_future())
+        dispatch = self._dispatches[request.policy]
+        dispatch.add(call)
+        self._under_way += 1
+        self._asked.set()
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -114,29 +127,82 @@ class InferencePool(PoolObservers):
             call.over = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.abort_grace_s):
-                    await self._abort(call)
+                    await dispatch.abort(call)
                     return await asyncio.shield(call.answer)
             call.answer.cancel()
-            return self._nothing(call)
+            return dispatch.unserved(call)
         except asyncio.CancelledError:
             call.answer.cancel()
             if self._open:
-                self._start(self._abort(call), f"abort-{request.request_id}")
+                self._start(dispatch.abort(call), f"abort-{request.request_id}")
             raise
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._asked.clear()
 
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
     ) -> dict[str, Checksum]:
         """Every instance of the policy loads the version; returns the checksum of each one that serves it.
 
-        From now on a replacement serves no other version. One publication at a time. Raises EngineError if no
-        instance is left.
+        From now on an instance that replaces another one, or is moved here, serves no other version. One publication
+        of a policy at a time; asleep or not. Raises EngineError if no instance is left.
         """
         return await self._instances_of(policy).load(Weights(version, key, expected))
 
+    async def move(self, instance: str, *, to: PolicyName, because: str = "") -> str:
+        """Has an instance serve another policy from its newest weights; returns its new name.
+
+        Its running requests go on at another instance of their policy, or end first (settings: on_move). If the
+        caller is cancelled, the move goes on. Raises EngineError if it is refused, and then nothing has changed; or
+        if it fails, and then the instance is lost, and replaced for the policy it was moved to. It stays where it is
+        if that policy loses all others meanwhile.
+        """
+        source, target = self._instances_of(_policy_of(instance)), self._instances_of(to)
+        if source is target or not target.published or not self._awake.is_set():
+            raise EngineError(f"'{instance}' cannot be moved to '{to}': {self._hindrance(source, target)}")
+        move = Move(source.leave(instance), source, target, self._settings)
+        await asyncio.wait([self._start(self._run_move(move, instance, to, because), f"move-{instance}")])
+        if move.failure:
+            raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
+        return move.became
+
+    async def sleep(self) -> None:
+        """Has every engine give up its device memory; requests without an answer stand still, new ones wait.
+
+        Instances that are being started or moved arrive first. An engine that fails is lost, and replaced on waking.
+        """
+        if self._awake.is_set():
+            self._awake.clear()
+            while arrivals := set[asyncio.Future[None]]().union(*(p.arrivals for p in self._policies.values())):
+                await asyncio.wait(arrivals)
+            await self._have_all("falling asleep", lambda engine: engine.sleep())
+
+    async def until_asked(self) -> None:
+        """Returns when a request is under way, at once if one is."""
+        await self._asked.wait()
+
+    async def until_awake(self) -> None:
+        """Returns when engines serve, at once if they do."""
+        await self._awake.wait()
+
+    async def wake(self) -> None:
+        """Has every engine take its device memory again, then hands out what waits. An engine that fails is lost."""
+        if not self._awake.is_set():
+            await self._have_all("waking up", lambda engine: engine.wake())
+            self._awake.set()
+            for dispatch in self._dispatches.values():
+                dispatch.give_out_soon()
+
     def lose(self, instance: str, because: str) -> None:
-        """Gives up an instance whose death was noticed elsewhere; one that is not live is no error."""
-        policy = self._policies.get(PolicyName(instance.rpartition("/")[0]))
+        """Gives up an instance whose death was noticed elsewhere; one that is not live is no error.
+
+        One that was moved is known by its earlier names too.
+        """
+        while instance in self._became:
+            instance = self._became[instance]
+        policy = self._policies.get(_policy_of(instance))
         if self._open and policy is not None:
             policy.lose(instance, because)
 
@@ -145,97 +211,59 @@ class InferencePool(PoolObservers):
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
         return dict(zip((i.name for i in live), await asyncio.gather(*(i.engine.usage() for i in live)), strict=True))
 
-    def _enqueue(self, calls: Iterable[_Call]) -> None:
-        if not self._calls_to_place:
-            asyncio.get_running_loop().call_soon(self._dispatch)
-        self._calls_to_place.extend(calls)
-
-    def _wake(self) -> None:
-        """Places those that wait for an instance, now that there is one or that none will come."""
-        calls, self._calls_waiting = self._calls_waiting, []
-        if calls:
-            self._enqueue(calls)
-
-    def _dispatch(self) -> None:
-        """Places all requests of this tick; each instance gets its share in one call."""
-        calls, self._calls_to_place = self._calls_to_place, []
-        shares: dict[tuple[PolicyName, str], list[_Call]] = defaultdict(list)
-        for call in calls:
-            try:
-                if self._place(call):
-                    shares[call.request.policy, call.instance].append(call)
-            except EngineError as error:
-                call.answer.set_exception(error)
-        for (policy, name), share in shares.items():
-            instances = self._policies[policy]
-            instance = instances.live[name]
-            instance.watch(self._start(self._read(instances, instance, share), f"read-{name}"))
-
-    def _place(self, call: _Call) -> bool:
-        """Whether the call has an instance now; else it waits for one, or is over."""
-        if call.answer.done():
-            return False
-        if call.over:
-            call.answer.set_result(self._nothing(call))
-            return False
-        instances = self._instances_of(call.request.policy)
-        if instances.expected:
-            self._calls_waiting.append(call)
-            return False
-        if not instances.live:
-            raise EngineError(f"no instance of '{instances.policy}' is left: {instances.reasons}")
-        sampling = call.request.sampling
-        call.instance = instances.router.place(sampling.max_tokens, call.request.conversation).instance
-        call.sent_at = asyncio.get_running_loop().time()
-        return True
-
     def _instances_of(self, policy: PolicyName) -> Instances:
         if not self._open:
-            raise EngineError("the pool is not open; requests need `async with pool:` around them")
+            raise EngineError(NOT_OPEN)
         if policy not in self._policies:
             raise EngineError(f"no policy '{policy}' is served; there are: {sorted(self._policies)}")
         return self._policies[policy]
 
-    async def _read(self, instances: Instances, instance: Instance, share: Sequence[_Call]) -> None:
-        """Runs one batch of an instance to its end; what the instance leaves undone goes to another one."""
-        undone = {call.request.request_id: call for call in share}
+    def _give_out(self, policy: PolicyName) -> None:
+        self._dispatches[policy].give_out_soon()
+
+    def _hindrance(self, source: Instances, target: Instances) -> str:
+        """Why no instance can move now."""
+        if source is target:
+            return "it serves that policy already"
+        if not target.published:
+            return "that policy has published no weights that it could load"
+        return "the pool is asleep"
+
+    async def _run_move(self, move: Move, instance: str, to: PolicyName, because: str) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await move.run()
+        if move.became:
+            self._became[instance] = move.became
+        if not move.failure:
+            self.on_moved(
+                MoveRecord(
+                    instance=instance,
+                    to=to,
+                    became=move.became,
+                    because=because,
+                    began_at=began,
+                    ended_at=clock(),
+                )
+            )
+
+    async def _have_all(self, what: str, do: Callable[[WeightedEngine], Awaitable[None]]) -> None:
+        """Every live engine does it; one that fails, or is too slow, is lost."""
+        live = [(policy, instance) for policy in self._policies.values() for instance in policy.live.values()]
+        await asyncio.gather(*(self._have(policy, instance, what, do) for policy, instance in live))
+
+    async def _have(
+        self, policy: Instances, instance: Instance, what: str, do: Callable[[WeightedEngine], Awaitable[None]]
+    ) -> None:
+        patience_s = self._settings.load_timeout_s
+        deadline = asyncio.timeout(patience_s)
         try:
-            async for generation in instance.engine.generate([call.request for call in share]):
-                await instance.acknowledged(generation)
-                call = undone.pop(generation.request_id)
-                instances.router.finish(instance.name, call.request.sampling.max_tokens)
-                self.on_call(_record(call, generation))
-                if not call.answer.done():
-                    call.answer.set_result(generation)
-            if undone:
-                instances.lose(instance.name, f"it left {len(undone)} requests without an answer")
+            async with deadline:
+                await do(instance.engine)
         except Exception as error:
             # Whatever an engine raises, it is the engine that is lost, not the run.
-            instances.lose(instance.name, f"{type(error).__name__}: {error}")
-        finally:
-            if undone:
-                self._enqueue(undone.values())
-
-    async def _abort(self, call: _Call) -> None:
-        """Has the instance end the call; one that is with no instance ends at once."""
-        instance = self._instance_of(call)
-        if instance is None:
-            if not call.answer.done():
-                call.answer.set_result(self._nothing(call))
-            return
-        try:
-            await instance.engine.abort([call.request.request_id])
-        except EngineError as error:
-            self.lose(instance.name, f"aborting failed: {error}")
-
-    def _instance_of(self, call: _Call) -> Instance | None:
-        instances = self._policies.get(call.request.policy)
-        return instances.live.get(call.instance) if instances else None
-
-    def _nothing(self, call: _Call) -> Generation:
-        """The answer where there is no engine, or none that answers to an abort."""
-        instance = self._instance_of(call)
-        return unserved(call.request, instance.version if instance else FIRST_VERSION, FinishReason.ABORT)
+            late = f"took more than {patience_s} s"
+            policy.lose(instance.name, f"{what} " + (late if deadline.expired() else f"failed: {error}"))
 
     def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with the pool."""
@@ -248,16 +276,5 @@ class InferencePool(PoolObservers):
         return started
 
 
-def _record(call: _Call, generation: Generation) -> CallRecord:
-    return CallRecord(
-        instance=call.instance,
-        policy=call.request.policy,
-        request_id=call.request.request_id,
-        sent_at=call.sent_at,
-        answered_at=asyncio.get_running_loop().time(),
-        prompt_tokens=len(call.request.prompt_ids),
-        sampled_tokens=len(generation.response_ids),
-        reused_tokens=generation.reused_tokens,
-        version=generation.versions[0].version,
-        finish=generation.finish,
-    )
+def _policy_of(instance: str) -> PolicyName:
+    return PolicyName(instance.rpartition("/")[0])

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flexmarl.errors import EngineError
@@ -19,17 +19,50 @@ class Placement:
     because: str
 
 
-class Router:
-    """Queued work per instance, in tokens still to sample.
+@dataclass(slots=True)
+class Load:
+    """What was placed on an instance and is not yet done."""
 
-    Least work first; equals take turns; a conversation returns to its instance, where its prefix is, unless that one
-    has more to do than another. The heap holds stale entries, which are skipped: an entry is true if it carries the
-    instance's present load and ticket.
+    tokens: int = 0
+    """Still to sample, at most."""
+    requests: int = 0
+    ticket: int = 0
+    """When it was chosen last, in choices; of equals, the lowest is next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """An order of instances: the one with the least measure is chosen, and equals take turns."""
+
+    measure: Callable[[Load], int]
+    because: str
+    """The reason for a choice by `{measure}`."""
+    keeps_prefix: bool = False
+    """A conversation returns to its instance, where its prefix is, unless that one has more to do than another."""
+
+
+ROUTINGS: Mapping[str, Routing] = {
+    "least_tokens": Routing(lambda load: load.tokens, "least work: {measure} tokens", keeps_prefix=True),
+    "least_requests": Routing(lambda load: load.requests, "fewest requests: {measure}"),
+    "round_robin": Routing(lambda load: 0, "its turn"),
+}
+"""The rules by name; least_requests is FlexMARL's min-heap on instance load (section 5.2)."""
+
+
+class Router:
+    """The load of each instance of a policy, and who is next.
+
+    The heap holds stale entries, which are skipped: an entry is true if it carries the instance's present measure and
+    ticket, and the instance has a place.
     """
 
-    def __init__(self, instances: Iterable[str]) -> None:
-        self._load: dict[str, int] = {}
-        self._ticket: dict[str, int] = {}
+    def __init__(
+        self, instances: Iterable[str], routing: str = "least_tokens", *, max_running: int | None = None
+    ) -> None:
+        """No instance gets more than `max_running` requests at a time."""
+        self._routing = ROUTINGS[routing]
+        self._max_running = max_running
+        self._loads: dict[str, Load] = {}
         self._heap: list[tuple[int, int, str]] = []
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._next_ticket = 0
@@ -38,64 +71,93 @@ class Router:
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """Those that can be chosen."""
-        return tuple(self._load)
+        """Those that can be chosen, now or when they have a place."""
+        return tuple(self._loads)
 
-    def load(self, instance: str) -> int:
+    @property
+    def has_place(self) -> bool:
+        """Whether some instance can be given a request."""
+        return self._first() is not None
+
+    def load(self, instance: str) -> Load:
         """Work placed there and not yet done."""
-        return self._load[instance]
+        return self._loads[instance]
 
     def add(self, instance: str) -> None:
         """A new instance, with nothing to do."""
-        self._load[instance] = 0
+        self._loads[instance] = Load()
         self._take_ticket(instance)
 
     def remove(self, instance: str) -> None:
         """An instance that is gone, with its work; unknown names are no error."""
-        self._load.pop(instance, None)
-        self._ticket.pop(instance, None)
+        self._loads.pop(instance, None)
 
-    def place(self, work: int, conversation: str | None = None) -> Placement:
-        """Chooses an instance and books the work on it. Raises EngineError if there is none."""
-        least = self._least_loaded()
-        home = self._homes.get(conversation) if conversation is not None else None
-        if home in self._load and self._load[home] <= self._load[least]:
-            chosen = Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
-        elif self._load.keys() == {least}:
-            chosen = Placement(least, "the only instance")
-        else:
-            chosen = Placement(least, f"least work: {self._load[least]} tokens")
-        if conversation is not None:
-            self._homes[conversation] = chosen.instance
-            self._homes.move_to_end(conversation)
-            if len(self._homes) > _REMEMBERED:
-                self._homes.popitem(last=False)
-        self._load[chosen.instance] += work
+    def place(self, tokens: int, conversation: str | None = None) -> Placement:
+        """Chooses an instance and books the request on it. Raises EngineError if none has a place."""
+        chosen = self._choose(conversation)
+        if conversation is not None and self._routing.keeps_prefix:
+            self._remember(conversation, chosen.instance)
+        load = self._loads[chosen.instance]
+        load.tokens += tokens
+        load.requests += 1
         self._take_ticket(chosen.instance)
         return chosen
 
-    def finish(self, instance: str, work: int) -> None:
-        """Unbooks work; of an instance that is gone, nothing."""
-        if instance in self._load:
-            self._load[instance] -= work
+    def finish(self, instance: str, tokens: int) -> None:
+        """Unbooks a request; of an instance that is gone, nothing."""
+        if instance in self._loads:
+            load = self._loads[instance]
+            load.tokens -= tokens
+            load.requests -= 1
             self._push(instance)
 
+    def _choose(self, conversation: str | None) -> Placement:
+        first = self._first()
+        if first is None:
+            raise EngineError("no live instance has a place" if self._loads else "no live instance is left")
+        least = self._measure(first)
+        home = self._homes.get(conversation) if conversation is not None else None
+        if home in self._loads and self._can_take(home) and self._measure(home) <= least:
+            return Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
+        if len(self._loads) == 1:
+            return Placement(first, "the only instance")
+        return Placement(first, self._routing.because.format(measure=least))
+
+    def _remember(self, conversation: str, instance: str) -> None:
+        self._homes[conversation] = instance
+        self._homes.move_to_end(conversation)
+        if len(self._homes) > _REMEMBERED:
+            self._homes.popitem(last=False)
+
+    def _measure(self, instance: str) -> int:
+        return self._routing.measure(self._loads[instance])
+
+    def _can_take(self, instance: str) -> bool:
+        return self._max_running is None or self._loads[instance].requests < self._max_running
+
     def _take_ticket(self, instance: str) -> None:
-        self._ticket[instance] = self._next_ticket
+        self._loads[instance].ticket = self._next_ticket
         self._next_ticket += 1
         self._push(instance)
 
     def _push(self, instance: str) -> None:
-        if len(self._heap) > 8 * len(self._load) + 64:
-            self._heap = [(self._load[name], self._ticket[name], name) for name in self._load]
+        """Enters the instance as it is now; a full one enters again when it has finished a request."""
+        if not self._can_take(instance):
+            return
+        if len(self._heap) > 8 * len(self._loads) + 64:
+            self._heap = [self._entry(name) for name in self._loads if self._can_take(name)]
             heapq.heapify(self._heap)
             return
-        heapq.heappush(self._heap, (self._load[instance], self._ticket[instance], instance))
+        heapq.heappush(self._heap, self._entry(instance))
 
-    def _least_loaded(self) -> str:
+    def _entry(self, instance: str) -> tuple[int, int, str]:
+        return (self._measure(instance), self._loads[instance].ticket, instance)
+
+    def _first(self) -> str | None:
+        """The next instance with a place, if there is one."""
         while self._heap:
-            load, ticket, instance = self._heap[0]
-            if self._load.get(instance) == load and self._ticket[instance] == ticket:
+            instance = self._heap[0][2]
+            if instance in self._loads and self._heap[0] == self._entry(instance) and self._can_take(instance):
                 return instance
             heapq.heappop(self._heap)
-        raise EngineError("no live instance is left")
+        return None

@@ -2,11 +2,13 @@
 
 consumes    what the pool reports, as it happens
 waits for   nothing
-produces    `call`, `loaded`, `instance_lost`, `instance_replaced`; those that took time in their process's row
+produces    `call`, `loaded`, `instance_lost`, `instance_replaced`, `moved`; those that took time in their process's row
 unblocked by nothing
 """
 
-from flexmarl.inference.observed import CallRecord, LoadRecord
+from typing import Any
+
+from flexmarl.inference.observed import CallRecord, LoadRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
 from flexmarl.records import Version
@@ -16,6 +18,7 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
     """From now on the pool reports to the journal. Called inside the event loop."""
 
     def called(call: CallRecord) -> None:
+        kept: dict[str, Any] = {"kept_tokens": call.kept_tokens} if call.kept_tokens else {}
         journal.event(
             "call",
             process=process_of(call.instance),
@@ -27,6 +30,7 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
             reused_tokens=call.reused_tokens,
             sampled_tokens=call.sampled_tokens,
             finish=call.finish,
+            **kept,
         )
 
     def loaded(load: LoadRecord) -> None:
@@ -53,7 +57,19 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
             version=version,
         )
 
+    def moved(move: MoveRecord) -> None:
+        journal.event(
+            "moved",
+            because=move.because,
+            process=process_of(move.became),
+            began=journal.moment(move.began_at),
+            instance=move.instance,
+            to=move.to,
+            became=move.became,
+        )
+
     pool.on_call, pool.on_loaded, pool.on_lost, pool.on_replaced = called, loaded, lost, replaced
+    pool.on_moved = moved
 
 
 def process_of(instance: str) -> str:

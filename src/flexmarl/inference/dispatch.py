@@ -1,0 +1,140 @@
+"""Runs the calls of one policy on its instances.
+
+    call --> line --> router --> instance --> answer
+              ^                     |
+              '--- unfinished ------'  the instance is lost, or moved
+
+consumes:     calls, and answers
+waits for:    an instance with a place
+produces:     one answer per call
+unblocked by: an answer, an instance that came, or the knowledge that none will come
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from flexmarl.errors import EngineError
+from flexmarl.inference.calls import Call, Line
+from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.instances import Instance, Instances, Start
+from flexmarl.inference.observed import PoolObservers
+from flexmarl.records import FinishReason, Generation
+
+NOT_OPEN = "the pool is not open; requests need `async with pool:` around them"
+
+
+class Dispatch:
+    """The line of one policy, and who reads its instances' answers."""
+
+    def __init__(self, instances: Instances, *, start: Start, awake: asyncio.Event, observers: PoolObservers) -> None:
+        """While `awake` is not set, nothing is given out."""
+        self.line = Line()
+        self._instances = instances
+        self._start = start
+        self._awake = awake
+        self._observers = observers
+        self._due = False
+        self._closed = False
+
+    def add(self, call: Call) -> None:
+        """The call waits for an instance; those of one tick go out together."""
+        self.line.add(call)
+        self.give_out_soon()
+
+    def give_out_soon(self) -> None:
+        """Called when something has changed for those who wait."""
+        if len(self.line) and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._give_out)
+
+    def close(self) -> None:
+        """Refuses all that wait, and those who come back from an instance."""
+        self._closed = True
+        self.give_out_soon()
+
+    async def abort(self, call: Call) -> None:
+        """Has the instance end the call; one that is with no instance ends at once."""
+        instance = call.instance
+        if instance is None or instance.lost:
+            self.line.leave(call)
+            call.end(self.unserved(call))
+            return
+        try:
+            await instance.engine.abort([call.request.request_id])
+        except EngineError as error:
+            self._instances.lose(instance.name, f"aborting failed: {error}")
+
+    def unserved(self, call: Call) -> Generation:
+        """The answer where there is no engine, or none that answers to an abort."""
+        known = call.instance is not None and not call.instance.lost
+        return call.unserved(call.instance.version if call.instance and known else FIRST_VERSION)
+
+    def _give_out(self) -> None:
+        self._due = False
+        if self._closed or (not self._instances.live and not self._instances.expected):
+            self._refuse()
+        elif self._awake.is_set():
+            self._place()
+
+    def _place(self) -> None:
+        """Each instance gets its share in one call."""
+        shares: dict[str, list[Call]] = defaultdict(list)
+        now, router = asyncio.get_running_loop().time(), self._instances.router
+        while len(self.line) and router.has_place:
+            call = self.line.take()
+            if call.over:
+                call.end(self.unserved(call))
+            if not call.answer.done():
+                name = router.place(call.request.sampling.max_tokens, call.request.conversation).instance
+                call.instance, call.sent_at = self._instances.live[name], now
+                shares[name].append(call)
+        for name, share in shares.items():
+            instance = self._instances.live[name]
+            instance.running.update(call.request.request_id for call in share)
+            instance.watch(self._start(self._read(instance, share), f"read-{name}"))
+
+    def _refuse(self) -> None:
+        """Nobody will ever serve them."""
+        nobody = f"no instance of '{self._instances.policy}' is left: {self._instances.reasons}"
+        while len(self.line):
+            call = self.line.take()
+            if not call.answer.done():
+                call.answer.set_exception(EngineError(NOT_OPEN if self._closed else nobody))
+
+    async def _read(self, instance: Instance, share: Sequence[Call]) -> None:
+        """Runs one batch of an instance to its end; what the instance leaves undone goes to another one."""
+        undone = {call.request.request_id: call for call in share}
+        try:
+            if not instance.hands_over:
+                async for generation in instance.engine.generate([call.request for call in share]):
+                    await instance.acknowledged(generation)
+                    self._answered(undone.pop(generation.request_id), generation)
+                if undone:
+                    self._instances.lose(instance.name, f"it left {len(undone)} requests without an answer")
+        except Exception as error:
+            # Whatever an engine raises, it is the engine that is lost, not the run.
+            self._instances.lose(instance.name, f"{type(error).__name__}: {error}")
+        finally:
+            for call in undone.values():
+                self._freed(call)
+                self.add(call)
+
+    def _answered(self, call: Call, generation: Generation) -> None:
+        """The caller's answer; or a part of it, where the call goes on elsewhere."""
+        instance = self._freed(call)
+        wanted = not call.over and not call.answer.done()
+        if instance.hands_over and generation.finish is FinishReason.ABORT and wanted:
+            call.keep(generation)
+            self.add(call)
+        else:
+            self._observers.on_call(call.record(generation))
+            call.end(generation)
+
+    def _freed(self, call: Call) -> Instance:
+        """Its instance has a place again, for who waits."""
+        assert call.instance is not None
+        call.instance.running.discard(call.request.request_id)
+        self._instances.router.finish(call.instance.name, call.request.sampling.max_tokens)
+        self.give_out_soon()
+        return call.instance

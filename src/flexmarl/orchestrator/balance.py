@@ -1,0 +1,117 @@
+"""Runs balancing: looks at the queues now and then, and moves instances to where the rule wants them.
+
+  pool's queues ──► rule ──► moves, side by side ──► the next look
+  answered calls ──► demand ──► start allocation, at the end of each rollout
+
+consumes    the load of every policy, and what its answered calls were like
+waits for   requests to be under way, then balance.poll_s; the moves of the look before; an awake pool
+produces    instances of other policies, the reason for each in the journal
+unblocked by requests; while there are none it sleeps. A move that fails is the pool's: the instance is replaced
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from flexmarl.errors import EngineError
+from flexmarl.inference.demand import Demand
+from flexmarl.inference.observed import CallRecord, MoveRecord
+from flexmarl.inference.pool import InferencePool
+from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, start_moves
+from flexmarl.inference.settings import BalanceSettings
+from flexmarl.observability.journal import Journal
+from flexmarl.records import PolicyName
+
+
+class Balancer:
+    """Moves instances of one pool. Made after all others that listen to the pool: it listens beside them."""
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        rule: BalanceRule,
+        settings: BalanceSettings,
+        journal: Journal,
+        *,
+        slots: Mapping[PolicyName, int],
+    ) -> None:
+        """`slots` are the requests that an instance of each policy serves at a time."""
+        self._pool, self._rule, self._settings, self._journal, self._slots = pool, rule, settings, journal, slots
+        self._demand = Demand()
+        self._moved, self._moving_s = 0, 0.0
+        self._moving = asyncio.Lock()
+        self._rollout_ended = asyncio.Event()
+        self._listen()
+
+    async def watch(self) -> None:
+        """Looks and moves until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._settings.rule != "none":
+                tasks.create_task(self._watch_queues(), name="balance/queues")
+            if self._settings.start == "by_share":
+                tasks.create_task(self._watch_rollouts(), name="balance/start")
+
+    def rollout_ended(self) -> None:
+        """What the step asked for is known; `start: by_share` now allocates instances for the next one."""
+        self._demand.step_ended()
+        self._rollout_ended.set()
+
+    async def _watch_queues(self) -> None:
+        while True:
+            await self._pool.until_asked()
+            await asyncio.sleep(self._settings.poll_s)
+            async with self._moving:
+                await self._make(self._rule.decide(self._loads(), move_s=self._move_s))
+
+    async def _watch_rollouts(self) -> None:
+        while True:
+            await self._rollout_ended.wait()
+            self._rollout_ended.clear()
+            await self._pool.until_awake()
+            async with self._moving:
+                await self._make(start_moves(self._demand.work, self._loads()))
+
+    async def _make(self, moves: Sequence[Move]) -> None:
+        """Side by side; those that fail are no reason not to make the others."""
+        async with asyncio.TaskGroup() as tasks:
+            for move in moves:
+                tasks.create_task(self._move(move), name=f"balance/{move.instance}")
+
+    async def _move(self, move: Move) -> None:
+        try:
+            await self._pool.move(move.instance, to=move.to, because=move.because)
+        except EngineError as error:
+            self._journal.event("move_failed", because=str(error), instance=move.instance, to=move.to)
+
+    @property
+    def _move_s(self) -> float:
+        return self._moving_s / self._moved if self._moved else self._settings.move_s
+
+    def _loads(self) -> Loads:
+        waiting = self._pool.waiting
+        return {policy: self._load(policy, given, waiting[policy]) for policy, given in self._pool.given.items()}
+
+    def _load(self, policy: PolicyName, given: Mapping[str, int], waiting: int) -> PolicyLoad:
+        """What an instance was given beyond its slots waits in its engine."""
+        slots = self._slots[policy]
+        return PolicyLoad(
+            instances={instance: min(count, slots) for instance, count in given.items()},
+            waiting=waiting + sum(max(0, count - slots) for count in given.values()),
+            slots=slots,
+            expected=self._demand.expected(policy),
+        )
+
+    def _listen(self) -> None:
+        told_of_call, told_of_move = self._pool.on_call, self._pool.on_moved
+
+        def called(call: CallRecord) -> None:
+            told_of_call(call)
+            if here := call.sampled_tokens - call.kept_tokens:
+                serving_s = (call.answered_at - call.sent_at) * call.sampled_tokens / here
+                self._demand.answered(call.policy, tokens=call.sampled_tokens, serving_s=serving_s)
+
+        def moved(move: MoveRecord) -> None:
+            told_of_move(move)
+            self._moved += 1
+            self._moving_s += move.ended_at - move.began_at
+
+        self._pool.on_call, self._pool.on_moved = called, moved
