@@ -2,13 +2,15 @@
 
 settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
          ──► world.py       objects, store, pool, trainers          (exists while a command runs)
-               inline_world.py, ray_world.py, trainer.py            (the two ways to make them)
+               inline_world.py, ray_world.py, simulated_world.py    (the three ways to make them)
          ──► wiring.py      feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
          ──► run.py         train, evaluate, export
+         ──► simulate.py    the same run on modelled devices, in virtual time
 """
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up, load_tokenizer, model_source, open_tasks, seat_team
 from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies
+from flexmarl.assemble.simulate import simulate
 from flexmarl.assemble.wiring import wire
 from flexmarl.assemble.world import World, open_world
 
@@ -25,5 +27,6 @@ __all__ = [
     "open_tasks",
     "open_world",
     "seat_team",
+    "simulate",
     "wire",
 ]

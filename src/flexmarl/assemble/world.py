@@ -14,6 +14,7 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.training.interface import Trainer
+from flexmarl.training.residency import Residency
 from flexmarl.training.rows import AccumulateRows
 
 
@@ -41,6 +42,8 @@ class World:
     trainers: Mapping[PolicyName, Trainer]
     accumulate: Mapping[PolicyName, AccumulateRows] = field(default_factory=dict)
     """For trainers that read their rows where they run; for the others the session does."""
+    residency: Residency | None = None
+    """Who is on training devices, where they change hands."""
     cluster: Cluster | None = None
     """Whose workers may die; None where everything is in this process."""
     processes: Processes = field(default_factory=Processes)
@@ -59,6 +62,7 @@ def settle_memory() -> None:
 WORLDS: Mapping[str, str] = {
     "inline": "flexmarl.assemble.inline_world:inline_world",
     "ray": "flexmarl.assemble.ray_world:ray_world",
+    "simulated": "flexmarl.assemble.simulated_world:simulated_world",
 }
 """Who opens each `cluster.backend`; imported only then, so that one without the other's libraries works."""
 
