@@ -40,6 +40,17 @@ class WeightedEngine(InferenceEngine, Protocol):
 
         Running requests go on with the keys and values they have; their version runs record the change. The version
         is stamped only after the engine's own checksum. Raises EngineError if names, shapes or dtypes do not fit;
-        then the old weights stay.
+        then the old weights stay. Asleep or not.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Gives up the device's memory: keys, values and weights. Returns when it is free; twice is no error.
+
+        Requests without an answer stand still, those that come meanwhile wait; an abort still ends them.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Serves on from where it fell asleep, with the weights it had or has loaded since; twice is no error."""
         ...

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -75,6 +76,8 @@ class ScriptedEngine:
         self._running: dict[str, _Reply] = {}
         self._generated = 0
         self._failure: str = ""
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.version = version
         self.requests: list[GenerationRequest] = []
         """All that ever came, in order."""
@@ -125,6 +128,16 @@ class ScriptedEngine:
             reply.versions = [*past, VersionRun(reply.sent, version)]
         return held
 
+    async def sleep(self) -> None:
+        """Replies stand still."""
+        self._check_alive()
+        self._awake.clear()
+
+    async def wake(self) -> None:
+        """They go on."""
+        self._check_alive()
+        self._awake.set()
+
     async def close(self) -> None:
         """Aborts what runs."""
         self._failure = self._failure or "the scripted engine is closed"
@@ -155,6 +168,7 @@ class ScriptedEngine:
                     await _either(reply.aborted, self._latency_s)
                 else:
                     await asyncio.sleep(0)
+                await self._until_awake(reply)
                 if not reply.aborted.is_set():
                     reply.sent += 1
                     self._generated += 1
@@ -165,6 +179,16 @@ class ScriptedEngine:
             return
         finish = FinishReason.ABORT if reply.sent < len(ids) else reply.finish
         answers.put_nowait(_generation(request, ids[: reply.sent], finish, reply.versions))
+
+    async def _until_awake(self, reply: _Reply) -> None:
+        if self._awake.is_set():
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._awake, reply.aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _cut(self, ids: list[int], sampling: Sampling) -> tuple[list[int], FinishReason]:
         """The reply up to the first stop condition, or up to `max_tokens`; a script that just ends has stopped."""
@@ -207,6 +231,10 @@ async def _either(event: asyncio.Event, seconds: float) -> None:
         return
 
 
+Publish = Callable[[], Awaitable[tuple[ObjectKey, Checksum]]]
+"""Sets other weights under a new key, or the same one again."""
+
+
 async def check_inference_engine(
     make_engine: Callable[[], Awaitable[InferenceEngine]],
     *,
@@ -214,7 +242,7 @@ async def check_inference_engine(
     prompt: Sequence[int] = (1, 2, 3),
     stop_text: Callable[[Sequence[int]], str] | None = None,
     seeded: bool = True,
-    publish: Callable[[], Awaitable[tuple[ObjectKey, Checksum]]] | None = None,
+    publish: Publish | None = None,
 ) -> None:
     """Puts a fresh engine through every clause of the contract; raises AssertionError with the one it breaks.
 
@@ -238,7 +266,9 @@ async def check_inference_engine(
     if stop_text is not None:
         await _on_fresh(make_engine, lambda engine: check.stops_at_text(engine, stop_text))
     if publish is not None:
-        await _on_fresh(make_engine, lambda engine: check.loads_weights(engine, publish))
+        await _on_fresh(make_engine, check.sleeps)
+        for clause in (check.loads_weights, check.loads_weights_asleep):
+            await _on_fresh(make_engine, partial(clause, publish=publish))
     await check.closes(await make_engine())
 
 
@@ -350,12 +380,9 @@ class _Check:
         assert same.response_ids.tolist() == alone.response_ids.tolist(), "equal seeds must give equal tokens"
         assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "equal tokens must have equal logprobs"
 
-    async def loads_weights(
-        self, engine: InferenceEngine, publish: Callable[[], Awaitable[tuple[ObjectKey, Checksum]]]
-    ) -> None:
+    async def loads_weights(self, engine: InferenceEngine, publish: Publish) -> None:
         """A load returns the checksum of what was published; later tokens carry the new version."""
-        assert hasattr(engine, "load_weights"), "a WeightedEngine needs load_weights"
-        weighted: WeightedEngine = engine  # type: ignore[assignment]
+        weighted = self._weighted(engine)
         key, expected = await publish()
         held = await weighted.load_weights(self._policy, Version(7), key)
         assert held == expected, f"the engine must hold what was published: {expected}, got {held}"
@@ -366,6 +393,41 @@ class _Check:
             await weighted.load_weights(self._policy, Version(8), ObjectKey("no/such/object"))
         except (EngineError, KeyError):
             assert (await engine.usage()).version == 7, "a failed load must leave the old version"
+
+    async def sleeps(self, engine: InferenceEngine) -> None:
+        """What runs stands still, what comes waits, both go on as if nothing had been; an abort is heard asleep."""
+        weighted = self._weighted(engine)
+        (alone,) = await self._all(engine, [self._request("alone", max_tokens=32)])
+        early = asyncio.create_task(self._all(engine, [self._request("early", max_tokens=32)]), name="early-reader")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await weighted.sleep()
+        await weighted.sleep()
+        requests = [self._request("late"), self._request("aborted", max_tokens=64)]
+        late = engine.generate(requests)
+        reader = asyncio.ensure_future(anext(late))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await engine.abort(["aborted"])
+        first = await reader
+        assert (first.request_id, first.finish) == ("aborted", FinishReason.ABORT), f"an abort must be heard: {first}"
+        assert len(first.response_ids) == 0, "an engine that sleeps must not sample"
+        await weighted.wake()
+        await weighted.wake()
+        assert [g.request_id async for g in late] == ["late"], "what came meanwhile must be served after waking up"
+        (same,) = await early
+        assert same.response_ids.tolist() == alone.response_ids.tolist(), "sleep must not change what runs"
+        assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "sleep must not change what runs"
+
+    async def loads_weights_asleep(self, engine: InferenceEngine, publish: Publish) -> None:
+        """It wakes with the weights that it has loaded meanwhile."""
+        weighted = self._weighted(engine)
+        await weighted.sleep()
+        key, expected = await publish()
+        assert await weighted.load_weights(self._policy, Version(7), key) == expected, "asleep, it must load weights"
+        await weighted.wake()
+        (generation,) = await self._all(engine, [self._request("r", max_tokens=2)])
+        assert generation.versions == (VersionRun(0, Version(7)),), f"version 7 must be recorded: {generation.versions}"
 
     async def closes(self, engine: InferenceEngine) -> None:
         """Closing ends what runs, twice is no error, and nothing is served afterwards."""
@@ -382,6 +444,11 @@ class _Check:
         except EngineError:
             return
         raise AssertionError("a closed engine must raise EngineError")
+
+    def _weighted(self, engine: InferenceEngine) -> WeightedEngine:
+        for method in ("load_weights", "sleep", "wake"):
+            assert hasattr(engine, method), f"a WeightedEngine needs {method}"
+        return engine  # type: ignore[return-value]
 
     def _request(
         self,

@@ -52,6 +52,11 @@ class Immortal(ScriptedEngine):
         await self.abort(list(self._running))
 
 
+class Insomniac(ScriptedEngine):
+    async def sleep(self):
+        return
+
+
 class Dutiful(ScriptedEngine):
     async def abort(self, request_ids):
         return
@@ -65,6 +70,7 @@ class Dutiful(ScriptedEngine):
         (Liar, "must hold what was published"),
         (Immortal, "a closed engine must raise"),
         (Dutiful, "finish must be abort"),
+        (Insomniac, "an abort must be heard|must not sample"),
     ],
 )
 def test_the_suite_notices_an_engine_that_breaks_the_contract(kind, complaint):

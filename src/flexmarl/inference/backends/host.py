@@ -65,6 +65,16 @@ class EngineHost:
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             return await self._engine.load_weights(policy, version, key)
 
+    async def sleep(self) -> None:
+        """As the engine does."""
+        with boundary(EngineError, "falling asleep"):
+            await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """As the engine does."""
+        with boundary(EngineError, "waking up"):
+            await self._engine.wake()
+
     async def close(self) -> None:
         """Aborts what runs, whose answers can still be collected, and frees the device."""
         await self._engine.close()

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flexmarl.cluster.interface import Worker
 from flexmarl.errors import EngineError, WorkerError, boundary
@@ -77,7 +78,7 @@ class RemoteEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests at the next token boundary; returns before they have ended."""
         self._aborts.update(request_id for request_id in request_ids if request_id in self._calls)
-        self._wake()
+        self._go_on()
 
     async def usage(self) -> EngineUse:
         """What is under way from here, shared out as the worker last said: no crossing."""
@@ -91,16 +92,18 @@ class RemoteEngine:
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
         """Has the worker get the object and swap the weights between two turns."""
-        if self._closed:
-            raise EngineError(self._closed)
-        try:
-            with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
-                held = await self._worker.call("load_weights", policy, version, key)
-        except WorkerError as error:
-            self._lose(error)
-            raise EngineError(self._closed) from error
+        with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
+            held: Checksum = await self._ask("load_weights", policy, version, key)
         self._use = replace(self._use, version=version)
         return held
+
+    async def sleep(self) -> None:
+        """As the worker's engine does; requests that cross meanwhile wait there."""
+        await self._ask("sleep")
+
+    async def wake(self) -> None:
+        """As the worker's engine does."""
+        await self._ask("wake")
 
     async def close(self) -> None:
         """Ends what runs with finish `abort`, as far as the worker still answers, and then the worker's process."""
@@ -124,6 +127,16 @@ class RemoteEngine:
         if self._collector is not None:
             await asyncio.wait([self._collector])
 
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """A call whose answer is waited for. A worker that is gone loses the engine."""
+        if self._closed:
+            raise EngineError(self._closed)
+        try:
+            return await self._worker.call(method, *args)
+        except WorkerError as error:
+            self._lose(error)
+            raise EngineError(self._closed) from error
+
     def _enter(self, requests: Sequence[GenerationRequest], answers: _Answers) -> None:
         for request in requests:
             if request.request_id in self._calls:
@@ -132,7 +145,7 @@ class RemoteEngine:
             else:
                 self._calls[request.request_id] = _Call(request.sampling.max_tokens, answers)
                 self._outbox.append(request)
-        self._wake()
+        self._go_on()
 
     def _leave(self, requests: Sequence[GenerationRequest], answers: _Answers) -> list[str]:
         """Gives up waiting; returns the ids that are under way. They stay taken until the worker has answered them."""
@@ -144,7 +157,7 @@ class RemoteEngine:
                 left.append(request.request_id)
         return left
 
-    def _wake(self) -> None:
+    def _go_on(self) -> None:
         if (self._outbox or self._aborts) and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name=f"send-{self._worker.name}")
         if self._calls and (self._collector is None or self._collector.done()):

@@ -104,6 +104,7 @@ class EngineCore:
         """
         self._settings = settings
         self._deterministic = deterministic
+        self._device = device
         num_kept = settings.num_kept(deterministic=deterministic)
         self._model = model.to(device=device, dtype=getattr(torch, settings.dtype)).eval()
         num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
@@ -117,12 +118,14 @@ class EngineCore:
         self._waiting: deque[GenerationRequest] = deque()
         self._plain = True
         self._generated = 0
+        self.asleep = False
+        """Its numbers are in host memory, and it cannot step."""
         self.version = version
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing."""
-        return not self._running and not self._waiting
+        """Whether a step would do nothing, or cannot be made."""
+        return self.asleep or (not self._running and not self._waiting)
 
     @property
     def waiting(self) -> int:
@@ -171,6 +174,25 @@ class EngineCore:
             count = int(self._rows.count[row])
             run.versions = [*(past for past in run.versions if past.start < count), VersionRun(count, version)]
         return held
+
+    def sleep(self) -> None:
+        """Frees the device. Of keys and values, only those of running requests are kept, in host memory."""
+        if self.asleep:
+            return
+        self._kept.clear()
+        num_running = len(self._running)
+        self._cache.set_aside(num_running, int(self._rows.length[:num_running].max(initial=0)))
+        self._model.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Takes the device again; the next step is the one that would have come."""
+        if self.asleep:
+            self._model.to(self._device)
+            self._cache.bring_back()
+            self.asleep = False
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -283,7 +305,7 @@ class EngineCore:
         if finish is FinishReason.ERROR:
             self._cache.clear(row)
             ids = ids[: count - 1]
-        elif request.conversation is not None and len(run.versions) == 1:
+        elif request.conversation is not None and len(run.versions) == 1 and not self.asleep:
             self._keep(row, request.conversation, np.concatenate([request.prompt_ids, ids[:-1]]))
         count = len(ids)
         versions = [version for version in run.versions if version.start < count] or run.versions[:1]

@@ -82,7 +82,7 @@ class EmbeddedEngine:
                 self._inbox.append(request)
         try:
             if left:
-                self._wake()
+                self._go_on()
             for generation in refused:
                 yield generation
             while left:
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         """Ends these requests at the next token boundary."""
         if request_ids and not self._closed:
             self._aborts.extend(request_ids)
-            self._wake()
+            self._go_on()
 
     async def usage(self) -> EngineUse:
         """The load after the last turn, with what has arrived since."""
@@ -117,23 +117,35 @@ class EmbeddedEngine:
         """Gets the object and swaps the weights between two turns; returns the checksum of what is served."""
         if policy != self._policy:
             raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
-        core = self._core
-        if self._closed or core is None:
-            raise EngineError(self._closed)
+        core = self._open_core()
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             tree = await self._store.get(key)
             held = await self._thread.run(core.load, version, tree)
         self._use = replace(self._use, version=version)
         return held
 
+    async def sleep(self) -> None:
+        """Between two turns; the turns that come now only take requests and aborts."""
+        await self._thread.run(self._open_core().sleep)
+
+    async def wake(self) -> None:
+        """Goes on with what stood still."""
+        await self._thread.run(self._open_core().wake)
+        self._go_on()
+
     async def close(self) -> None:
         """Ends what runs with finish `abort` and lets the model go."""
         if not self._closed:
             self._closed = f"the engine of '{self._policy}' is closed"
-            self._wake()
+            self._go_on()
         if self._pump_task is not None:
             await self._pump_task
         self._core = None
+
+    def _open_core(self) -> EngineCore:
+        if self._closed or self._core is None:
+            raise EngineError(self._closed)
+        return self._core
 
     def _problem(self, request: GenerationRequest) -> str:
         if request.policy != self._policy:
@@ -142,7 +154,7 @@ class EmbeddedEngine:
             return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
         return ""
 
-    def _wake(self) -> None:
+    def _go_on(self) -> None:
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = asyncio.create_task(self._pump(), name=f"engine-{self._policy}")
 
@@ -159,7 +171,8 @@ class EmbeddedEngine:
                 done, self._use = await self._thread.run(_turn, core, inbox, aborts, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
                 self._deliver(done)
-                busy = bool(self._use.queued or self._use.running or self._inbox or self._aborts)
+                left = not core.asleep and (self._use.queued or self._use.running)
+                busy = bool(left or self._inbox or self._aborts)
             if self._closed:
                 self._deliver(await self._thread.run(_drain, core, self._inbox))
         except Exception as error:

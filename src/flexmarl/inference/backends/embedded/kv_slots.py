@@ -88,9 +88,13 @@ class _SlotLayer(CacheLayerMixin):
     def __init__(self, owner: "SlotCache", keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self._owner = owner
+        self.is_initialized = True
+        self.place(keys, values)
+
+    def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """From now on its numbers are here, as views of the cache's block."""
         self._flat_keys, self._flat_values = keys.flatten(0, 2), values.flatten(0, 2)
         self.keys, self.values = keys, values
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -131,16 +135,35 @@ class SlotCache(Cache):
         self.max_len = max_len
         self._device = parameter.device
         self._on_cpu = self._device.type == "cpu"
-        # Zeros, not garbage: masked positions are read with weight 0, and 0 times a stray NaN would be NaN.
-        self._block = torch.zeros(
-            layers, 2, rows, key_heads, max_len, head_size, dtype=parameter.dtype, device=self._device
-        )
+        self._shape = (layers, 2, rows, key_heads, max_len, head_size)
+        self._dtype = parameter.dtype
+        self._block = self._zeros()
         self._row_starts = (np.arange(rows) * key_heads + np.arange(key_heads)[:, None]) * max_len
         """[K, S] flat index of position 0."""
         self._steps = torch.arange(max_len, device=self._device)
         self._zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
         self._masked = torch.full_like(self._zero, -torch.inf)
         super().__init__(layers=[_SlotLayer(self, block[0], block[1]) for block in self._block])
+
+    def set_aside(self, rows: int, length: int) -> None:
+        """Frees the device; of the first rows, so many positions are kept in host memory, where they can be copied."""
+        self._place(self._block[:, :, :rows, :, :length].to("cpu", copy=True))
+
+    def bring_back(self) -> None:
+        """The whole block on the device again, with what was kept."""
+        kept, block = self._block, self._zeros()
+        block[:, :, : kept.shape[2], :, : kept.shape[4]] = kept
+        self._place(block)
+
+    def _place(self, block: torch.Tensor) -> None:
+        self._block = block
+        for layer, (keys, values) in zip(self.layers, block, strict=True):
+            assert isinstance(layer, _SlotLayer)
+            layer.place(keys, values)
+
+    def _zeros(self) -> torch.Tensor:
+        """Zeros, not garbage: masked positions are read with weight 0, and 0 times a stray NaN would be NaN."""
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Copies positions start..end of a row, in all layers."""
