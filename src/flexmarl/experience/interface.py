@@ -1,6 +1,6 @@
 """The experience store of FlexMARL section 4.2: one table per agent; meta, data and status columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -110,11 +110,12 @@ class ExperienceStore(Protocol):
         """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
         ...
 
-    async def rewind(self, next_group: GroupId) -> int:
-        """Takes back what a run did after a checkpoint: discards the rows of `next_group` and all younger groups.
+    async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
+        """Takes back what a run did after a checkpoint: discards the rows of `next_group` and all younger groups, and
+        of the older ones in `replay`, which were active.
 
         They are played again under the same ids. Returns how many rows it discarded. Raises StoreError, changing
-        nothing, if a row of an older group has not ended: it cannot belong to this checkpoint.
+        nothing, if a row of another older group has not ended: it cannot belong to this checkpoint.
         """
         ...
 

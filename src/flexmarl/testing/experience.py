@@ -311,6 +311,20 @@ async def rewinding_past_a_row_that_has_not_ended_is_refused(store: ExperienceSt
     assert await store.counts(SHARED) == {RowState.TRAINED: 1, RowState.ACCUMULATED: 1, RowState.READY: 1}
 
 
+async def rewinding_discards_older_groups_too_that_were_active_whatever_became_of_them(store: ExperienceStore) -> None:
+    for group in range(4):
+        await store.put(SOLVER, [partial(sample(group), version=1, text=f"group {group}")])
+    await train(store, sample(0))
+    await train(store, sample(1))
+    await store.settle([sample(2)], Outcome(state=RowState.READY))
+    await refuses(store.rewind(GroupId(3), replay=[GroupId(1)]), StoreError, SOLVER, sample(2), "ready")
+    assert await store.rewind(GroupId(3), replay=[GroupId(1), GroupId(2)]) == 3
+    assert await store.counts(SHARED) == {RowState.TRAINED: 1}
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((1,),)
+    await store.put(VERIFIER, [partial(sample(1), version=2, text="again")])
+    assert (await store.get([sample(1)]))[0].values["text"] == "again"
+
+
 async def pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough(
     store: ExperienceStore,
 ) -> None:
@@ -410,6 +424,7 @@ CHECKS = (
     rows_are_read_in_the_order_asked,
     rewinding_discards_these_and_younger_groups_and_they_are_played_again,
     rewinding_past_a_row_that_has_not_ended_is_refused,
+    rewinding_discards_older_groups_too_that_were_active_whatever_became_of_them,
     pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough,
     pruning_leaves_rows_that_have_not_ended,
     a_query_shows_payloads_as_a_person_reads_them,

@@ -5,7 +5,7 @@ SQLite's locks order the writers of several processes, and readers never wait fo
 """
 
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -103,9 +103,10 @@ class DurableStore:
         doing = f"releasing the rows of {cache or holder}"
         return await self._write(doing, lambda db: self._tables.release(db, holder, cache))
 
-    async def rewind(self, next_group: GroupId) -> int:
-        """Discards the rows of this and all younger groups, with their payloads."""
-        return await self._write(f"rewinding to group {next_group}", lambda db: self._tables.rewind(db, next_group))
+    async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
+        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
+        doing = f"rewinding to group {next_group}"
+        return await self._write(doing, lambda db: self._tables.rewind(db, next_group, replay))
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of the oldest groups until the store is small enough."""

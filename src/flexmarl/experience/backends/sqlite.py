@@ -4,7 +4,7 @@ One transaction per call. Because nothing waits, it also runs in virtual time.
 """
 
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from flexmarl.errors import StoreError, boundary
@@ -43,9 +43,10 @@ class SqliteStore:
         doing = f"releasing the rows of {cache or holder}"
         return self._write(doing, lambda db: self._tables.release(db, holder, cache))
 
-    async def rewind(self, next_group: GroupId) -> int:
-        """Discards the rows of this and all younger groups, with their payloads."""
-        return self._write(f"rewinding to group {next_group}", lambda db: self._tables.rewind(db, next_group))
+    async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
+        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
+        doing = f"rewinding to group {next_group}"
+        return self._write(doing, lambda db: self._tables.rewind(db, next_group, replay))
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of the oldest groups until the store is small enough."""

@@ -59,11 +59,12 @@ class Statements:
         not_ended = ", ".join(f"'{state}'" for state in RowState if state not in ROW_TERMINAL)
         self.not_ended = (
             f"SELECT sample_id, state FROM {self._name} WHERE policy IN (SELECT policy FROM tally) "
-            f"AND state IN ({not_ended}) AND group_id < ? LIMIT 1"
+            f"AND state IN ({not_ended}) AND group_id < ?1 "
+            "AND group_id NOT IN (SELECT value FROM json_each(?2)) LIMIT 1"
         )
-        younger = f"FROM {self._name} WHERE group_id >= ?1"
-        self.drop_payloads = self._payloads_of(younger)
-        self.drop = f"DELETE {younger}"
+        played_again = f"FROM {self._name} WHERE group_id >= ?1 OR group_id IN (SELECT value FROM json_each(?2))"
+        self.drop_payloads = self._payloads_of(played_again)
+        self.drop = f"DELETE {played_again}"
         self.prune_payloads = self._payloads_of(f"FROM {self._name} WHERE {self._ended_in_group()}")
         forgotten = ", ".join(f"{quote(name)} = NULL" for name in self._references)
         self.prune = f"UPDATE {self._name} SET {forgotten or 'policy = policy'} WHERE {self._ended_in_group()}"
@@ -89,7 +90,7 @@ class Statements:
 
     def _payloads_of(self, rows: str) -> str:
         keys = " UNION ALL ".join(f"SELECT {quote(name)} {rows}" for name in self._references)
-        return f"DELETE FROM payloads WHERE key IN ({keys or 'SELECT NULL WHERE ?1'})"
+        return f"DELETE FROM payloads WHERE key IN ({keys or f'SELECT NULL {rows}'})"
 
     def _ended_in_group(self) -> str:
         """Through the index by state: every policy there is, every state that ends a row."""

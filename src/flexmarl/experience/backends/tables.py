@@ -6,7 +6,7 @@ Nothing here waits or locks: the inline store calls it in the caller's thread, t
 import json
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,20 +99,21 @@ class Tables:
             released += [sample_id for (sample_id,) in db.execute(statement, (owner,)).fetchall()]
         return sorted(released, key=claim_order)
 
-    def rewind(self, db: sqlite3.Connection, next_group: GroupId) -> int:
-        """Discards the rows of this and all younger groups, with their payloads."""
+    def rewind(self, db: sqlite3.Connection, next_group: GroupId, replay: Collection[GroupId]) -> int:
+        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
+        which = (next_group, json.dumps(sorted(replay)))
         for agent, table in self._tables.items():
-            not_ended = db.execute(table.not_ended, (next_group,)).fetchone()
+            not_ended = db.execute(table.not_ended, which).fetchone()
             if not_ended:
                 raise StoreError(
                     f"table {agent!r}, row {not_ended[0]!r} is {not_ended[1]}, but groups before {next_group} have "
                     f"ended in the checkpoint: the store is of another run, or has lost what came after it"
                 )
-        db.execute("UPDATE pruned SET before_group = min(before_group, ?)", (next_group,))
+        db.execute("UPDATE pruned SET before_group = min(before_group, ?)", (min([next_group, *replay]),))
         dropped = 0
         for table in self._tables.values():
-            db.execute(table.drop_payloads, (next_group,))
-            dropped += db.execute(table.drop, (next_group,)).rowcount
+            db.execute(table.drop_payloads, which)
+            dropped += db.execute(table.drop, which).rowcount
         return dropped
 
     def prune_one_group(self, db: sqlite3.Connection, before_group: GroupId, budget_bytes: int) -> int | None:
