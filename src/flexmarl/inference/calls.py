@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flexmarl.inference.continuation import joined, rest_of
 from flexmarl.inference.instances import Instance
 from flexmarl.inference.observed import CallRecord
-from flexmarl.records import FinishReason, Generation, GenerationRequest, Version, unserved
+from flexmarl.records import Generation, GenerationRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -31,21 +31,21 @@ class Call:
     def end(self, generation: Generation) -> None:
         """Hands the answer, with the earlier parts, to the caller, if it still waits."""
         if not self.answer.done():
-            self.answer.set_result(self._with_part(generation))
+            self.answer.set_result(self.whole(generation))
 
     def keep(self, part: Generation) -> None:
         """Goes on after this part, at another instance."""
         self.request = rest_of(self.request, part)
-        self.part = self._with_part(part)
+        self.part = self.whole(part)
 
-    def unserved(self, version: Version) -> Generation:
-        """The answer where there is no engine, or none that answers to an abort: no more than the earlier parts."""
-        return self._with_part(unserved(self.request, version, FinishReason.ABORT))
+    def whole(self, generation: Generation) -> Generation:
+        """The answer with the earlier parts."""
+        return generation if self.part is None else joined(self.part, generation)
 
     def record(self, generation: Generation) -> CallRecord:
         """What the pool tells of the call, answered now at its instance."""
         assert self.instance is not None
-        whole = self._with_part(generation)
+        whole = self.whole(generation)
         kept = 0 if self.part is None else len(self.part.response_ids)
         return CallRecord(
             instance=self.instance.name,
@@ -60,9 +60,6 @@ class Call:
             version=whole.versions[0].version,
             finish=whole.finish,
         )
-
-    def _with_part(self, generation: Generation) -> Generation:
-        return generation if self.part is None else joined(self.part, generation)
 
 
 class Line:

@@ -19,7 +19,7 @@ from flexmarl.inference.calls import Call, Line
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.instances import Instance, Instances, Start
 from flexmarl.inference.observed import PoolObservers
-from flexmarl.records import FinishReason, Generation
+from flexmarl.records import FinishReason, Generation, unserved
 
 NOT_OPEN = "the pool is not open; requests need `async with pool:` around them"
 
@@ -66,9 +66,10 @@ class Dispatch:
             self._instances.lose(instance.name, f"aborting failed: {error}")
 
     def unserved(self, call: Call) -> Generation:
-        """The answer where there is no engine, or none that answers to an abort."""
-        known = call.instance is not None and not call.instance.lost
-        return call.unserved(call.instance.version if call.instance and known else FIRST_VERSION)
+        """What an instance would answer, where there is none, or none that answers to an abort."""
+        instance = call.instance
+        version = FIRST_VERSION if instance is None or instance.lost else instance.version
+        return unserved(call.request, version, FinishReason.ABORT)
 
     def _give_out(self) -> None:
         self._due = False

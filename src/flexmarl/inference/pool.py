@@ -130,7 +130,7 @@ class InferencePool(PoolObservers):
                     await dispatch.abort(call)
                     return await asyncio.shield(call.answer)
             call.answer.cancel()
-            return dispatch.unserved(call)
+            return call.whole(dispatch.unserved(call))
         except asyncio.CancelledError:
             call.answer.cancel()
             if self._open:
