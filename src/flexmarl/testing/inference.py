@@ -396,8 +396,10 @@ class _Check:
 
     async def sleeps(self, engine: InferenceEngine) -> None:
         """What runs stands still, what comes waits, both go on as if nothing had been; an abort is heard asleep."""
-        weighted = self._weighted(engine)
+        weighted, clock = self._weighted(engine), asyncio.get_running_loop().time
+        began = clock()
         (alone,) = await self._all(engine, [self._request("alone", max_tokens=32)])
+        long_enough_s = clock() - began
         early = asyncio.create_task(self._all(engine, [self._request("early", max_tokens=32)]), name="early-reader")
         for _ in range(3):
             await asyncio.sleep(0)
@@ -406,8 +408,8 @@ class _Check:
         requests = [self._request("late"), self._request("aborted", max_tokens=64)]
         late = engine.generate(requests)
         reader = asyncio.ensure_future(anext(late))
-        for _ in range(100):
-            await asyncio.sleep(0)
+        for _ in range(100):  # an engine whose tokens take no time still needs its turns
+            await asyncio.sleep(long_enough_s / 100)
         await engine.abort(["aborted"])
         first = await reader
         assert (first.request_id, first.finish) == ("aborted", FinishReason.ABORT), f"an abort must be heard: {first}"
