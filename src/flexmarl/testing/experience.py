@@ -313,7 +313,7 @@ async def rewinding_past_a_row_that_has_not_ended_is_refused(store: ExperienceSt
 
 async def rewinding_discards_older_groups_too_that_were_active_whatever_became_of_them(store: ExperienceStore) -> None:
     for group in range(4):
-        await store.put(SOLVER, [partial(sample(group), version=1, text=f"group {group}")])
+        await store.put(SOLVER, [partial(sample(group), text=f"group {group}")])
     await train(store, sample(0))
     await train(store, sample(1))
     await store.settle([sample(2)], Outcome(state=RowState.READY))
