@@ -3,16 +3,48 @@
 consumes    a group and the index of the episode in it
 waits for   the workflow, and through it for engines and tools
 produces    an Episode: finished, failed or timed out, failed ones with a reason
-unblocked by the end of the workflow, or the time limit
+unblocked by the end of the workflow, the time limit, or a stop of its group
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
 from flexmarl.errors import EpisodeError, FlexmarlError, StoreError, boundary
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.records import Episode, EpisodeStatus, GroupRecord, make_trajectory_id
+from flexmarl.records import Episode, EpisodeStatus, GroupRecord, RowState, make_trajectory_id
 from flexmarl.rollout.recorder import StoreRecorder
+
+
+class Stop:
+    """Ends the episodes of one group before their time: to each of them it is as if its time limit had come."""
+
+    def __init__(self) -> None:
+        self.because = ""
+        """Why it was stopped; "": it was not."""
+        self._limits: set[asyncio.Timeout] = set()
+
+    def now(self, because: str) -> None:
+        """Stops what runs, and what would begin later."""
+        self.because = because
+        for limit in self._limits:
+            self._expire(limit)
+
+    @contextmanager
+    def ends(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """For as long as the block lasts, a stop ends the timeout that is around it."""
+        self._limits.add(limit)
+        if self.because:
+            self._expire(limit)
+        try:
+            yield
+        finally:
+            self._limits.remove(limit)
+
+    def _expire(self, limit: asyncio.Timeout) -> None:
+        if not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Player:
@@ -36,15 +68,21 @@ class Player:
         self._store = store
         self._sampling = {} if temperature is None else {"temperature": temperature}
 
-    async def play(self, group: GroupRecord, index: int) -> Episode:
-        """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out."""
+    async def play(
+        self, group: GroupRecord, index: int, *, stop: Stop | None = None, generate: Generate | None = None
+    ) -> Episode:
+        """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out.
+
+        `generate` may stand between its calls and the engines. The rows of an episode that `stop` ends are EXPIRED.
+        """
+        stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
         context = EpisodeContext(
             task=group.task,
             group=group.group,
             trajectory_id=make_trajectory_id(group.group, index, group.attempt),
             run_seed=self._run_seed,
-            generate=self._generate,
+            generate=generate or self._generate,
             recorder=recorder or NoRecorder(),
             sampling=self._sampling,
             environment=self._team.environment,
@@ -52,7 +90,7 @@ class Player:
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
         started = clock()
-        status, reason = await self._run(team, context)
+        status, reason = await self._run(team, context, stop)
         episode = Episode(
             episode=context.episode,
             group=group.group,
@@ -65,16 +103,24 @@ class Player:
             duration_s=clock() - started,
         )
         if recorder is not None:
-            await recorder.finish(episode)
+            await recorder.finish(episode, ends=RowState.EXPIRED if stop.because else RowState.FAILED)
         return episode
 
-    async def _run(self, team: Team, context: EpisodeContext) -> tuple[EpisodeStatus, str]:
+    @property
+    def generate(self) -> Generate:
+        """What the calls of its episodes go through."""
+        return self._generate
+
+    async def _run(self, team: Team, context: EpisodeContext, stop: Stop) -> tuple[EpisodeStatus, str]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                with boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
+            async with asyncio.timeout(self._timeout_s) as limit:
+                with stop.ends(limit), boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
                     await self._team.run(context.task, team)
         except TimeoutError:
-            return EpisodeStatus.TIMED_OUT, f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
+            return (
+                EpisodeStatus.TIMED_OUT,
+                stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}",
+            )
         except StoreError:
             raise
         except FlexmarlError as error:

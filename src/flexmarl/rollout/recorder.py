@@ -42,14 +42,14 @@ class StoreRecorder:
         self._check_open(turn.sample_id)
         await self._store.put(turn.agent, [response_row(turn)])
 
-    async def finish(self, episode: Episode) -> None:
-        """Adds the rewards of a finished episode, or ends every row of a failed one (law 11)."""
+    async def finish(self, episode: Episode, *, ends: RowState = RowState.FAILED) -> None:
+        """Adds the rewards of a finished episode, or moves every row of another one to `ends` (law 11)."""
         self._ended = True
         for agent, row in list(self._opening.values()):
             # Interrupted, or still on its way: whether the row is there is unknown, and putting it twice is no error.
             await self._store.put(agent, [row])
         if not episode.finished:
-            await self._store.settle(self._opened, Outcome(state=RowState.FAILED, reason=episode.reason))
+            await self._store.settle(self._opened, Outcome(state=ends, reason=episode.reason))
             return
         for agent, rows in self._closing_rows(episode).items():
             await self._store.put(agent, rows)

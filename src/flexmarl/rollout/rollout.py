@@ -2,48 +2,79 @@
 
 consumes    admitted groups, in order of admission
 waits for   a free query slot; inside a group, a free trajectory slot
-produces    finished groups, in order of completion
-unblocked by the end of an episode (rollout.episode_timeout_s bounds it)
+produces    finished groups, in order of completion; before that, each of their finished episodes
+unblocked by the end of an episode (rollout.episode_timeout_s bounds it), or a stop of its group
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from flexmarl.observability.journal import Journal
-from flexmarl.records import Episode, GroupRecord, GroupState
+from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
-from flexmarl.rollout.player import Player
+from flexmarl.rollout.lockstep import Lockstep
+from flexmarl.rollout.player import Player, Stop
 from flexmarl.rollout.settings import RolloutSettings
 
 Emit = Callable[[GroupRecord], Awaitable[None]]
+EmitEpisode = Callable[[GroupRecord, Episode], Awaitable[None]]
+
+
+async def _keep(group: GroupRecord, episode: Episode) -> None:
+    """It comes with its group."""
 
 
 class Rollout:
     """Plays groups; `emit` gets each one when all its episodes are terminal, and its wait slows new groups down."""
 
     def __init__(
-        self, *, player: Player, admission: Admission, settings: RolloutSettings, episodes: int, journal: Journal
+        self,
+        *,
+        player: Player,
+        admission: Admission,
+        settings: RolloutSettings,
+        episodes: int,
+        journal: Journal,
+        policies: Sequence[PolicyName] = (),
     ) -> None:
+        """`policies` in the order of their agents: lockstep gives them their turns in it."""
         self._player = player
         self._admission = admission
         self._settings = settings
         self._episodes = episodes
         self._journal = journal
+        self._policies = tuple(policies)
+        self._stops: dict[GroupId, Stop] = {}
+        """Of the groups that came and are not emitted yet."""
 
-    async def play(self, groups: AsyncIterable[GroupRecord], emit: Emit) -> None:
+    async def play(self, groups: AsyncIterable[GroupRecord], emit: Emit, emit_episode: EmitEpisode = _keep) -> None:
         """Plays every group that comes, and returns when the last one was emitted."""
         queries = asyncio.Semaphore(self._settings.inter_query)
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:
+                self._stops[group.group] = Stop()
                 await queries.acquire()
-                task = tasks.create_task(self._play_group(group, emit), name=f"rollout/group-{group.group}")
+                task = tasks.create_task(
+                    self._play_group(group, emit, emit_episode), name=f"rollout/group-{group.group}"
+                )
                 task.add_done_callback(lambda _: queries.release())
 
-    async def _play_group(self, group: GroupRecord, emit: Emit) -> None:
-        while True:
+    def stop(self, group: GroupId, because: str) -> bool:
+        """Ends the episodes of a group; whether it still played. It is then emitted, and whoever stopped it ends it."""
+        stop = self._stops.get(group)
+        if stop:
+            stop.now(because)
+        return stop is not None
+
+    async def _play_group(self, group: GroupRecord, emit: Emit, emit_episode: EmitEpisode) -> None:
+        played, stop = group, self._stops[group.group]
+        while not stop.because:
             self._admission.move(group.group, GroupState.RUNNING)
-            played = replace(group, episodes=await self._play_episodes(group))
+            played = replace(group, episodes=await self._play_episodes(group, stop, emit_episode))
+            if stop.because:
+                break
             if played.finished:
                 self._admission.move(group.group, GroupState.DONE)
                 break
@@ -56,18 +87,28 @@ class Rollout:
             self._admission.move(group.group, GroupState.WAITING)
             self._journal.event("group_retried", group=group.group, because=reason)
             group = replace(group, attempt=self._admission.attempt(group.group))
+        del self._stops[group.group]
         await emit(played)
 
-    async def _play_episodes(self, group: GroupRecord) -> tuple[Episode, ...]:
+    async def _play_episodes(self, group: GroupRecord, stop: Stop, emit_episode: EmitEpisode) -> tuple[Episode, ...]:
         trajectories = asyncio.Semaphore(self._settings.intra_query)
+        in_turn = Lockstep(self._policies) if self._settings.order == "lockstep" else None
 
-        async def play(index: int) -> Episode:
+        async def play(index: int) -> Episode | None:
             async with trajectories:
-                return await self._player.play(group, index)
+                if stop.because:
+                    return None
+                with in_turn.episode(self._player.generate) if in_turn else nullcontext() as generate:
+                    if in_turn:
+                        await asyncio.sleep(0)  # Until all are here: the first must not take its turn alone.
+                    episode = await self._player.play(group, index, stop=stop, generate=generate)
+                if episode.finished:
+                    await emit_episode(group, episode)
+                return episode
 
         async with asyncio.TaskGroup() as tasks:
             playing = [
                 tasks.create_task(play(index), name=f"rollout/group-{group.group}/episode-{index}")
                 for index in range(self._episodes)
             ]
-        return tuple(task.result() for task in playing)
+        return tuple(episode for task in playing if (episode := task.result()))

@@ -27,7 +27,7 @@ class TimedPlayer:
         self.most_groups = self.most_episodes = 0
         self.played: list[str] = []
 
-    async def play(self, group, index):
+    async def play(self, group, index, **rest):
         self.playing[group.group] = self.playing.get(group.group, 0) + 1
         self.most_groups = max(self.most_groups, len(self.playing))
         self.most_episodes = max(self.most_episodes, *self.playing.values())
@@ -156,11 +156,11 @@ def test_a_retry_waits_for_nobody():
 
 def test_an_error_of_one_group_ends_the_others():
     class Broken(TimedPlayer):
-        async def play(self, group, index):
+        async def play(self, group, index, **rest):
             if group.group == 1:
                 await asyncio.sleep(0.5)
                 raise StoreError("disk full")
-            return await super().play(group, index)
+            return await super().play(group, index, **rest)
 
     stage = Stage(Broken(lasts=lambda group, index: 1e6))
     with pytest.raises(ExceptionGroup) as raised:
