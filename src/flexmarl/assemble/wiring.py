@@ -10,18 +10,26 @@ from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import WorkerPlace, WorkerRole
 from flexmarl.config import RunSettings
 from flexmarl.errors import TrainingError
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import Progress
+from flexmarl.orchestrator.asynchronous import Asynchronous
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.evaluate import Evaluator
 from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.run import Orchestrator, Parts
+from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
+from flexmarl.orchestrator.stream import Stream
+from flexmarl.orchestrator.synchronous import Synchronous
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName, Version, WorkerLost
 from flexmarl.rollout.admission import Admission
@@ -44,10 +52,17 @@ def wire(
     settings, team = blueprint.settings, blueprint.team
     journal_pool(world.pool, journal)
     if start:
-        journal.event("resumed", step=start.step, versions=start.versions, next_group=start.next_group)
+        journal.event(
+            "resumed",
+            step=start.step,
+            versions=start.versions,
+            next_group=start.admission.next_group,
+            active=start.replayed,
+        )
     store, budget_bytes = world.store, settings.store.budget_bytes
     versions = Versions(initial_versions(settings, start))
-    admission = Admission(slots=settings.batch.groups, next_group=start.next_group if start else 0)
+    law = law_of(settings.mode, settings.pipeline, groups=settings.batch.groups)
+    admission = Admission.resumed(law, start.admission) if start else Admission(law)
     monitor = Monitor(
         name=settings.name,
         steps=settings.steps,
@@ -78,6 +93,13 @@ def wire(
         run_seed=settings.seed,
         timeout_s=rollout.episode_timeout_s,
     )
+    crediting = Crediting(
+        store=store,
+        credit=settings.credit,
+        trained=[PolicyName(name) for name in settings.trained],
+        admission=admission,
+        journal=journal,
+    )
     parts = Parts(
         feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
         admission=admission,
@@ -87,11 +109,11 @@ def wire(
             settings=rollout,
             episodes=settings.batch.episodes,
             journal=journal,
+            policies=[agent.policy for agent in team.agents.values()],
         ),
+        crediting=crediting,
         collector=Collector(
-            store=store,
-            credit=settings.credit,
-            trained=[PolicyName(name) for name in settings.trained],
+            crediting=crediting,
             admission=admission,
             versions=versions,
             release=release_of(settings),
@@ -100,6 +122,7 @@ def wire(
         ),
         trainers=world.trainers,
         sessions=sessions,
+        pool=world.pool,
         publisher=Publisher(
             trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
         ),
@@ -112,9 +135,33 @@ def wire(
         prune=None if budget_bytes is None else partial(store.prune, budget_bytes=budget_bytes),
     )
     orchestrator = Orchestrator(
-        parts, steps=settings.steps, evaluate=settings.evaluate, checkpoint=settings.checkpoint, start=start
+        parts,
+        pipeline_of(settings, parts, store),
+        steps=settings.steps,
+        evaluate=settings.evaluate,
+        checkpoint=settings.checkpoint,
+        start=start,
     )
     return orchestrator, monitor
+
+
+def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore) -> Pipeline:
+    """How the run's mode makes steps."""
+    if settings.mode.synchronous:
+        return Synchronous(parts, colocated=settings.mode is Mode.COLOCATED)
+    stream = Stream(
+        feed=parts.feed,
+        rollout=parts.rollout,
+        crediting=parts.crediting,
+        admission=parts.admission,
+        store=store,
+        settings=settings.pipeline,
+        journal=parts.journal,
+        monitor=parts.monitor,
+    )
+    if settings.pipeline.updates == "per_policy":
+        return PerPolicy(parts, stream, timeout_s=settings.pipeline.policy_timeout_s)
+    return Asynchronous(parts, stream)
 
 
 def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:
@@ -171,10 +218,12 @@ def initial_versions(settings: RunSettings, start: RunState | None) -> dict[Poli
 
 
 def release_of(settings: RunSettings) -> Release:
-    """When finished groups become ready, as the mode and determinism ask."""
-    if settings.mode is Mode.SYNC:
+    """When finished groups become ready, as the mode, determinism and credit ask."""
+    if settings.mode in (Mode.SYNC, Mode.COLOCATED):
         return Release.AT_END
-    return Release.IN_ORDER if settings.deterministic else Release.AT_ONCE
+    if settings.deterministic:
+        return Release.IN_ORDER
+    return Release.BY_EPISODE if settings.credit.ready == "trajectory" else Release.AT_ONCE
 
 
 def make_evaluator(blueprint: Blueprint, player: Player, versions: Versions) -> Evaluator:

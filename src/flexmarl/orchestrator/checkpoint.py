@@ -18,13 +18,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from flexmarl.errors import CheckpointError, boundary
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.retention import Drop, Held, to_drop
 from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
 from flexmarl.records import GroupId, PolicyName, Version
+from flexmarl.rollout.admission import ActiveGroup, AdmissionState
 from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Trainer
 
@@ -41,13 +42,18 @@ class RunState:
 
     step: int
     """Steps done."""
-    next_group: int
-    """Position in the task source, and id of the next group. All groups before it have ended; none after it counts."""
+    admission: AdmissionState
+    """All groups before `admission.next_group` have ended, but those in `admission.active`; none after it counts."""
     versions: Mapping[PolicyName, Version]
     before: Evaluation | None = None
     """The evaluation before the first step: a resumed run compares with it."""
     wall_s: float = 0.0
     """Seconds that all processes of the run so far took together, one after the other."""
+
+    @property
+    def replayed(self) -> tuple[GroupId, ...]:
+        """Groups that were active: a resumed run plays them again."""
+        return tuple(one.group for one in self.admission.active)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +179,7 @@ class Checkpoints:
             path=final,
             num_bytes=kept[-1].num_bytes,
             dropped=drops,
-            first_group=GroupId(_read_state(self._path(kept[0].step)).next_group),
+            first_group=first_group(_read_state(self._path(kept[0].step)).admission),
         )
 
     def _find(self) -> Found:
@@ -203,6 +209,11 @@ class Checkpoints:
         return self._folder / f"{prefix}{step:05d}"
 
 
+def first_group(admission: AdmissionState) -> GroupId:
+    """The first group that a run may play again, if it goes on from there or from later."""
+    return min([one.group for one in admission.active], default=GroupId(admission.next_group))
+
+
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix(_COMPLETE))
 
@@ -217,5 +228,10 @@ def _look(folder: Path) -> Held:
 def _read_state(path: Path) -> RunState:
     with boundary(CheckpointError, f"{path / 'state.json'} is not a state of this version of flexmarl"):
         raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        before = raw.pop("before")
-        return RunState(**raw, before=Evaluation(**before) if before else None)
+        before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
+        return RunState(**raw, before=Evaluation(**before) if before else None, admission=admission)
+
+
+def _admission_of(raw: dict[str, Any]) -> AdmissionState:
+    active = tuple(ActiveGroup(**one) for one in raw.pop("active"))
+    return AdmissionState(again=tuple(raw.pop("again")), active=active, **raw)

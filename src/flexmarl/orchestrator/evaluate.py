@@ -66,7 +66,7 @@ class Evaluator:
         episodes = [task.result() for task in playing]
         if self._versions.served != pinned:
             raise TrainingError(f"weights changed during an evaluation pinned to {dict(pinned)}")
-        self._versions.check_strict(turn for episode in episodes for turn in episode.turns)
+        self._versions.check((turn for episode in episodes for turn in episode.turns), max_staleness=0)
         return Evaluation(
             versions=pinned,
             episodes=len(episodes),

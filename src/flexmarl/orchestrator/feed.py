@@ -1,21 +1,22 @@
 """Runs the feed: tasks become admitted groups.
 
 consumes    the task source, by position
-waits for   nothing: all groups of the step before have ended, so each of the step finds a free slot
+waits for   synchronous: nothing, for all groups of the step before have ended; else for a free slot
 produces    groups in the order of admission, one when rollout asks for it
-unblocked by rollout, which asks when it has a free query slot
+unblocked by rollout, which asks when it has a free query slot; and by `look_again`, told by whoever ends a group
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 from flexmarl.observability.journal import Journal
-from flexmarl.records import GroupRecord
+from flexmarl.records import GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission
-from flexmarl.tasks import TaskSource
+from flexmarl.tasks import SourceExhausted, TaskSource
 
 
 class Feed:
-    """Draws tasks; the position in the source is the id of the next group."""
+    """Draws tasks; admission says at which position."""
 
     def __init__(self, *, source: TaskSource, admission: Admission, groups: int, journal: Journal) -> None:
         self._source = source
@@ -23,12 +24,61 @@ class Feed:
         self.num_groups = groups
         """Groups per step."""
         self._journal = journal
+        self._changed = asyncio.Event()
+        self._ended = False
+        self.exhausted: SourceExhausted | None = None
+        """Why no new task will come; one that is admitted again may."""
 
     async def groups(self, step: int) -> AsyncIterator[GroupRecord]:
         """The groups of one step. Raises SourceExhausted, naming the position, when a finite source ends."""
         for _ in range(self.num_groups):
-            task = self._source.train(self._admission.next_group)
-            verdict = self._admission.may_admit()
-            group = self._admission.admit()
-            self._journal.event("group_admitted", group=group, step=step, task=task.input_id, because=verdict.because)
-            yield GroupRecord(group=group, task=task, step=step)
+            yield self._admit(step)
+
+    async def endless(self, step: Callable[[], int]) -> AsyncIterator[GroupRecord]:
+        """Groups as slots become free, first those that were active when the run was saved.
+
+        Ends after `end`, and when the source has ended and no task can come again; `step` is the one being made.
+        """
+        for group in self._admission.active:
+            if not self._ended:
+                yield self._again(group, step())
+        while not self._ended:
+            if self._admission.may_admit().allowed:
+                try:
+                    group = self._admit(step())
+                except SourceExhausted as error:
+                    self.exhausted = error
+                else:
+                    yield group
+                    continue
+            if self.exhausted and not self._may_come_again():
+                return
+            await self._changed.wait()
+            self._changed.clear()
+
+    def look_again(self) -> None:
+        """A group has ended, or will never be played again."""
+        self._changed.set()
+
+    def end(self) -> None:
+        """No more groups."""
+        self._ended = True
+        self._changed.set()
+
+    def _admit(self, step: int) -> GroupRecord:
+        task = self._source.train(self._admission.next_position)
+        verdict = self._admission.may_admit()
+        group = self._admission.admit()
+        self._journal.event("group_admitted", group=group, step=step, task=task.input_id, because=verdict.because)
+        return GroupRecord(group=group, task=task, step=step)
+
+    def _again(self, group: GroupId, step: int) -> GroupRecord:
+        task = self._source.train(self._admission.position(group))
+        because = "it was active when the run was saved"
+        self._journal.event("group_admitted", group=group, step=step, task=task.input_id, because=because)
+        return GroupRecord(group=group, task=task, step=step, attempt=self._admission.attempt(group))
+
+    def _may_come_again(self) -> bool:
+        """Whether a group still plays: it may be late, and its task admitted again."""
+        admission = self._admission
+        return any(admission.state(group) in (GroupState.WAITING, GroupState.RUNNING) for group in admission.active)

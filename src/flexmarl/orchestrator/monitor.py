@@ -7,12 +7,13 @@ unblocked by time
 """
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from flexmarl.errors import EngineError, cause_of
+from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.lag import measure_lag
@@ -21,9 +22,11 @@ from flexmarl.observability.overlap import Interval, overlap, seconds, union
 from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import EngineUse, GroupRecord, PolicyName
+from flexmarl.records import EngineUse, Episode, GroupRecord, PolicyName, Turn, Version
 from flexmarl.training.interface import Accumulated, UpdateReport
 
+COMPARED = 50_000
+"""Newest episodes whose lengths are compared: as many as show a bias of a percent, and sorted in milliseconds."""
 TICK_S = 0.25
 """Between two looks at the queues: the screen is drawn no faster."""
 
@@ -62,6 +65,11 @@ class Monitor:
         self._successes: list[float] = []
         self._training: defaultdict[str, list[Interval]] = defaultdict(list)
         self._rollout: list[Interval] = []
+        self._playing_since: float | None = None
+        self._lag = PublishLag()
+        self._stalest: Counter[PolicyName] = Counter()
+        self._finished_lengths: deque[int] = deque(maxlen=COMPARED)
+        self._trained_lengths: deque[int] = deque(maxlen=COMPARED)
         self._usage: Mapping[str, EngineUse] = {}
         self._queues: Mapping[str, Any] = {}
         self._step_lag_ms = 0.0
@@ -87,12 +95,13 @@ class Monitor:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """Counts the block's time as rollout: training in it is hidden."""
-        began = self._journal.now()
+        began = self._playing_since = self._journal.now()
         try:
             with self._metrics.time("rollout"):
                 yield
         finally:
-            self._rollout.append((began, self._journal.now()))
+            self._rollout.append((self._playing_since, self._journal.now()))
+            self._playing_since = None
             self._journal.event("rollout_ended", process="controller", began=began, step=self._step)
 
     def begin(self, step: int, phase: str) -> None:
@@ -107,7 +116,8 @@ class Monitor:
         metrics.add("rollout/episodes", len(group.episodes))
         metrics.add("rollout/failed_episodes", len(group.episodes) - len(group.finished))
         for episode in group.episodes:
-            tokens = sum(len(turn.response_ids) for turn in episode.turns)
+            tokens = _num_tokens(episode)
+            self._finished_lengths.append(tokens)
             metrics.add("rollout/tokens", tokens)
             metrics.add("rollout/turns", len(episode.turns))
             metrics.mean("rollout/episode_s", episode.duration_s)
@@ -138,6 +148,7 @@ class Monitor:
         """Notes an update that ends now, and its figures."""
         process, began = f"trainer/{policy}", self._journal.moment(began)
         self._training[process].append((began, self._journal.now()))
+        self._lag.made(policy, report.version, self._journal.now())
         self._journal.event(
             "updated", process=process, began=began, policy=policy, version=report.version, report=report
         )
@@ -146,6 +157,22 @@ class Monitor:
         self._metrics.gauge(f"train/{policy}/learning_rate", report.learning_rate)
         self._metrics.add(f"train/{policy}/samples", report.num_samples)
         self._metrics.add("train/tokens", report.num_tokens)
+
+    def published(self, policy: PolicyName, version: Version) -> None:
+        """Notes that every instance of the policy serves a version that `updated` told of."""
+        self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._journal.now()))
+
+    def taken(self, group: GroupRecord) -> None:
+        """Notes how long the episodes are that training takes."""
+        self._trained_lengths.extend(_num_tokens(episode) for episode in group.finished)
+
+    def trained_on(self, policy: PolicyName, turns: Sequence[Turn]) -> None:
+        """Notes how old the tokens are that go into the policy's next update."""
+        staleness = staleness_of(turns, self._versions.served[policy])
+        if staleness:
+            tokens = sum(len(turn.response_ids) for turn in turns)
+            self._metrics.mean(f"staleness/{policy}/mean", staleness.mean, weight=tokens)
+            self._stalest[policy] = max(self._stalest[policy], staleness.max)
 
     def evaluated(self, when: str, evaluation: Evaluation) -> None:
         """Notes an evaluation; it belongs to the step whose end it follows."""
@@ -164,6 +191,7 @@ class Monitor:
         for policy, version in self._versions.served.items():
             self._metrics.gauge(f"version/{policy}", version)
         self._flush_overlap()
+        self._flush_staleness()
         self._step_lag_ms = 0.0
         values = self._metrics.flush(step)
         if "rollout/groups" in values:  # Else it was the evaluation before the first step.
@@ -173,6 +201,10 @@ class Monitor:
         self._step = step
 
     def _flush_overlap(self) -> None:
+        if self._playing_since is not None:  # It goes on: what follows belongs to the next step.
+            now = self._journal.now()
+            self._rollout.append((self._playing_since, now))
+            self._playing_since = now
         beside = overlap(self._training, self._rollout)
         if beside.hidden is not None:
             busy = union(interval for intervals in self._training.values() for interval in intervals)
@@ -181,6 +213,15 @@ class Monitor:
             self._metrics.mean("overlap/training_hidden", beside.hidden)
         self._training.clear()
         self._rollout.clear()
+
+    def _flush_staleness(self) -> None:
+        for policy, versions in self._stalest.items():
+            self._metrics.gauge(f"staleness/{policy}/max", versions)
+        bias = length_bias([*self._trained_lengths], [*self._finished_lengths]) if self._stalest else None
+        if bias:
+            self._metrics.gauge("length_bias/ratio", bias.ratio)
+            self._metrics.gauge("length_bias/ks", bias.ks)
+        self._stalest.clear()
 
     def _lagged(self, delay_s: float) -> None:
         delay_ms = delay_s * 1000
@@ -234,6 +275,10 @@ class Monitor:
             processes=self._processes(),
         )
         self._progress.update(view)
+
+
+def _num_tokens(episode: Episode) -> int:
+    return sum(len(turn.response_ids) for turn in episode.turns)
 
 
 def _path(name: str) -> str:

@@ -13,6 +13,7 @@ from flexmarl.experience.interface import ExperienceStore
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints, Found, RunState
 from flexmarl.records import GroupId, PolicyName, Version
+from flexmarl.rollout.admission import AdmissionState
 from flexmarl.training.interface import Trainer
 
 
@@ -36,9 +37,12 @@ async def resume(
         journal.event("checkpoint_passed_over", because=because)
         say(f"passed over a checkpoint: {because}")
     state = await _restored(checkpoints, found, trainers, say)
-    rows = await store.rewind(GroupId(state.next_group))
-    because = f"groups from {state.next_group} on are played again"
-    journal.event("store_rewound", next_group=state.next_group, rows=rows, because=because)
+    next_group, active = state.admission.next_group, state.replayed
+    rows = await store.rewind(GroupId(next_group), replay=active)
+    because = f"groups from {next_group} on are played again"
+    if active:
+        because += f", and {len(active)} that were active: {', '.join(map(str, active))}"
+    journal.event("store_rewound", next_group=next_group, replay=active, rows=rows, because=because)
     say(f"going on after step {state.step}; {because}, {rows} rows of them are discarded")
     return state
 
@@ -51,4 +55,5 @@ async def _restored(
     if found.passed_over:
         raise CheckpointError(checkpoints.none_intact(found))
     say("the run was ended before its first checkpoint: it begins again, in the same folder")
-    return RunState(step=0, next_group=0, versions=dict.fromkeys(trainers, Version(0)))
+    start = AdmissionState(next_group=0, next_position=0)
+    return RunState(step=0, admission=start, versions=dict.fromkeys(trainers, Version(0)))

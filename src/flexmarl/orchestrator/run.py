@@ -1,60 +1,41 @@
-"""Runs the joint orchestrator: one step after another, with synchronous semantics.
+"""Runs one run from its first publication to its last evaluation; what a step is, the mode decides.
 
-  feed ──► rollout ──► collect ──► training sessions ──► update ──► publish ──► next step
-           (groups)    (credit)    (micro-batches)       (one per policy)
+  publish ──► evaluate ──► step ──► save ──► evaluate ──► step ──► ... ──► evaluate
+                           └─ synchronous.py, asynchronous.py or per_policy.py
 
-consumes    tasks
-waits for   the step's groups to end, its ready samples to be accumulated, its weights to be acknowledged
-produces    one update per active policy and step; evaluations; checkpoints
-unblocked by every part in turn; any failure ends the step, and with it the run, as an exception
+consumes    steps of a pipeline
+waits for   the pipeline, the disk, evaluations
+produces    checkpoints at rest, evaluations, figures of every step
+unblocked by every part in turn; any failure ends the run as an exception
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-from flexmarl.errors import EpisodeError, cause_of
-from flexmarl.observability.journal import Journal
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.collect import Collector
-from flexmarl.orchestrator.evaluate import Evaluation, Evaluator
-from flexmarl.orchestrator.feed import Feed
-from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.save import Prune, Saver
+from flexmarl.errors import cause_of
+from flexmarl.orchestrator.checkpoint import RunState
+from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.save import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
-from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Divisors, GroupRecord, PolicyName
-from flexmarl.rollout.admission import Admission
-from flexmarl.rollout.rollout import Rollout
-from flexmarl.training.interface import Trainer
-from flexmarl.training.session import TrainingSession
+from flexmarl.records import GroupId
 
 
-def _ignore(warning: str) -> None:
-    pass
+class Pipeline(Protocol):
+    """How a mode makes steps. One step at a time, inside `playing`."""
 
+    def playing(self) -> AbstractAsyncContextManager[None]:
+        """What plays beside the steps plays in this block, and has ended after it."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the orchestrator joins; `assemble` makes them."""
-
-    feed: Feed
-    admission: Admission
-    rollout: Rollout
-    collector: Collector
-    trainers: Mapping[PolicyName, Trainer]
-    sessions: Mapping[PolicyName, TrainingSession]
-    publisher: Publisher
-    versions: Versions
-    evaluator: Evaluator
-    checkpoints: Checkpoints
-    journal: Journal
-    monitor: Monitor
-    warn: Callable[[str], None] = _ignore
-    """Puts a line on the screen; the journal has it already."""
-    prune: Prune | None = None
-    """For a store whose size is bounded."""
+    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+        """Makes a step; the groups that were trained in it. With `rest` nothing is trained or published afterwards,
+        and no gradient is left over, until the next step begins.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +55,7 @@ class Orchestrator:
     def __init__(
         self,
         parts: Parts,
+        pipeline: Pipeline,
         *,
         steps: int,
         evaluate: EvaluateSettings,
@@ -82,6 +64,7 @@ class Orchestrator:
     ) -> None:
         """`start` is where a resumed run goes on; its trainers hold that state already."""
         self._parts = parts
+        self._pipeline = pipeline
         self._steps = steps
         self._evaluate = evaluate
         self._saver = Saver(
@@ -97,7 +80,6 @@ class Orchestrator:
         self._began = asyncio.get_running_loop().time()
         self.step = start.step if start else 0
         """Steps done."""
-        self._failures: list[str] = []
 
     async def run(self) -> RunOutcome:
         """Trains to the last step. Raises what ended the run, out of the groups of the tasks it came through."""
@@ -108,44 +90,44 @@ class Orchestrator:
 
     async def _run(self) -> RunOutcome:
         parts = self._parts
-        for policy, session in parts.sessions.items():
-            await parts.publisher.publish(policy, session.version)
+        async with asyncio.TaskGroup() as tasks:
+            for policy, session in parts.sessions.items():
+                tasks.create_task(parts.publisher.publish(policy, session.version), name=f"publish/{policy}")
         if self.step == 0:
             self._before = await self._evaluated("before")
             parts.monitor.flush(self.step)
+        if self.step < self._steps:
+            await self._train()
         after = self._before
-        if self.step and self.step >= self._steps:  # It was ended after its last step, while that was evaluated say.
+        if self.step:
             after = await self._evaluated("after")
             parts.monitor.flush(self.step)
-        while self.step < self._steps:
-            await self._step()
-            await self._save_if_due()
-            after = await self._evaluate_if_due()
-            parts.monitor.flush(self.step)
         return RunOutcome(before=self._before, after=after, steps=self.step, wall_s=self._wall_s)
+
+    async def _train(self) -> None:
+        """All steps. What plays or balances beside them ends with the last one."""
+        parts = self._parts
+        async with asyncio.TaskGroup() as beside:
+            watching = beside.create_task(parts.balancer.watch(), name="balance") if parts.balancer else None
+            async with self._pipeline.playing():
+                while self.step < self._steps:
+                    await self._step()
+                    await self._save_if_due()
+                    if self.step < self._steps:
+                        await self._evaluate_if_due()
+                        parts.monitor.flush(self.step)
+            if watching:
+                watching.cancel()
 
     @property
     def _wall_s(self) -> float:
         return self._earlier_s + asyncio.get_running_loop().time() - self._began
 
     async def _step(self) -> None:
-        """Rollout, collection and training side by side; then one update per policy, published."""
         parts, began = self._parts, self._parts.journal.now()
         parts.journal.event("step_started", step=self.step, versions=parts.versions.served)
         parts.monitor.begin(self.step, "rollout and training")
-        parts.collector.open()
-        self._failures = []
-        async with asyncio.TaskGroup() as tasks:
-            for policy, session in parts.sessions.items():
-                tasks.create_task(session.accumulate(), name=f"train/{policy}")
-            with parts.monitor.rollout():
-                await parts.rollout.play(parts.feed.groups(self.step), self._finished)
-            divisors = await parts.collector.close()
-            for session in parts.sessions.values():
-                session.close_step()
-        self._check_alive()
-        await self._update(divisors)
-        trained = parts.collector.settle_trained()
+        trained = await self._pipeline.step(self.step, rest=self._rests_after(self.step + 1))
         self.step += 1
         parts.journal.event(
             "step_ended",
@@ -156,39 +138,21 @@ class Orchestrator:
             versions=parts.versions.served,
         )
 
-    async def _finished(self, group: GroupRecord) -> None:
-        self._parts.monitor.group_finished(group)
-        self._failures += [] if group.finished else [group.episodes[-1].reason]
-        await self._parts.collector.take(group)
+    def _rests_after(self, step: int) -> bool:
+        last = step == self._steps
+        return last or self._saver.due(step, last=last) or self._is_evaluated(step)
 
-    def _check_alive(self) -> None:
-        """A step in which every group failed would repeat for ever: a workflow, tool or engine is broken."""
-        if len(self._failures) == self._parts.feed.num_groups:
-            raise EpisodeError(
-                f"step {self.step}: none of its {len(self._failures)} groups had a finished episode; "
-                f"the last reason: {self._failures[-1]}"
-            )
-
-    async def _update(self, divisors: Mapping[PolicyName, Divisors]) -> None:
-        parts = self._parts
-        for policy, session in parts.sessions.items():
-            old, began = session.version, asyncio.get_running_loop().time()
-            new = await session.finish(divisors[policy])
-            report = parts.trainers[policy].last_update
-            if new == old or report is None:
-                parts.journal.event("update_skipped", policy=policy, because="no weighted token in the step")
-                continue
-            parts.monitor.updated(policy, report, began)
-            with parts.monitor.time("publish"):
-                await parts.publisher.publish(policy, new)
+    def _is_evaluated(self, step: int) -> bool:
+        return bool(self._evaluate.tasks and self._evaluate.every) and step % self._evaluate.every == 0
 
     async def _save_if_due(self) -> None:
         parts = self._parts
         last = self.step == self._steps
+        admission = parts.admission.snapshot()
         if self._saver.due(self.step, last=last):
             state = RunState(
                 step=self.step,
-                next_group=parts.admission.next_group,
+                admission=admission,
                 versions=dict(parts.versions.served),
                 before=self._before,
                 wall_s=self._wall_s,
@@ -196,14 +160,11 @@ class Orchestrator:
             with parts.monitor.time("checkpoint"):
                 await self._saver.save(state, last=last)
         else:
-            await self._saver.not_saved(parts.admission.next_group)
+            await self._saver.not_saved(admission)
 
-    async def _evaluate_if_due(self) -> Evaluation | None:
-        if self.step == self._steps:
-            return await self._evaluated("after")
-        if self._evaluate.every and self.step % self._evaluate.every == 0:
-            return await self._evaluated("between", self._evaluate.every_tasks)
-        return None
+    async def _evaluate_if_due(self) -> None:
+        if self._is_evaluated(self.step):
+            await self._evaluated("between", self._evaluate.every_tasks)
 
     async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
         parts = self._parts

@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from flexmarl.errors import CheckpointError
 from flexmarl.observability.journal import Journal
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState, Saved
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState, Saved, first_group
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import GroupId, PolicyName
+from flexmarl.rollout.admission import AdmissionState
 from flexmarl.training.interface import Trainer
 
 Prune = Callable[[GroupId], Awaitable[int]]
@@ -43,10 +44,10 @@ class Saver:
         """Whether the end of this step is saved."""
         return bool(self._settings.every) and (last or step % self._settings.every == 0)
 
-    async def not_saved(self, next_group: int) -> None:
+    async def not_saved(self, admission: AdmissionState) -> None:
         """The end of a step that is not saved; where none ever is, what has ended is needed by nobody."""
         if not self._settings.every:
-            await self._make_room(GroupId(next_group), "there are no checkpoints: a resumed run begins anew")
+            await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
 
     async def save(self, state: RunState, *, last: bool) -> None:
         """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""

@@ -1,4 +1,4 @@
-"""Decides whether what was sampled fits the versions a step is played at (laws 3 and 10)."""
+"""Decides whether what was sampled fits the versions that are served when it is trained (laws 3 and 10)."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,13 +23,18 @@ class Versions:
             raise TrainingError(f"policy '{policy}' serves version {self._served[policy]}; {version} would go back")
         self._served[policy] = version
 
-    def check_strict(self, turns: Iterable[Turn]) -> None:
-        """Synchronous modes: every token was sampled at the served version (law 3). Raises TrainingError."""
+    def check(self, turns: Iterable[Turn], *, max_staleness: int | None) -> None:
+        """Every token was sampled at most so many versions before the served one (law 3); None: however long ago.
+
+        Raises TrainingError naming the turn; also for a token of a version that is not served yet.
+        """
         for turn in turns:
-            expected = self._served[turn.policy]
-            wrong = [run for run in turn.versions if run.version != expected]
+            served = self._served[turn.policy]
+            oldest = 0 if max_staleness is None else served - max_staleness
+            wrong = [run for run in turn.versions if not oldest <= run.version <= served]
             if wrong:
+                allowed = f"version {served}" if oldest == served else f"versions {max(0, oldest)} to {served}"
                 raise TrainingError(
                     f"turn {turn.sample_id}: token {wrong[0].start} was sampled by version {wrong[0].version} of "
-                    f"'{turn.policy}', but this step is played at version {expected}"
+                    f"'{turn.policy}', but this step is trained on {allowed}"
                 )

@@ -9,6 +9,7 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import (
     AgentName,
@@ -26,9 +27,14 @@ from flexmarl.records import (
     VersionRun,
     make_sample_id,
 )
-from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.admission import Admission, AdmissionState
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
+
+
+def at_group(next_group: int) -> AdmissionState:
+    """Admission at a boundary of synchronous steps: everything before has ended."""
+    return AdmissionState(next_group=next_group, next_position=next_group)
 
 
 def turn_of(group: int, index: int, hop: int, *, agent: str = "solver", tokens: int = 2, version: int = 0) -> Turn:
@@ -76,10 +82,15 @@ class Bench:
         self.admission = Admission(slots=groups)
         self.journal = MemoryJournal()
         self.ready: list[PolicyName] = []
-        self.collector = Collector(
+        self.crediting = Crediting(
             store=self.store,
             credit=CreditSettings.model_validate({"filter": None, **credit}),
             trained=[SOLVER],
+            admission=self.admission,
+            journal=self.journal,
+        )
+        self.collector = Collector(
+            crediting=self.crediting,
             admission=self.admission,
             versions=Versions({SOLVER: Version(0), JUDGE: Version(0)}),
             release=release,

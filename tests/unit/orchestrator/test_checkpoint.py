@@ -19,6 +19,7 @@ from flexmarl.orchestrator.retention import Drop
 from flexmarl.records import AgentName, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
+from tests.unit.orchestrator.groups import at_group
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
 
@@ -40,7 +41,13 @@ def state(step=4):
         tokens=80,
     )
     versions = {SOLVER: Version(step), VERIFIER: Version(step)}
-    return RunState(step=step, next_group=10 * step, versions=versions, before=before, wall_s=12.5)
+    return RunState(
+        step=step,
+        admission=at_group(10 * step),
+        versions=versions,
+        before=before,
+        wall_s=12.5,
+    )
 
 
 def checkpoints_in(folder, *, keep=2, budget_bytes=None):
@@ -77,7 +84,11 @@ def test_what_was_saved_comes_back(tmp_path):
 
 def test_a_state_without_an_evaluation_comes_back_too(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
-    bare = RunState(step=1, next_group=2, versions={SOLVER: Version(0), VERIFIER: Version(0)})
+    bare = RunState(
+        step=1,
+        admission=at_group(2),
+        versions={SOLVER: Version(0), VERIFIER: Version(0)},
+    )
     run_virtual(checkpoints.save(bare, trainers()))
     assert run_virtual(checkpoints.load(trainers())) == bare
 

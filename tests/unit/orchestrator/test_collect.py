@@ -158,7 +158,7 @@ def test_a_group_without_a_turn_of_a_trained_policy_is_filtered():
         assert bench.admission.ended == {GroupState.FAILED: 1}
         bench = Bench(groups=1)
         group = group_of(0, [0.0, 1.0], judged=True)
-        bench.collector._trained = frozenset({PolicyName("another")})
+        bench.crediting.trained = frozenset({PolicyName("another")})
         await bench.take(group)
         assert bench.journal.events("group_filtered")[0]["because"] == "no turn of a trained policy"
         assert await bench.states("judge") == await bench.states("solver") == ["filtered"] * 2

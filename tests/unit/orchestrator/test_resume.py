@@ -17,6 +17,7 @@ from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.run import ScriptedRun
 from flexmarl.testing.training import FakeTrainer
+from tests.unit.orchestrator.groups import at_group
 
 SOLVER = PolicyName("solver")
 
@@ -27,7 +28,12 @@ def left_behind(folder, *steps, groups=6):
     for step in steps:
         trainer = FakeTrainer(SOLVER, InlineObjectStore())
         trainer.version, trainer.weight = Version(step), float(step)
-        state = RunState(step=step, next_group=2 * step, versions={SOLVER: Version(step)}, wall_s=1.5)
+        state = RunState(
+            step=step,
+            admission=at_group(2 * step),
+            versions={SOLVER: Version(step)},
+            wall_s=1.5,
+        )
         run_virtual(checkpoints.save(state, {SOLVER: trainer}))
     store = SqliteStore(agents=[AgentName("solver")], columns=TURN_COLUMNS)
     for group in range(groups):
@@ -47,7 +53,7 @@ def go_on(checkpoints, store):
 
 def test_trainers_and_store_go_back_to_the_newest_checkpoint(tmp_path):
     resumed = go_on(*left_behind(tmp_path, 1, 2))
-    assert (resumed.state.step, resumed.state.next_group, resumed.state.wall_s) == (2, 4, 1.5)
+    assert (resumed.state.step, resumed.state.admission.next_group, resumed.state.wall_s) == (2, 4, 1.5)
     assert (resumed.trainer.version, resumed.trainer.weight) == (2, 2.0)
     assert (resumed.rewound["next_group"], resumed.rewound["rows"]) == (4, 2)
     assert resumed.said == ["going on after step 2; groups from 4 on are played again, 2 rows of them are discarded"]
@@ -66,7 +72,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_and_more_is_played_again(tmp
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path):
     resumed = go_on(*left_behind(tmp_path / "checkpoints"))
-    assert resumed.state == RunState(step=0, next_group=0, versions={SOLVER: Version(0)})
+    assert resumed.state == RunState(step=0, admission=at_group(0), versions={SOLVER: Version(0)})
     assert resumed.rewound["rows"] == 6
     assert resumed.said[0] == "the run was ended before its first checkpoint: it begins again, in the same folder"
 

@@ -15,6 +15,7 @@ from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
+from tests.unit.orchestrator.groups import at_group
 
 SOLVER = PolicyName("solver")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -46,7 +47,11 @@ def stage(folder, **chosen):
 
     def save(step, *, last=False, error=None):
         trainer.error = error
-        state = RunState(step=step, next_group=10 * step, versions={SOLVER: Version(0)})
+        state = RunState(
+            step=step,
+            admission=at_group(10 * step),
+            versions={SOLVER: Version(0)},
+        )
         run_virtual(saver.save(state, last=last))
 
     return SimpleNamespace(save=save, saver=saver, journal=journal, said=said, pruned=pruned)
@@ -134,11 +139,11 @@ def test_a_budget_below_one_checkpoint_is_told_and_keeps_the_newest(tmp_path):
 def test_without_checkpoints_every_step_makes_room_in_the_store(tmp_path):
     at = stage(tmp_path, every=0)
     assert not at.saver.due(5, last=True)
-    run_virtual(at.saver.not_saved(20))
+    run_virtual(at.saver.not_saved(at_group(20)))
     assert at.pruned == [20]
 
 
 def test_between_two_checkpoints_the_store_stays_as_it_is(tmp_path):
     at = stage(tmp_path, every=3)
-    run_virtual(at.saver.not_saved(20))
+    run_virtual(at.saver.not_saved(at_group(20)))
     assert at.pruned == []

@@ -1,0 +1,72 @@
+"""Parts of one run: what the orchestrator joins and `assemble` makes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flexmarl.inference.pool import InferencePool
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.orchestrator.collect import Collector, Crediting
+from flexmarl.orchestrator.evaluate import Evaluator
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.save import Prune
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import PolicyName
+from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.rollout import Rollout
+from flexmarl.training.interface import Trainer
+from flexmarl.training.session import TrainingSession
+
+
+def _ignore(warning: str) -> None:
+    pass
+
+
+class Balances(Protocol):
+    """What moves instances between policies while a run goes on."""
+
+    async def watch(self) -> None:
+        """Looks and moves until it is cancelled; its failure ends the run."""
+        ...
+
+    def rollout_ended(self) -> None:
+        """The step's rollout has ended: what is done now is hidden behind the rest of training."""
+        ...
+
+
+class Suspends(Protocol):
+    """What gives the training devices back."""
+
+    async def suspend_all(self) -> None:
+        """Returns when no policy holds a device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the orchestrator joins; `assemble` makes them."""
+
+    feed: Feed
+    admission: Admission
+    rollout: Rollout
+    crediting: Crediting
+    collector: Collector
+    trainers: Mapping[PolicyName, Trainer]
+    sessions: Mapping[PolicyName, TrainingSession]
+    pool: InferencePool
+    publisher: Publisher
+    versions: Versions
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    journal: Journal
+    monitor: Monitor
+    warn: Callable[[str], None] = _ignore
+    """Puts a line on the screen; the journal has it already."""
+    prune: Prune | None = None
+    """For a store whose size is bounded."""
+    balancer: Balances | None = None
+    residency: Suspends | None = None
+    """Where policies share training devices."""

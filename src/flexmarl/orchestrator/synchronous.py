@@ -1,0 +1,96 @@
+"""Runs one step of the synchronous modes: rollout, collection and training, then every policy is updated and served.
+
+  feed ──► rollout ──► collect ──► per policy: accumulate ──► update ──► serve ──► next step
+           (groups)    (credit)
+
+  sync         rows become ready when rollout has ended
+  microbatch   as groups complete: training is hidden behind rollout
+  colocated    as sync, and engines sleep while trainers hold the devices, and the other way round
+
+consumes    the step's tasks
+waits for   its groups to end; each policy for its own rows and instances only
+produces    one update of each active policy, served
+unblocked by every part in turn; any failure ends the step as an exception
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from flexmarl.errors import EpisodeError
+from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.publish import NewWeights
+from flexmarl.orchestrator.update import serve, update
+from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
+
+Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
+"""The divisors of the step, known as soon as its collection is closed."""
+
+
+class Synchronous:
+    """Steps of which nothing reaches into the next."""
+
+    def __init__(self, parts: Parts, *, colocated: bool) -> None:
+        self._parts = parts
+        self._colocated = colocated
+        self._failures: list[str] = []
+        self._unserved: list[NewWeights] = []
+
+    def playing(self) -> AbstractAsyncContextManager[None]:
+        """Between two steps nothing plays."""
+        return nullcontext()
+
+    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+        """Makes one step; the groups that were trained in it. It always comes to rest."""
+        parts = self._parts
+        parts.collector.open()
+        self._failures = []
+        closed: Closed = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            for policy in parts.sessions:
+                tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
+            with parts.monitor.rollout():
+                await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
+            if parts.balancer:
+                parts.balancer.rollout_ended()
+            self._check_alive(step)
+            if self._colocated:
+                await parts.pool.sleep()
+            closed.set_result(await parts.collector.close())
+            for session in parts.sessions.values():
+                session.close_step()
+        if self._colocated:
+            await self._change_places()
+        return parts.collector.settle_trained()
+
+    async def _train(self, policy: PolicyName, closed: Closed) -> None:
+        """One policy's chain: it waits for its own rows, and for no other policy."""
+        await self._parts.sessions[policy].accumulate()
+        weights = await update(self._parts, policy, (await closed)[policy])
+        if weights and self._colocated:
+            self._unserved.append(weights)
+        elif weights:
+            await serve(self._parts, weights)
+
+    async def _change_places(self) -> None:
+        """Trainers leave the devices, engines come back and load what was trained."""
+        if self._parts.residency:
+            await self._parts.residency.suspend_all()
+        await self._parts.pool.wake()
+        unserved, self._unserved = self._unserved, []
+        async with asyncio.TaskGroup() as tasks:
+            for weights in unserved:
+                tasks.create_task(serve(self._parts, weights), name=f"publish/{weights.policy}")
+
+    async def _finished(self, group: GroupRecord) -> None:
+        self._parts.monitor.group_finished(group)
+        self._failures += [] if group.finished else [group.episodes[-1].reason]
+        await self._parts.collector.take(group)
+
+    def _check_alive(self, step: int) -> None:
+        """A step in which every group failed would repeat for ever: a workflow, tool or engine is broken."""
+        if len(self._failures) == self._parts.feed.num_groups:
+            raise EpisodeError(
+                f"step {step}: none of its {len(self._failures)} groups had a finished episode; "
+                f"the last reason: {self._failures[-1]}"
+            )
