@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from flexmarl.records import PolicyName
 
-KEPT_PER_STEP = 0.8
-"""What a step's answers still count when the next one ends: about five steps are remembered."""
+KEPT_PER_STEP = 0.95
+"""What a step's answers still count when the next one ends: about twenty steps are remembered. Tasks differ so much
+that five steps allocate by chance."""
 
 
 @dataclass(slots=True)

@@ -52,18 +52,15 @@ WORTH_MOVING = 1.05
 class BalanceRule(Protocol):
     """Looks at all policies at once, now and then while a step plays."""
 
-    def decide(self, loads: Loads, *, move_s: float, ends_in_s: float | None = None) -> Sequence[Move]:
-        """The moves to make now.
-
-        `move_s` is what a move takes; in `ends_in_s` the step's rollout is expected to end (None: nobody knows).
-        """
+    def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
+        """The moves to make now; `move_s` is what one takes."""
         ...
 
 
 class Stay:
     """No instance ever moves."""
 
-    def decide(self, loads: Loads, *, move_s: float, ends_in_s: float | None = None) -> Sequence[Move]:
+    def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
         """Nothing."""
         return ()
 
@@ -76,8 +73,8 @@ class QueueGap:
     literal: bool = False
     """As many instances as the queues differ, instead of one. It overshoots: the next look moves them back."""
 
-    def decide(self, loads: Loads, *, move_s: float, ends_in_s: float | None = None) -> Sequence[Move]:
-        """Moves to the longest queue; `move_s` and the step's end play no part."""
+    def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
+        """Moves to the longest queue; what a move takes plays no part."""
         donors = [policy for policy in loads if len(loads[policy].instances) > 1]
         if not donors:
             return ()
@@ -101,7 +98,7 @@ class DrainTime:
     least_gain: float = 0.1
     """Of the longest drain time: estimates are no better, and a move back would need as much again."""
 
-    def decide(self, loads: Loads, *, move_s: float, ends_in_s: float | None = None) -> Sequence[Move]:
+    def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
         """At most one move, the one that shortens the longest drain time most."""
         known = {policy: load for policy, load in loads.items() if load.expected is not None}
         needy = [policy for policy in known if known[policy].waiting]
@@ -109,8 +106,10 @@ class DrainTime:
             return ()
         to = max(needy, key=lambda policy: (drain_s(known[policy]), policy))
         before = drain_s(known[to])
-        if before <= 2 * move_s or (ends_in_s is not None and ends_in_s <= 2 * move_s):
-            return ()  # An instance stands still for move_s: only after as long again has it made up for that.
+        if before <= 2 * move_s:
+            # An instance stands still for move_s, and makes up for that in as long again. The step lasts no less than
+            # the longest drain time: beyond this, the move has paid before its end.
+            return ()
         after_to = drain_s(known[to], more=1, from_s=move_s)
         best: tuple[float, PolicyName] | None = None
         for donor in known:

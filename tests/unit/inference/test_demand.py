@@ -32,5 +32,5 @@ def test_the_work_of_a_step_is_an_average_over_the_last_ones_where_older_ones_fa
     assert demand.work == pytest.approx({SOLVER: 10.0, JUDGE: 5.0})
     demand.answered(SOLVER, tokens=1, serving_s=30.0)
     demand.step_ended()
-    assert 10.0 < demand.work[SOLVER] < 20.0
+    assert 10.0 < demand.work[SOLVER] < 20.0, "not by one step"
     assert demand.work[JUDGE] < 5.0, "a step without a request counts too"

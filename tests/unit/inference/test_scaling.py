@@ -67,20 +67,17 @@ def test_drain_time_moves_where_both_will_have_drained_sooner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loads", "move_s", "ends_in_s"),
+    ("loads", "move_s"),
     [
-        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(11, 4, 4)}, 2.5, None),  # the donor would be the longest
-        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0, 0)}, 10.0, None),  # 20 s: not made up for before it is done
-        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0, 0)}, 2.5, 5.0),  # not before the step ends
-        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0)}, 2.5, None),  # the donor's last
-        ({SOLVER: load_of(0, 4, 4), JUDGE: load_of(0, 0, 0)}, 0.0, None),  # nothing waits: a new one would idle
-        ({SOLVER: load_of(99, 4, expected=None), JUDGE: load_of(0, 0, 0)}, 2.5, None),  # nothing known of its requests
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(11, 4, 4)}, 2.5),  # the donor would be the longest
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0, 0)}, 10.0),  # 20 s: not made up for before it is done
+        ({SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 0)}, 2.5),  # the donor's last
+        ({SOLVER: load_of(0, 4, 4), JUDGE: load_of(0, 0, 0)}, 0.0),  # nothing waits: a new one would idle
+        ({SOLVER: load_of(99, 4, expected=None), JUDGE: load_of(0, 0, 0)}, 2.5),  # nothing known of its requests
     ],
 )
-def test_drain_time_stays_where_a_move_does_not_pay(
-    loads: dict[PolicyName, PolicyLoad], move_s: float, ends_in_s: float | None
-) -> None:
-    assert not DrainTime().decide(loads, move_s=move_s, ends_in_s=ends_in_s)
+def test_drain_time_stays_where_a_move_does_not_pay(loads: dict[PolicyName, PolicyLoad], move_s: float) -> None:
+    assert not DrainTime().decide(loads, move_s=move_s)
 
 
 queues = st.builds(
