@@ -1,0 +1,106 @@
+"""A run in an asynchronous mode that is killed at any moment goes on: no group and no task is lost, none counts twice.
+
+Other than the synchronous modes it does not end bit for bit as an undisturbed one: what was active at the checkpoint is
+played again, with the weights of now.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.records import ROW_TERMINAL, RowState
+from flexmarl.testing.run import ScriptedRun
+from tests.simulated.test_async_laws import MODES, asynchronous, ended_groups, group_of, pipelines
+from tests.simulated.test_laws import Schedule, many
+from tests.simulated.test_resume import lives
+
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+
+def ended_in(lived: Sequence[ScriptedRun]) -> list[int]:
+    """Groups in the order of their ends, without those that a later life plays again."""
+    ended: list[int] = []
+    for run in lived:
+        for event in run.events("store_rewound"):
+            replay = set(event["replay"])
+            ended = [group for group in ended if group < event["next_group"] and group not in replay]
+        ended += ended_groups(run)
+    return ended
+
+
+def trained_in(lived: Sequence[ScriptedRun]) -> dict[int, list[int]]:
+    """The groups that each step trained; a later life makes the steps again that were not saved."""
+    steps: dict[int, list[int]] = {}
+    for run in lived:
+        for event in run.events("resumed"):
+            steps = {step: groups for step, groups in steps.items() if step < event["step"]}
+        steps |= {event["step"]: event["trained"] for event in run.events("step_ended")}
+    return steps
+
+
+def check_nothing_lost(lived: Sequence[ScriptedRun], schedule: Schedule, num_steps: int) -> None:
+    last = lived[-1]
+    ended, trained = ended_in(lived), trained_in(lived)
+    assert len(set(ended)) == len(ended)
+    if last.outcome is None:  # Too many groups in a row gave nothing.
+        return
+    assert sorted(ended) == list(range(len(ended)))
+    assert {row.state for row in last.rows()} <= ROW_TERMINAL
+    assert sorted(trained) == list(range(num_steps))
+    assert all(len(groups) >= schedule.groups for groups in trained.values())
+    in_store = {group_of(row.sample_id) for row in last.rows() if row.state is RowState.TRAINED}
+    assert in_store == {group for groups in trained.values() for group in groups}
+    for policy, trainer in last.trainers.items():
+        settled = {row.settled_version for row in last.rows() if row.policy == policy and row.settled_version}
+        assert settled == set(range(1, trainer.version + 1))
+
+
+def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice() -> None:
+    seen = Counter[str]()
+
+    @many
+    @given(
+        schedule=asynchronous,
+        mode=st.sampled_from(MODES),
+        pipeline=pipelines,
+        kills=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+        every=st.integers(1, 2),
+    )
+    def on_any(schedule: Schedule, mode: str, pipeline: dict, kills: list[int], every: int) -> None:
+        schedule = replace(schedule, engine_lost_at=None, mode=mode)
+        lived = lives(schedule, kills, checkpoint={"every": every}, steps=3, pipeline=pipeline)
+        seen["kills"] += len(lived) - 1
+        seen["whole"] += lived[-1].outcome is not None
+        for run in lived:
+            seen["replayed"] += sum(len(event["replay"]) for event in run.events("store_rewound"))
+            seen.update(event["event"] for event in run.events())
+        check_nothing_lost(lived, schedule, 3)
+
+    on_any()
+    assert seen["kills"] > 30
+    for witness in ("whole", "replayed", "resumed", "group_retried", "group_filtered", "group_expired"):
+        assert seen[witness], f"no example showed: {witness}; {seen}"
+
+
+def test_a_group_that_was_active_is_played_again_with_the_seeds_that_it_had() -> None:
+    schedule = Schedule(seed=3, mode="async", groups=2, sample_s=5.0)
+    kill = next(moment for moment in range(60, 400, 10) if replays(schedule, moment))
+    first, second = lives(schedule, [kill], checkpoint={"every": 1}, steps=3)
+    replayed = second.events("store_rewound")[0]["replay"]
+    seeds = [
+        {r.request_id: r.seed for engines in run.engines.values() for engine in engines for r in engine.requests}
+        for run in (first, second)
+    ]
+    both = [name for name in seeds[0].keys() & seeds[1].keys() if group_of(name) in replayed and "_0_g" in name]
+    assert both
+    assert all(seeds[0][name] == seeds[1][name] for name in both)
+
+
+def replays(schedule: Schedule, kill: int) -> bool:
+    """Whether a kill at this moment leaves a checkpoint with active groups that had been played."""
+    lived = lives(schedule, [kill], checkpoint={"every": 1}, steps=3)
+    return len(lived) == 2 and any(event["replay"] for event in lived[1].events("store_rewound"))
