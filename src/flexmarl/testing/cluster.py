@@ -1,111 +1,19 @@
-"""Fake and conformance suite of a cluster: workers in this process, and what every backend must do."""
+"""What every backend of a cluster must do. The fake one is `flexmarl.simulator.cluster.SimulatedCluster`."""
 # ruff: noqa: D103  (the name of a check is its sentence)
 
 import asyncio
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from flexmarl.cluster.hosting import Host, answer, request
-from flexmarl.cluster.interface import Cluster, Worker, WorkerPlace, WorkerRole, WorkerSpec
+from flexmarl.cluster.interface import Cluster, Worker, WorkerRole, WorkerSpec
 from flexmarl.errors import ConfigError, MissingExtra, WorkerError
 from flexmarl.records import WorkerLost
 
 LONGEST_S = 30.0
 """A check that waits longer than that has found a hang."""
-
-
-class InProcessWorker:
-    """Hosts its object here; arguments and results are pickled, as they are on their way to a process."""
-
-    def __init__(self, spec: WorkerSpec, on_lost: Callable[[WorkerLost], None]) -> None:
-        self._spec = spec
-        self._on_lost = on_lost
-        self._host = Host()
-        self._work: set[asyncio.Task[bytes]] = set()
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
-
-    @property
-    def place(self) -> WorkerPlace:
-        return WorkerPlace(node="127.0.0.1", pid=os.getpid())
-
-    async def make(self) -> None:
-        """Makes the hosted object."""
-        answer(await self._host.make(request(self._spec.make)), whose=self.name)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if not self._ended.done():
-            work = asyncio.create_task(self._host.call(request(method, *args)), name=f"{self.name}.{method}")
-            self._work.add(work)
-            work.add_done_callback(self._work.discard)
-            await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not self._ended.done():
-                return answer(work.result(), whose=self.name)
-        raise WorkerError(f"{self.name} {self._ended.result()}")
-
-    async def stop(self) -> None:
-        self._end("was stopped")
-
-    def die(self, because: str = "was killed") -> None:
-        """Ends it as a crash would: what it was doing is not finished, and the loss is told."""
-        if self._end(f"died: {because}"):
-            place = self.place
-            self._on_lost(WorkerLost(name=self.name, node=place.node, pid=place.pid, because=because))
-
-    def _end(self, how: str) -> bool:
-        if self._ended.done():
-            return False
-        self._ended.set_result(how)
-        for work in self._work:
-            work.cancel()
-        return True
-
-
-class InProcessCluster:
-    """Workers of this process, for tests of whatever speaks to workers.
-
-    >>> async def play():
-    ...     async with InProcessCluster() as cluster:
-    ...         spec = WorkerSpec(name="engine/solver/0", role=WorkerRole.ENGINE, make=partial(list, "abc"))
-    ...         (worker,) = await cluster.spawn([spec])
-    ...         return await worker.call("index", "b")
-    >>> asyncio.run(play())
-    1
-    """
-
-    def __init__(self) -> None:
-        self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
-        self.workers: list[InProcessWorker] = []
-        """All that were made, in order, ended ones included."""
-
-    async def __aenter__(self) -> "InProcessCluster":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def spawn(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
-        workers = [InProcessWorker(spec, lambda lost: self.on_lost(lost)) for spec in specs]
-        self.workers.extend(workers)
-        try:
-            for worker in workers:
-                await worker.make()
-        except BaseException:
-            for worker in workers:
-                await worker.stop()
-            raise
-        return list(workers)
-
-    async def close(self) -> None:
-        for worker in self.workers:
-            await worker.stop()
 
 
 class Probe:

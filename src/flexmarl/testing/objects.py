@@ -2,7 +2,8 @@
 
     await check_object_store(lambda: MyStore())
 
-raises AssertionError with the broken clause of the contract.
+raises AssertionError with the broken clause of the contract. The fake one is InlineObjectStore; with time that passes,
+`flexmarl.simulator.objects.SimulatedObjectStore`.
 """
 
 from collections.abc import Awaitable, Callable
