@@ -31,7 +31,7 @@ from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import AgentName, GroupRecord, GroupState, PolicyName, Task, Version
-from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
@@ -84,7 +84,7 @@ class Learner:
     def __init__(self, release: Release, *, estimator: str, **training: object) -> None:
         self.objects = InlineObjectStore()
         self.store = SqliteStore(agents=AGENTS, columns=TURN_COLUMNS)
-        self.admission = Admission(slots=GROUPS)
+        self.admission = Admission(AdmissionLaw(groups=GROUPS, lag=0, window=1))
         self.versions = Versions({SOLVER: Version(0)})
         self.model = tiny_model()
         options = TrainingSettings.model_validate({"optimizer": {"learning_rate": LEARNING_RATE}, **training})
@@ -165,7 +165,7 @@ async def _record() -> tuple[tuple[GroupRecord, ...], ...]:
     team = TeamSpec.build(
         TeamSettings.model_validate({"agents": agents, "workflow": workflow}), {SOLVER: character_renderer()}, [SOLVER]
     )
-    admission, tasks, steps = Admission(slots=STEPS * GROUPS), CountedTasks(), []
+    admission, tasks, steps = Admission(AdmissionLaw(groups=STEPS * GROUPS, lag=0, window=1)), CountedTasks(), []
 
     async def groups(step: int) -> AsyncIterator[GroupRecord]:
         for _ in range(GROUPS):

@@ -70,8 +70,8 @@ class AdmissionState:
 class Admission:
     """The ledger of groups: every admitted group ends exactly once, as TRAINED, FILTERED, FAILED or EXPIRED."""
 
-    def __init__(self, law: AdmissionLaw | None = None, next_group: int = 0, *, slots: int = 1) -> None:
-        self.law = law or AdmissionLaw(groups=slots, lag=0, window=None)
+    def __init__(self, law: AdmissionLaw, next_group: int = 0) -> None:
+        self.law = law
         self.next_group = next_group
         """The id the next group gets."""
         self._new = next_group

@@ -27,7 +27,7 @@ from flexmarl.records import (
     VersionRun,
     make_sample_id,
 )
-from flexmarl.rollout.admission import Admission, AdmissionState
+from flexmarl.rollout.admission import Admission, AdmissionLaw, AdmissionState
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
 
@@ -79,8 +79,9 @@ class Bench:
 
     def __init__(self, *, groups: int = 4, release: Release = Release.AT_ONCE, **credit: object) -> None:
         self.store = SqliteStore(agents=[AgentName("solver"), AgentName("judge")], columns=TURN_COLUMNS)
-        self.admission = Admission(slots=groups)
+        self.admission = Admission(AdmissionLaw(groups=groups, lag=0, window=1))
         self.journal = MemoryJournal()
+        self.versions = Versions({SOLVER: Version(0), JUDGE: Version(0)})
         self.ready: list[PolicyName] = []
         self.crediting = Crediting(
             store=self.store,
@@ -92,7 +93,7 @@ class Bench:
         self.collector = Collector(
             crediting=self.crediting,
             admission=self.admission,
-            versions=Versions({SOLVER: Version(0), JUDGE: Version(0)}),
+            versions=self.versions,
             release=release,
             on_ready=self.ready.append,
             journal=self.journal,
@@ -103,6 +104,11 @@ class Bench:
 
     async def take(self, group: GroupRecord) -> None:
         """Ends the group's rollout and hands it on."""
+        await self.play(group)
+        await self.collector.take(group)
+
+    async def play(self, group: GroupRecord) -> None:
+        """Ends the group's rollout."""
         self.admission.move(group.group, GroupState.RUNNING)
         self.admission.move(group.group, GroupState.DONE if group.finished else GroupState.FAILED)
         for episode in group.episodes:
@@ -112,7 +118,6 @@ class Bench:
                 if episode.finished and reward is not None:
                     rows.append(closing_row(turn.sample_id, turn.policy, reward=reward))
                 await self.store.put(turn.agent, rows)
-        await self.collector.take(group)
 
     async def ready_groups(self) -> list[int]:
         """The groups with READY rows."""

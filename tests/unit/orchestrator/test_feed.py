@@ -6,14 +6,14 @@ from flexmarl.errors import TransitionError
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.records import GroupState
-from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import CountedTasks
 
 
 def feed_of(*, groups=3, num_tasks=None, next_group=0):
-    admission, journal = Admission(slots=groups, next_group=next_group), MemoryJournal()
+    admission, journal = Admission(AdmissionLaw(groups=groups, lag=0, window=1), next_group), MemoryJournal()
     return Feed(source=CountedTasks(num_tasks), admission=admission, groups=groups, journal=journal), admission, journal
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexmarl.errors import StoreError
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupRecord, GroupState
-from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.simulator.virtual_time import run_virtual
@@ -51,7 +51,7 @@ class Stage:
     """A rollout of `groups` groups, and what came out of it."""
 
     def __init__(self, player, *, groups=4, episodes=2, emit_s=0.0, **sizes):
-        self.admission = Admission(slots=groups)
+        self.admission = Admission(AdmissionLaw(groups=groups, lag=0, window=1))
         self.journal = MemoryJournal(now)
         self.player, self.groups, self.emit_s = player, groups, emit_s
         self.emitted: list[tuple[float, GroupRecord]] = []
