@@ -74,9 +74,9 @@ class SimulatedWorker:
 class SimulatedCluster:
     """`Cluster` of so many workers on each node, where starting takes time and each worker is a pid of its own.
 
-        async with SimulatedCluster({"node-0": 8}, start_s=30.0) as cluster:
-            (worker,) = await cluster.spawn([spec])
-            cluster.kill(worker.name, "its node lost power")
+    async with SimulatedCluster({"node-0": 8}, start_s=30.0) as cluster:
+        (worker,) = await cluster.spawn([spec])
+        cluster.kill(worker.name, "its node lost power")
     """
 
     def __init__(self, nodes: Mapping[str, int], *, start_s: float = 0.0) -> None:

@@ -1,6 +1,6 @@
 """A trainer of one number that remembers, and what every trainer must do."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +8,12 @@ import numpy as np
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.interface import ObjectStore, checksum
+from flexmarl.objects.interface import Checksum, ObjectStore, checksum
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Version
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.trainer import SimulatedTrainer
 from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
 
 
 def sample_costs(seconds: float) -> TrainerCosts:
@@ -100,6 +101,35 @@ async def check_trainer(
     await _refuses(CheckpointError, restored.load(folder / "nowhere"), "loading a folder that is not there")
     await trainer.export(folder / "export")
     assert any((folder / "export").iterdir()), "an export is a folder with files"
+
+
+async def check_process_group(
+    make: Callable[[ObjectStore], tuple[Trainer, ProcessGroup]], batches: Sequence[MicroBatch]
+) -> None:
+    """Asserts the contract of `ProcessGroup`, law 9 in it: at least two micro-batches of one policy.
+
+    `make` must return an equal trainer at version 0 every time, and its group, whose state is set aside.
+    """
+    divisors = divisors_of(sample for batch in batches for sample in batch.samples)
+
+    async def updated(swaps_after: Collection[int]) -> Checksum:
+        trainer, group = make(InlineObjectStore())
+        assert group.policy == batches[0].policy, f"the group must be of policy '{batches[0].policy}'"
+        await group.resume()
+        for number, batch in enumerate(batches):
+            await trainer.accumulate(batch)
+            if number in swaps_after:
+                await group.suspend()
+                await _refuses(TrainingError, trainer.accumulate(batches[-1]), "training without devices")
+                await _refuses(TrainingError, trainer.step(divisors), "an update without devices")
+                await group.resume()
+        assert await trainer.step(divisors) == 1, "the gradient sums must come back with the state"
+        await group.suspend()
+        await group.resume()
+        return (await trainer.publish(Version(1)))[1]
+
+    undisturbed = await updated(())
+    assert await updated(range(len(batches))) == undisturbed, "suspend, then resume, must be bit-exact (law 9)"
 
 
 async def _refuses(error: type[Exception], call: Awaitable[object], what: str) -> None:

@@ -8,12 +8,13 @@ import pytest
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.costs import SharedHost, TrainerCosts
 from flexmarl.simulator.host import Host
 from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.training import check_trainer
+from flexmarl.testing.training import check_process_group, check_trainer
 from tests.unit.training.conftest import random_samples
 
 SOLVER = PolicyName("solver")
@@ -38,6 +39,30 @@ def test_it_keeps_the_contract(tmp_path: Path) -> None:
     samples = random_samples(5)
     batches = [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]
     run_virtual(check_trainer(lambda objects: SimulatedTrainer(SOLVER, COSTS, objects), batches, tmp_path))
+
+
+def test_its_process_group_keeps_the_contract() -> None:
+    def make(objects: ObjectStore) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
+        trainer = SimulatedTrainer(SOLVER, COSTS, objects)
+        return trainer, SimulatedProcessGroup(trainer)
+
+    samples = random_samples(5)
+    run_virtual(check_process_group(make, [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]))
+
+
+def test_the_suite_notices_a_group_that_forgets_its_gradient_sums() -> None:
+    class Forgetful(SimulatedProcessGroup):
+        async def suspend(self) -> None:
+            await super().suspend()
+            self._trainer.lose_cache()
+
+    def make(objects: ObjectStore) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
+        trainer = SimulatedTrainer(SOLVER, COSTS, objects)
+        return trainer, Forgetful(trainer)
+
+    samples = random_samples(5)
+    with pytest.raises(TrainingError, match="weighted tokens are in the gradient cache"):
+        run_virtual(check_process_group(make, [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]))
 
 
 def test_work_takes_what_its_costs_say_and_reports_it() -> None:
