@@ -207,9 +207,10 @@ class InferencePool(PoolObservers):
             policy.lose(instance, because)
 
     async def usage(self) -> dict[str, EngineUse]:
-        """The load of every live instance."""
+        """The load of every live instance, but for those that do not say it within the grace period."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
-        return dict(zip((i.name for i in live), await asyncio.gather(*(i.engine.usage() for i in live)), strict=True))
+        told = await asyncio.gather(*(self._use(instance.engine) for instance in live))
+        return {instance.name: use for instance, use in zip(live, told, strict=True) if use is not None}
 
     def _instances_of(self, policy: PolicyName) -> Instances:
         if not self._open:
@@ -246,6 +247,11 @@ class InferencePool(PoolObservers):
                     ended_at=clock(),
                 )
             )
+
+    async def _use(self, engine: WeightedEngine) -> EngineUse | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.abort_grace_s):
+                return await engine.usage()
 
     async def _have_all(self, what: str, do: Callable[[WeightedEngine], Awaitable[None]]) -> None:
         """Every live engine does it; one that fails, or is too slow, is lost."""

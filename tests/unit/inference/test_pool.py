@@ -231,3 +231,17 @@ def test_a_version_that_nobody_holds_is_an_error():
                 await pool.load_weights(POLICY, Version(3), ObjectKey("k"))
 
     run_virtual(scenario())
+
+
+class Silent(ScriptedEngine):
+    async def usage(self):
+        return await asyncio.Event().wait()
+
+
+def test_the_load_of_an_instance_that_does_not_say_it_is_left_out():
+    async def scenario():
+        async with InferencePool({POLICY: [Silent(lambda one: ""), scripted()]}) as pool:
+            assert list(await pool.usage()) == ["solver/1"]
+            assert now() == 5.0
+
+    run_virtual(scenario())
