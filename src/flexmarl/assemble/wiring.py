@@ -11,10 +11,12 @@ from flexmarl.cluster.interface import WorkerPlace, WorkerRole
 from flexmarl.config import RunSettings
 from flexmarl.errors import TrainingError
 from flexmarl.experience.interface import ExperienceStore
+from flexmarl.inference.scaling import RULES
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import Progress
 from flexmarl.orchestrator.asynchronous import Asynchronous
+from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
@@ -35,6 +37,7 @@ from flexmarl.records import PolicyName, Version, WorkerLost
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
+from flexmarl.simulator.costs import costs_of
 from flexmarl.training.session import TrainingSession
 
 
@@ -82,6 +85,7 @@ def wire(
             version=versions.served[policy],
             accumulate=world.accumulate.get(policy),
             on_report=monitor.accumulated,
+            residency=world.residency,
         )
         for policy, trainer in world.trainers.items()
     }
@@ -133,6 +137,8 @@ def wire(
         monitor=monitor,
         warn=progress.note,
         prune=None if budget_bytes is None else partial(store.prune, budget_bytes=budget_bytes),
+        balancer=make_balancer(settings, world, journal),
+        residency=world.residency,
     )
     orchestrator = Orchestrator(
         parts,
@@ -162,6 +168,24 @@ def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore) -> 
     if settings.pipeline.updates == "per_policy":
         return PerPolicy(parts, stream, timeout_s=settings.pipeline.policy_timeout_s)
     return Asynchronous(parts, stream)
+
+
+def make_balancer(settings: RunSettings, world: World, journal: Journal) -> Balancer | None:
+    """What moves instances between policies; None if the run has no rule for it. Made after `journal_pool`."""
+    balance = settings.balance
+    if balance.rule == "none" and balance.start != "by_share":
+        return None
+    slots = {policy: slots_of(settings, policy) for policy in map(PolicyName, settings.policies)}
+    return Balancer(world.pool, RULES[balance.rule](balance), balance, journal, slots=slots)
+
+
+def slots_of(settings: RunSettings, policy: PolicyName) -> int:
+    """Requests that an instance of the policy serves at a time."""
+    if settings.cluster.backend == "simulated":
+        slots = costs_of(settings.simulation.costs, policy).engine.slots
+    else:
+        slots = settings.policies[policy].engine.slots
+    return min(slots, settings.pool.max_running or slots)
 
 
 def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:

@@ -1,0 +1,185 @@
+"""Synchronous steps: every policy updates by itself, engines and trainers change places, episodes train alone."""
+
+import asyncio
+
+import pytest
+
+from flexmarl.errors import TrainingError
+from flexmarl.orchestrator.collect import Release
+from flexmarl.records import Divisors, GroupState, PolicyName, RowState, Version
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.run import ScriptedRun
+from tests.unit.orchestrator.groups import SOLVER, Bench, episode_of, group_of
+
+VERIFIER = PolicyName("verifier")
+TWO = {"solver": "solver", "verifier": "verifier"}
+BY_ROW = {"filter": None, "estimator": {"type": "reinforce"}, "ready": "trajectory"}
+
+
+def longer_if_wrong(prompt, request):
+    return "a" if request.seed % 2 else "bbb"
+
+
+def at(run, event):
+    return {(entry.get("policy"), entry["t"]) for entry in run.events(event)}
+
+
+def slow_step(run, policy, seconds):
+    step = run.trainers[policy].step
+
+    async def slowly(divisors):
+        await asyncio.sleep(seconds)
+        return await step(divisors)
+
+    run.trainers[policy].step = slowly
+
+
+def test_a_policy_is_served_as_soon_as_its_own_update_is_done():
+    run = ScriptedRun(agents=TWO)
+    slow_step(run, SOLVER, 5.0)
+    slow_step(run, VERIFIER, 7.0)
+    run.play()
+    assert {entry for entry in at(run, "published") if entry[1]} == {(SOLVER, 5.4), (VERIFIER, 7.4)}
+    assert run.events("step_ended")[0]["t"] == 7.4
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_colocated_engines_and_trainers_are_never_awake_together(steps):
+    run = ScriptedRun(agents=TWO, mode="colocated", steps=steps, seconds_per_sample=0.5)
+    seen: list[str] = []
+
+    def told(engine):
+        for name in ("sleep", "wake", "load_weights"):
+            do = getattr(engine, name)
+
+            async def and_say(*args, do=do, name=name):
+                seen.append(name)
+                return await do(*args)
+
+            setattr(engine, name, and_say)
+
+    for engines in run.engines.values():
+        told(engines[0])
+    for trainer in run.trainers.values():
+        accumulate = trainer.accumulate
+
+        async def and_say(batch, accumulate=accumulate):
+            seen.append("train")
+            return await accumulate(batch)
+
+        trainer.accumulate = and_say
+    run.play()
+    step = ["sleep", "sleep", "train", "train", "wake", "wake", "load_weights", "load_weights"]
+    assert seen == ["load_weights"] * 2 + step * steps
+    assert [trainer.version for trainer in run.trainers.values()] == [steps, steps]
+
+
+def test_colocated_makes_the_update_that_sync_makes():
+    colocated, sync = (
+        ScriptedRun(say=longer_if_wrong, agents=TWO, mode=mode, steps=2, batch={"groups": 3, "episodes": 4}).play()
+        for mode in ("colocated", "sync")
+    )
+    assert colocated.trainers[SOLVER].weight == sync.trainers[SOLVER].weight != 0.0
+    assert [(row.sample_id, row.state) for row in colocated.rows()] == [
+        (row.sample_id, row.state) for row in sync.rows()
+    ]
+
+
+def test_an_episode_is_ready_when_it_ends_and_its_group_still_ends_once():
+    async def scenario():
+        bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
+        group = group_of(0, [0.0, 1.0])
+        await bench.play(group)
+        await bench.collector.take_episode(group, group.episodes[1])
+        assert await bench.states() == ["open", "ready"]
+        await bench.collector.take_episode(group, group.episodes[0])
+        assert bench.journal.events("group_ready") == []
+        await bench.collector.take(group)
+        (ready,) = bench.journal.events("group_ready")
+        assert ready["samples"] == {SOLVER: 2}
+        divisors = await bench.collector.close()
+        assert divisors[SOLVER] == Divisors(num_tokens=4.0, num_sequences=2.0, num_trajectories=2.0)
+        assert bench.collector.settle_trained() == [0]
+        assert bench.admission.ended == {GroupState.TRAINED: 1}
+
+    run_virtual(scenario())
+
+
+def test_a_group_whose_episodes_had_no_weight_is_filtered_once():
+    async def scenario():
+        bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
+        group = group_of(0, [1.0, None], tokens=0)
+        await bench.play(group)
+        await bench.collector.take_episode(group, group.episodes[0])
+        await bench.collector.take(group)
+        assert bench.admission.ended == {GroupState.FILTERED: 1}
+        assert await bench.states() == ["filtered", "open"]  # the failed one's row is its recorder's to end
+
+    run_virtual(scenario())
+
+
+def test_the_first_episode_of_a_group_trains_while_the_second_one_plays():
+    plays: list[str] = []
+
+    async def second_is_slow(task, team):
+        plays.append(task.input_id)
+        await asyncio.sleep(20.0 if plays.count(task.input_id) == 2 else 0.8)
+        (await team.solver.act(task.prompt)).reward(1.0)
+
+    def trained_at(ready):
+        plays.clear()
+        run = ScriptedRun(
+            second_is_slow,
+            seconds_per_sample=1.0,
+            policies={"solver": {"training": {"micro_batch": 1}}},
+            credit={**BY_ROW, "ready": ready},
+        ).play()
+        assert {row.state for row in run.rows()} == {RowState.TRAINED}
+        return [entry["t"] for entry in run.events("micro_batch")], run.trainers[SOLVER].weight
+
+    (streamed, weight), (whole, same_weight) = trained_at("trajectory"), trained_at("group")
+    assert streamed == [2.0, 3.0, 21.2, 22.2]
+    assert whole == [21.2, 22.2, 23.2, 24.2]
+    assert weight == same_weight
+
+
+def test_deterministic_runs_wait_for_whole_groups_in_order():
+    credit = {**BY_ROW, "ready": "trajectory"}
+    runs = [
+        ScriptedRun(credit=credit, deterministic=True, rollout={"inter_query": n}, batch={"groups": 4, "episodes": 2})
+        for n in (1, 4)
+    ]
+    one, two = [
+        [[s.turn.sample_id for s in batch.samples] for batch in run.play().trainers[SOLVER].accumulated] for run in runs
+    ]
+    assert one == two
+
+
+def test_in_lockstep_no_agent_goes_on_before_all_have_had_their_turn():
+    calls: list[tuple[str, float]] = []
+
+    async def duet(task, team):
+        first = await team.solver.act(task.prompt)
+        calls.append(("solver", asyncio.get_running_loop().time()))
+        second = await team.verifier.act("?")
+        calls.append(("verifier", asyncio.get_running_loop().time()))
+        first.reward(1.0)
+        second.reward(1.0)
+
+    slow = lambda prompt, request: "a" * (1 + 40 * (request.policy == SOLVER and request.seed % 2))  # noqa: E731
+    for order in ("lockstep", "free"):
+        calls.clear()
+        ScriptedRun(duet, slow, agents=TWO, rollout={"order": order}, batch={"groups": 1, "episodes": 8}).play()
+        solvers, verifiers = ([t for agent, t in calls if agent == name] for name in ("solver", "verifier"))
+        assert min(solvers) < max(solvers)
+        assert (max(solvers) < min(verifiers)) == (order == "lockstep")
+
+
+def test_an_episode_of_one_group_is_refused_at_another_version():
+    async def scenario():
+        bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
+        bench.versions.acknowledged(SOLVER, Version(1))
+        with pytest.raises(TrainingError, match="version 0 of 'solver', but this step is trained on version 1"):
+            await bench.collector.take_episode(group_of(0, [1.0]), episode_of(0, 0, 1.0))
+
+    run_virtual(scenario())
