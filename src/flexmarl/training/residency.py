@@ -55,7 +55,9 @@ class Residency:
         on_swap: Callable[[Swapped], None] = _ignore,
     ) -> None:
         """All policies are away at first."""
-        self._groups, self._settings, self._on_swap = groups, settings, on_swap
+        self._groups, self._settings = groups, settings
+        self.on_swap = on_swap
+        """Told of every swap that has ended."""
         self._places = Places(min(settings.at_once or len(groups), len(groups)))
         self._standings = {policy: Standing(policy=policy) for policy in groups}
         self._wakes: dict[PolicyName, Callable[[], None]] = {}
@@ -92,7 +94,7 @@ class Residency:
             return keep or not self._gives_way(standing, busy=busy)
         if standing.need is Need.NOTHING:
             standing.need, standing.since = Need.WAITING, self._now()
-        self._settle()
+            self._settle()
         return self._standings[policy].need is Need.HOLDING
 
     def expect(self, policy: PolicyName, ready: int, micro_batch: int) -> None:
@@ -186,7 +188,7 @@ class Residency:
             standing.where, standing.suspend_s = Where.AWAY, ended - began
             self._places.release(swap.policy)
         self._swapped.set()
-        self._on_swap(
+        self.on_swap(
             Swapped(
                 policy=swap.policy,
                 direction=swap.direction,

@@ -21,6 +21,7 @@ from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.trainer import SimulatedProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.backends.host import TrainerHost
 from flexmarl.training.residency import Residency, Swapped
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import ProcessGroupSettings
@@ -296,6 +297,28 @@ def test_suspending_all_while_a_session_trains_is_an_error() -> None:
             with pytest.raises(TrainingError, match="policy 'solver' is holding on training devices; its session must"):
                 await stage.residency.suspend_all()
             await training
+
+    run_virtual(scenario())
+
+
+def test_a_trainer_that_is_sent_work_ahead_ends_it_before_it_gives_way() -> None:
+    async def scenario() -> None:
+        stage = Stage(["solver", "verifier"], at_once=1)
+        solver, trainer = PolicyName("solver"), stage.trainers[PolicyName("solver")]
+        host = TrainerHost(trainer, stage.store, solver)
+        stage.sessions[solver] = TrainingSession(
+            solver,
+            stage.store,
+            trainer,
+            micro_batch=4,
+            version=Version(0),
+            accumulate=host.accumulate_rows,
+            residency=stage.residency,
+        )
+        async with stage.residency:
+            rows = at_once(0, rows_of("solver", 120)) + at_once(1, rows_of("verifier", 4))
+            await stage.step(rows, closes=200.0)
+        assert len([s for s in stage.swaps if s.policy == "solver" and s.direction == "resume"]) > 1
 
     run_virtual(scenario())
 
