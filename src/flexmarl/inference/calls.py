@@ -5,7 +5,7 @@ import heapq
 from dataclasses import dataclass
 
 from flexmarl.inference.continuation import joined, rest_of
-from flexmarl.inference.instances import Instance
+from flexmarl.inference.instance import Instance
 from flexmarl.inference.observed import CallRecord
 from flexmarl.records import Generation, GenerationRequest
 

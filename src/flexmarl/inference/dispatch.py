@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from flexmarl.errors import EngineError
 from flexmarl.inference.calls import Call, Line
 from flexmarl.inference.engines import FIRST_VERSION
-from flexmarl.inference.instances import Instance, Instances, Start
+from flexmarl.inference.instance import Instance
+from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.observed import PoolObservers
 from flexmarl.records import FinishReason, Generation, unserved
 

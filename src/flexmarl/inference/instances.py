@@ -18,68 +18,21 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.instance import Instance, Weights
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.observed import LoadRecord, PoolObservers
 from flexmarl.inference.routing import Router
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import Generation, PolicyName, Version
+from flexmarl.objects.interface import Checksum
+from flexmarl.records import PolicyName
 
 Respawn = Callable[[PolicyName, str], Awaitable[WeightedEngine]]
 """Starts an engine for a new instance, whose name was never used before; the lost one is closed by then."""
 Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 """Starts a named task that ends with the pool."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """What every instance must hold."""
-
-    version: Version
-    key: ObjectKey
-    expected: Checksum | None
-
-
-@dataclass(slots=True, eq=False)
-class Instance:
-    """One replica, and the tasks that wait for it."""
-
-    name: str
-    engine: WeightedEngine
-    version: Version = FIRST_VERSION
-    """The newest that it has acknowledged."""
-    holds: Weights | None = None
-    checksum: Checksum | None = None
-    """Its own, of what it holds."""
-    loading: asyncio.Task[None] | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Cancelled when it is lost."""
-    running: set[str] = field(default_factory=set)
-    """Ids of the requests that it was given and has not answered."""
-    hands_over: bool = False
-    """Its requests go on elsewhere, as soon as they have ended here."""
-    lost: bool = False
-
-    def watch(self, task: asyncio.Task[None]) -> None:
-        """The task waits for this instance."""
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def acknowledged(self, answer: Generation) -> None:
-        """Returns when the instance has acknowledged the version of its answer (law 10).
-
-        An answer can overtake the acknowledgement of a load. Raises EngineError if there is no such load.
-        """
-        newest = max(run.version for run in answer.versions)
-        if newest > self.version and self.loading is not None:
-            await asyncio.wait([self.loading])
-        if newest > self.version:
-            raise EngineError(f"it answered with version {newest}, but has acknowledged {self.version}")
 
 
 class Instances:

@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from flexmarl.inference.instances import Instance, Instances
+from flexmarl.inference.instance import Instance
+from flexmarl.inference.instances import Instances
 from flexmarl.inference.settings import PoolSettings
 
 _TIMES_ASKED = 2

@@ -20,7 +20,8 @@ from typing import Any
 from flexmarl.errors import EngineError
 from flexmarl.inference.calls import Call
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.instances import Instance, Instances, Respawn, Weights
+from flexmarl.inference.instance import Instance, Weights
+from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.moving import Move
 from flexmarl.inference.observed import MoveRecord, PoolObservers
