@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can be named in any config
 from flexmarl.agents import ChatRenderer, TeamSpec, load_code
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
