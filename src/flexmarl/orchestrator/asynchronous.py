@@ -3,6 +3,9 @@
   stream ──► credit ──► per policy: accumulate ──► update ──► serve ──► slots free
   (never waits)
 
+At most S + ceil((W - 1) / P) versions lie between sampling and training (docs/math.md, section 9), and `collector.add`
+checks it.
+
 consumes    kept groups, in the order of the window
 waits for   as many of them as make a step; each policy for its own rows and instances only
 produces    one update of each active policy, served; then the groups' slots are free

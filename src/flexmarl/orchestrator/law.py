@@ -14,9 +14,10 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
     """
     if mode.synchronous:
         return AdmissionLaw(groups=groups, lag=0, window=1)
+    # One step off and first in, first out are one law: with S = 1 a step is the P oldest groups, and P more play.
     lag = 1 if mode is Mode.ONE_STEP_OFF else pipeline.lag
     windows = {
-        Mode.ONE_STEP_OFF: groups,
+        Mode.ONE_STEP_OFF: 1,
         Mode.ASYNC: math.ceil(pipeline.window * (lag + 1) * groups),
         Mode.FIFO: 1,
         Mode.GREEDY: None,

@@ -1,0 +1,23 @@
+"""Every mode is a setting of one admission law."""
+
+import pytest
+
+from flexmarl.orchestrator.law import law_of
+from flexmarl.orchestrator.settings import Mode, PipelineSettings
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots", "window", "bound"),
+    [
+        ("sync", 8, 1, 0),
+        ("microbatch", 8, 1, 0),
+        ("colocated", 8, 1, 0),
+        ("one_step_off", 16, 1, 1),
+        ("async", 24, 8, 3),  # 0.3 of 24 slots, rounded up: S + ceil(7 / 8)
+        ("fifo", 24, 1, 2),
+        ("greedy", 24, None, None),
+    ],
+)
+def test_slots_window_and_bound_of_every_mode_at_eight_groups_a_step_and_lag_two(mode, slots, window, bound):
+    law = law_of(Mode(mode), PipelineSettings(lag=2), groups=8)
+    assert (law.slots, law.window, law.max_staleness) == (slots, window, bound)
