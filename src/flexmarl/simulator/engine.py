@@ -327,6 +327,8 @@ class SimulatedEngine:
 
     def _versions(self, place: Place[_Call], num_tokens: int) -> tuple[VersionRun, ...]:
         """The loads since its first token are the borders of its version runs."""
+        if place.first >= self._loads[-1][0]:
+            return (VersionRun(0, self._loads[-1][1]),)
         began = bisect_right(self._loads, place.first, key=lambda load: load[0]) - 1
         later = ((math.ceil(step - place.first), version) for step, version in self._loads[began + 1 :])
         return (

@@ -56,6 +56,29 @@ PROFILES: Mapping[str, CostSettings] = {
             devices=16,
         ),
     ),
+    "tiny_cpu": CostSettings(
+        origin="measured with benchmarks/device_costs.py: seed model of examples/math_team (0.8M parameters), one "
+        "thread of a 2-core AMD EPYC virtual machine, CPU time, quickest of 2; what a process adds to a call, and "
+        "its start, are not measured",
+        engine=EngineCosts(
+            slots=128,
+            decode_s=1.74e-3,
+            decode_request_s=3.68e-5,
+            decode_kv_s=2.74e-7,
+            prefill_token_s=2.2e-5,
+            load_s=3.7e-3,
+            move_s=3.7e-3,
+        ),
+        trainer=TrainerCosts(
+            micro_batch_s=7.5e-3,
+            sample_s=0.0,
+            token_s=5.0e-5,
+            update_s=1.6e-3,
+            publish_s=3.1e-3,
+            resume_s=6.9e-3,
+            suspend_s=8.9e-3,
+        ),
+    ),
 }
 
 

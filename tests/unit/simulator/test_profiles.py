@@ -22,7 +22,7 @@ def test_costs_may_stand_on_a_profile_and_their_origin_says_what_was_changed() -
 
 def test_settings_that_are_written_out_come_back_the_same() -> None:
     settings = SimulationSettings.model_validate(
-        {"costs": {"default": {"profile": "paper_14b", "engine": {"slots": 8}}}}
+        {"costs": {"default": {"profile": "tiny_cpu", "engine": {"slots": 8}}}}
     )
     assert SimulationSettings.model_validate(settings.model_dump(mode="json")) == settings
 
