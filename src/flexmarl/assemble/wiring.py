@@ -38,6 +38,7 @@ from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.simulator.costs import costs_of
+from flexmarl.training.residency import Swapped
 from flexmarl.training.session import TrainingSession
 
 
@@ -54,6 +55,8 @@ def wire(
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings, team = blueprint.settings, blueprint.team
     journal_pool(world.pool, journal)
+    if world.residency:
+        world.residency.on_swap = partial(journal_swap, journal)
     if start:
         journal.event(
             "resumed",
@@ -168,6 +171,20 @@ def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore) -> 
     if settings.pipeline.updates == "per_policy":
         return PerPolicy(parts, stream, timeout_s=settings.pipeline.policy_timeout_s)
     return Asynchronous(parts, stream)
+
+
+def journal_swap(journal: Journal, swapped: Swapped) -> None:
+    """A policy's training state came onto devices, or was set aside."""
+    journal.event(
+        "swapped",
+        process=f"{WorkerRole.TRAINER}/{swapped.policy}",
+        began=journal.moment(swapped.began),
+        ended=journal.moment(swapped.ended),
+        policy=swapped.policy,
+        direction=swapped.direction,
+        place=swapped.place,
+        because=swapped.because,
+    )
 
 
 def make_balancer(settings: RunSettings, world: World, journal: Journal) -> Balancer | None:
