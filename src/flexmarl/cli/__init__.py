@@ -11,6 +11,7 @@ from flexmarl.cli.check import check
 from flexmarl.cli.clean import clean
 from flexmarl.cli.evaluate import evaluate
 from flexmarl.cli.export import export
+from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
 from flexmarl.cli.train import train
 from flexmarl.errors import ConfigError, FlexmarlError
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(simulate)
 app.command()(check)
 app.command()(export)
 app.command()(store)

@@ -19,9 +19,12 @@ class Lazy:
 
 if TYPE_CHECKING:
     from flexmarl import assemble
-    from flexmarl.cli import examine
+    from flexmarl.cli import examine, simulations
+    from flexmarl.simulator import plots
 else:
     assemble = Lazy("flexmarl.assemble")
     examine = Lazy("flexmarl.cli.examine")
+    plots = Lazy("flexmarl.simulator.plots")
+    simulations = Lazy("flexmarl.cli.simulations")
 
-__all__ = ["assemble", "examine"]
+__all__ = ["assemble", "examine", "plots", "simulations"]

@@ -136,7 +136,8 @@ def alone_s(call: Call, engine: EngineCosts) -> float:
     1.25
     """
     held = call.context * call.sampled + call.sampled * (call.sampled - 1) / 2
-    decoding = call.sampled * (engine.decode_s + engine.decode_request_s) + held * engine.decode_kv_s
+    steps = call.sampled + engine.prefill_steps
+    decoding = steps * (engine.decode_s + engine.decode_request_s) + held * engine.decode_kv_s
     return engine.call_s + call.prompt * engine.prefill_token_s + decoding
 
 
@@ -144,7 +145,8 @@ def _capacity_s(call: Call, engine: EngineCosts) -> float:
     """The call's share of an instance whose batch is full."""
     held = call.context * call.sampled + call.sampled * (call.sampled - 1) / 2
     token_s = engine.decode_s / engine.slots + engine.decode_request_s
-    return call.prompt * engine.prefill_token_s + call.sampled * token_s + held * engine.decode_kv_s
+    steps = call.sampled + engine.prefill_steps
+    return call.prompt * engine.prefill_token_s + steps * token_s + held * engine.decode_kv_s
 
 
 def _training_work(batches: Iterable[MicroBatch], costs: Costs) -> dict[str, float]:

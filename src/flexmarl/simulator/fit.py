@@ -42,8 +42,12 @@ class Fit:
     quality: Mapping[str, Quality]
 
 
-def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str) -> Fit:
-    """Fits every policy of the run; `slots` are those of its instances. Raises ConfigError if there is too little."""
+def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:
+    """Fits every policy of the run; `slots` are those of its instances. Raises ConfigError if there is too little.
+
+    `pauses`: the time between an answer and the next call is the controller's, and counts as on the way of that call;
+    False where it is the tools', which a simulation models by themselves.
+    """
     calls = Counter(call.policy for call in facts.calls)
     for policy in slots:
         if calls[policy] < LEAST_CALLS:
@@ -52,7 +56,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str) -> Fit:
                 f"fit its costs; give a run with more steps"
             )
     trainers = TrainerFit(facts)
-    engines = EngineFit(facts, slots)
+    engines = EngineFit(facts, slots, pauses=pauses)
     batches = Counter(batch.policy for batch in facts.micro_batches)
     costs = {
         policy: CostSettings(

@@ -31,7 +31,7 @@ SETTLED = 1e-5
 class EngineFit:
     """Costs of decoding, of all policies at once: they share the machine."""
 
-    def __init__(self, facts: Facts, slots: Mapping[str, int]) -> None:
+    def __init__(self, facts: Facts, slots: Mapping[str, int], *, pauses: bool) -> None:
         busy: defaultdict[str, list[Interval]] = defaultdict(list)
         for call in facts.calls:
             busy[call.instance].append((call.began, call.ended))
@@ -49,7 +49,7 @@ class EngineFit:
             ]
             for policy in slots
         }
-        self._pauses = dict.fromkeys(slots, 0.0) | pauses(facts)
+        self._pauses = dict.fromkeys(slots, 0.0) | (pauses_of(facts) if pauses else {})
         self.per_trainer = self.per_engine = 0.0
         self._found = {policy: _first_guess(parts) for policy, parts in self._parts.items()}
         for _ in range(ROUNDS):
@@ -166,8 +166,8 @@ class InstanceCalls:
         return joined
 
 
-def pauses(facts: Facts) -> dict[str, float]:
-    """By policy, the median time from an answer to the same trajectory's next call: tools are the rarer case."""
+def pauses_of(facts: Facts) -> dict[str, float]:
+    """By policy, the median time from an answer to the same trajectory's next call."""
     latest: dict[str, float] = {}
     found: defaultdict[str, list[float]] = defaultdict(list)
     for call in sorted(facts.calls, key=lambda call: call.began):

@@ -81,7 +81,7 @@ costs = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=20, deadline=None)
 @given(
     solver=costs,
     verifier=costs,

@@ -1,0 +1,117 @@
+"""`flexmarl simulate`: plays a run on modelled devices, in virtual time, and says how long it would take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flexmarl.cli.lazy import plots, simulations
+from flexmarl.cli.options import load_run_folder
+from flexmarl.errors import ConfigError
+
+YAML = (".yaml", ".yml")
+
+
+def simulate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The run's YAML file, several with --compare, none with --fit; then dotted settings, e.g. steps=4.",
+            show_default=False,
+            metavar="[CONFIG]... [KEY=VALUE]...",
+        ),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Simulate each CONFIG; show them side by side.")] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2,...",
+            help="Simulate CONFIG with each of the values; given several times: with each combination.",
+            show_default=False,
+        ),
+    ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Fit the costs to this real run, write them to its fitted.yaml, and simulate the run with them.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="The same as steps=N.", show_default=False)] = None,
+) -> None:
+    """Simulate the run that CONFIG describes: no model is loaded, no device is used, and no cluster is asked.
+
+    Only what engines, trainers and transfers take is modelled (`simulation.costs`); the loops and rules are those of
+    `flexmarl train`. `cluster.backend=simulated` is set for you.
+    """
+    configs = [Path(argument) for argument in arguments or () if "=" not in argument and argument.endswith(YAML)]
+    overrides = [argument for argument in arguments or () if Path(argument) not in configs]
+    if steps is not None:
+        overrides.append(f"steps={steps}")
+    if (compare, bool(sweep), fit is not None).count(True) > 1:
+        raise ConfigError("--compare, --sweep and --fit exclude each other; give one of them")
+    console = Console(markup=False, highlight=False)
+    if fit is not None:
+        _fit(console, fit, configs, overrides)
+    elif compare:
+        _compare(console, configs, overrides)
+    elif len(configs) != 1:
+        raise ConfigError(f"simulate takes one CONFIG, a YAML file, got {len(configs)}; for several add --compare")
+    elif sweep:
+        _sweep(console, configs[0], overrides, sweep)
+    else:
+        _one(console, configs[0], overrides)
+
+
+def _one(console: Console, config: Path, overrides: list[str]) -> None:
+    outcome = simulations.simulated(simulations.load(config, overrides), console)
+    simulations.show(outcome, console)
+
+
+def _compare(console: Console, configs: list[Path], overrides: list[str]) -> None:
+    if len(configs) < 2:
+        raise ConfigError(f"--compare needs two YAML files or more, got {len(configs)}")
+    names = [config.stem for config in configs]
+    if len(set(names)) < len(names):
+        names = [str(config) for config in configs]
+    # All are read before the first is played: a wrong one is no reason to wait.
+    runs = [simulations.load(config, overrides) for config in configs]
+    outcomes = {name: simulations.simulated(run, console, label=name) for name, run in zip(names, runs, strict=True)}
+    console.print(simulations.comparison_table({name: outcome.report for name, outcome in outcomes.items()}))
+    for name, outcome in outcomes.items():
+        console.print(f"{name}: {simulations.origins(outcome.settings)}\n  {outcome.folder.path}", soft_wrap=True)
+
+
+def _sweep(console: Console, config: Path, overrides: list[str], sweeps: list[str]) -> None:
+    keys, combinations = simulations.combinations(sweeps)
+    runs = {
+        values: simulations.load(config, [*overrides, *map("=".join, zip(keys, values, strict=True))])
+        for values in combinations
+    }
+    outcomes = {values: simulations.simulated(run, console, label=" ".join(values)) for values, run in runs.items()}
+    console.print(simulations.sweep_table(keys, {values: outcome.report for values, outcome in outcomes.items()}))
+    lines: dict[str, dict[str, simulations.SimulationReport]] = {}
+    for (value, *others), outcome in outcomes.items():
+        name = ", ".join(map("=".join, zip(keys[1:], others, strict=True)))
+        lines.setdefault(name, {})[value] = outcome.report
+    last = next(reversed(outcomes.values()))
+    picture = last.folder.path / "sweep.png"
+    plots.draw_sweep(keys[0], lines, picture)
+    console.print(f"costs: {simulations.origins(last.settings)}\npicture: {picture}", soft_wrap=True)
+
+
+def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[str]) -> None:
+    if configs:
+        raise ConfigError(f"--fit simulates {recorded} itself, got {configs[0]} with it; let that extend fitted.yaml")
+    settings, folder = load_run_folder(recorded)
+    fitted = simulations.fitted(settings, folder)
+    console.print(simulations.fit_table(fitted))
+    written = simulations.write_fit(fitted, folder)
+    console.print(f"written to {written}; use it in a config: `extends: [run.yaml, {written}]`", soft_wrap=True)
+    replay = simulations.load(folder.config, [*overrides, *simulations.as_overrides(fitted, folder)])
+    outcome = simulations.simulated(replay, console)
+    measured = simulations.measured(settings, folder)
+    console.print(simulations.comparison_table({"recorded": measured, "simulated": outcome.report}))
+    console.print(f"simulation: {outcome.folder.path}", soft_wrap=True)

@@ -1,0 +1,195 @@
+"""Simulations as the command line plays them: from a config to a report, and what is shown of it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from flexmarl.assemble import simulate
+from flexmarl.config import RunSettings, load_run
+from flexmarl.config.load import parse_override
+from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.observability.journal import read_run
+from flexmarl.observability.report import render_pictures
+from flexmarl.observability.run_folder import RunFolder
+from flexmarl.orchestrator.settings import Mode
+from flexmarl.simulator.bound import bounds_of, mean_bound
+from flexmarl.simulator.costs import costs_of
+from flexmarl.simulator.facts import Facts, read_facts
+from flexmarl.simulator.fit import Fit, fit_costs
+from flexmarl.simulator.plots import draw_run
+from flexmarl.simulator.report import Pools, SimulationReport, report_of
+from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
+
+__all__ = ["SimulationReport", "comparison_table", "sweep_table"]
+
+MOST_RUNS = 100
+"""Of one sweep: a typing error must not play for a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One simulated run."""
+
+    settings: RunSettings
+    folder: RunFolder
+    facts: Facts
+    report: SimulationReport
+
+
+def load(config: Path, overrides: Sequence[str]) -> RunSettings:
+    """The settings of the simulated run. Raises ConfigError naming the key."""
+    for override in overrides:
+        if override.startswith("cluster.backend=") and parse_override(override)[1] != "simulated":
+            raise ConfigError(f"{override}: `simulate` plays in the simulated world; use `flexmarl train` for others")
+    return load_run(config, [*overrides, "cluster.backend=simulated"])
+
+
+def simulated(settings: RunSettings, console: Console, *, label: str = "") -> Outcome:
+    """Plays it, and draws its pictures."""
+    folder = RunFolder(simulate(settings, say=lambda text: console.print(f"{label}: {text}" if label else text)))
+    facts = read_facts(read_run(folder.journal))
+    report = _report(settings, facts)
+    if report is None:
+        raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")
+    render_pictures(folder.path)
+    draw_run(facts, picture_of(folder), settings.name)
+    return Outcome(settings, folder, facts, report)
+
+
+def measured(settings: RunSettings, folder: RunFolder) -> SimulationReport:
+    """The same figures of a run that was played for real."""
+    report = _report(settings, read_facts(read_run(folder.journal)))
+    if report is None:
+        raise ConfigError(f"'{folder.path}' ended no step, so there is nothing to compare with; give a longer run")
+    return report
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """The table, and where everything is."""
+    folder = outcome.folder
+    console.print(report_table(outcome.settings.name, outcome.report))
+    places = {
+        "costs": origins(outcome.settings),
+        "picture": picture_of(folder),
+        "timeline": f"open in ui.perfetto.dev: {folder.timeline}",
+        "journal": folder.journal,
+    }
+    for name, place in places.items():
+        console.print(f"  {name:10} {place}", soft_wrap=True)
+    console.print(str(folder.path), soft_wrap=True)
+
+
+def picture_of(folder: RunFolder) -> Path:
+    """Where the picture of a simulation is."""
+    return folder.path / "simulation.png"
+
+
+def origins(settings: RunSettings) -> str:
+    """Where the costs are from, a clause for each origin.
+
+    `planner, writer: fitted from runs/a; judge: defaults, not measured`
+    """
+    policies: dict[str, list[str]] = {}
+    for policy in settings.policies:
+        policies.setdefault(costs_of(settings.simulation.costs, policy).origin, []).append(policy)
+    if len(policies) == 1:
+        return next(iter(policies))
+    return "; ".join(f"{', '.join(names)}: {origin}" for origin, names in policies.items())
+
+
+def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The keys of `key=v1,v2,...` texts, and every combination of their values.
+
+    >>> combinations(["steps=1,2", "mode=sync,async"])
+    (['steps', 'mode'], [('1', 'sync'), ('1', 'async'), ('2', 'sync'), ('2', 'async')])
+    """
+    keys: list[str] = []
+    values: list[list[str]] = []
+    for sweep in sweeps:
+        key, _, listed = sweep.partition("=")
+        try:
+            found = yaml.safe_load(f"[{listed}]")
+        except yaml.YAMLError:
+            found = []
+        if not key.strip() or not found:
+            raise ConfigError(f"--sweep takes KEY=V1,V2,..., got {sweep!r}; use for example batch.groups=4,8")
+        keys.append(key.strip())
+        values.append([value if isinstance(value, str) else json.dumps(value) for value in found])
+    chosen = list(product(*values))
+    if len(chosen) > MOST_RUNS:
+        raise ConfigError(f"--sweep: {len(chosen)} combinations, and at most {MOST_RUNS} are played; give fewer values")
+    return keys, chosen
+
+
+def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
+    """Costs under which the run's journal would be as it is. Raises ConfigError if it has too little."""
+    slots = {name: getattr(policy.engine, "slots", 64) for name, policy in settings.policies.items()}
+    facts = read_facts(read_run(folder.journal))
+    origin = f"fitted to the journal of {folder.path}"
+    return fit_costs(facts, slots, origin=origin, pauses=not settings.simulation.tools)
+
+
+def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
+    """What goes under `simulation:`; the run's replies too, where its store has them."""
+    recorded = {"recorded": str(folder.path.absolute())} if folder.store.is_file() else {}
+    return {
+        "costs": {policy: costs.model_dump(mode="json", exclude_unset=True) for policy, costs in fit.costs.items()},
+        "shared_host": fit.shared_host.model_dump(mode="json"),
+    } | recorded
+
+
+def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
+    """The same as dotted settings."""
+    return [f"simulation.{key}={json.dumps(value)}" for key, value in as_settings(fit, folder).items()]
+
+
+def write_fit(fit: Fit, folder: RunFolder) -> Path:
+    """Writes fitted.yaml into the run folder; a config may extend it."""
+    path = folder.path / "fitted.yaml"
+    path.write_text(yaml.safe_dump({"simulation": as_settings(fit, folder)}, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def fit_table(fit: Fit) -> Table:
+    """What was found, by policy, and how well it explains the run."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("fitted")
+    for policy in fit.costs:
+        table.add_column(policy, justify="right")
+    dumped = {policy: costs.model_dump(exclude_unset=True) for policy, costs in fit.costs.items()}
+    for part in ("engine", "trainer"):
+        for key in dict.fromkeys(key for costs in dumped.values() for key in costs[part]):
+            table.add_row(f"{part}.{key}", *(_number(costs[part].get(key)) for costs in dumped.values()))
+    table.add_section()
+    quality = fit.quality.values()
+    table.add_row("error of a call", *(f"{one.call_error:.0%} of {one.calls}" for one in quality))
+    table.add_row("error of a micro-batch", *(f"{one.micro_batch_error:.0%} of {one.micro_batches}" for one in quality))
+    shared: Mapping[str, float] = fit.shared_host.model_dump()
+    table.add_section()
+    for key, value in shared.items():
+        table.add_row(f"shared_host.{key}", _number(value))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _report(settings: RunSettings, facts: Facts) -> SimulationReport | None:
+    costs, at_once = settings.simulation.costs, settings.process_groups.at_once
+    pools = Pools(costs=costs, trainers_at_once=at_once, shared=settings.mode is Mode.COLOCATED)
+    bound = None
+    if settings.mode.synchronous and settings.cluster.backend == "simulated":
+        bounds = bounds_of(
+            facts, costs, instances=len(facts.instances), trainers_at_once=at_once, trained=settings.trained
+        )
+        bound = mean_bound(bounds)
+    return report_of(facts, pools, bound=bound)

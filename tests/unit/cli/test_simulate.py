@@ -1,0 +1,140 @@
+"""`flexmarl simulate`: one run, several, a sweep, and a run whose costs are fitted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer import Typer
+from typer.testing import CliRunner
+
+from flexmarl.cli.simulate import simulate
+from flexmarl.config import load_run
+from flexmarl.errors import ConfigError
+
+app = Typer()
+app.command()(simulate)
+
+CONFIG: dict[str, Any] = {
+    "name": "planned",
+    "steps": 2,
+    "tasks": {
+        "type": "generator",
+        "name": "workload",
+        "params": {"agents": {"planner": 0.7, "writer": 0.3}, "turns_min": 4, "len_mean": 60, "len_cap": 400},
+    },
+    "policies": {
+        policy: {"model": "none", "engine": {"type": "embedded", "slots": 4}} for policy in ("planner", "writer")
+    },
+    "team": {
+        "workflow": {"type": "custom", "name": "call_graph"},
+        "agents": {agent: {"policy": agent, "sampling": {"max_tokens": 500}} for agent in ("planner", "writer")},
+    },
+    "batch": {"groups": 3, "episodes": 4},
+    "credit": {"filter": None},
+    "evaluate": {"tasks": 0},
+    "simulation": {
+        "replies": {"default": {"type": "asked"}},
+        "costs": {"default": {"origin": "made up for a test", "engine": {"slots": 4}}},
+    },
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "planned.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"out": str(tmp_path / "runs")}))
+    return path
+
+
+def said(*arguments: str | Path) -> str:
+    """What it prints; raises what it raises."""
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}, catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_run_is_simulated_whatever_its_backend_is(config: Path) -> None:
+    text = said(config, "cluster.backend=simulated", "--steps", "1")
+    assert "step 1 of 1 ended" in text
+    assert "made up for a test" in text
+    assert "step by lower bound" in text
+    folder = Path(text.splitlines()[-1])
+    for name in ("simulation.png", "timeline.json", "journal.jsonl", "config.yaml"):
+        assert (folder / name).is_file(), name
+    assert said(config, "steps=1").count("utilisation") == 1
+
+
+def test_another_world_is_an_error_that_names_the_key(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: `simulate` plays in the simulated world"):
+        said(config, "cluster.backend=ray")
+
+
+def test_configs_are_compared_with_the_first(config: Path) -> None:
+    slow = config.with_name("slow.yaml")
+    slow.write_text(yaml.safe_dump({"extends": config.name, "rollout": {"inter_query": 1}}))
+    lines = said("--compare", config, slow, "steps=1").splitlines()
+    (head,) = (line for line in lines if "ratios: to the first" in line)
+    assert head.split()[-2:] == ["planned", "slow"]
+    (steps,) = (line for line in lines if line.strip().startswith("step, mean"))
+    assert float(steps.split()[-1].removesuffix("x")) > 1.2
+
+
+def test_a_sweep_plays_every_combination_and_is_drawn(config: Path) -> None:
+    text = said(config, "--sweep", "rollout.inter_query=1,3", "--sweep", "mode=sync,microbatch", "--steps", "1")
+    rows = [line.split()[:2] for line in text.splitlines()]
+    assert [row for row in rows if row[1:] in (["sync"], ["microbatch"])] == [
+        ["1", "sync"],
+        ["1", "microbatch"],
+        ["3", "sync"],
+        ["3", "microbatch"],
+    ]
+    (picture,) = (line.removeprefix("picture: ") for line in text.splitlines() if line.startswith("picture: "))
+    assert Path(picture).is_file()
+
+
+@pytest.mark.parametrize("sweep", ["steps", "steps=", "=1,2", "steps=[1"])
+def test_a_sweep_without_key_or_values_is_an_error(config: Path, sweep: str) -> None:
+    with pytest.raises(ConfigError, match="--sweep takes KEY=V1,V2"):
+        said(config, "--sweep", sweep)
+
+
+def test_a_sweep_of_a_key_that_there_is_not_names_it(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.inter_qeury"):
+        said(config, "--sweep", "rollout.inter_qeury=1,2")
+
+
+def test_a_sweep_of_a_thousand_runs_is_an_error(config: Path) -> None:
+    many = ",".join(map(str, range(1, 12)))
+    with pytest.raises(ConfigError, match="121 combinations"):
+        said(config, "--sweep", f"steps={many}", "--sweep", f"seed={many}")
+
+
+def test_costs_fitted_to_a_run_replay_it(config: Path) -> None:
+    recorded = Path(said(config, "tasks.params.tool_mean_s=0").splitlines()[-1])
+    text = said("--fit", recorded)
+    (steps,) = (line for line in text.splitlines() if line.strip().startswith("step, mean"))
+    assert 0.95 <= float(steps.split()[-1].removesuffix("x")) <= 1.05
+    extending = config.with_name("again.yaml")
+    extending.write_text(yaml.safe_dump({"extends": [config.name, str(recorded / "fitted.yaml")]}))
+    simulation = load_run(extending).simulation
+    assert simulation.costs["planner"].origin == f"fitted to the journal of {recorded}"
+    assert simulation.replies == load_run(config).simulation.replies
+
+
+def test_fitting_needs_a_run_folder(config: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run folder"):
+        said("--fit", config.parent)
+    with pytest.raises(ConfigError, match="--fit simulates"):
+        said(config, "--fit", config.parent)
+
+
+def test_one_config_is_needed_and_two_to_compare(config: Path) -> None:
+    with pytest.raises(ConfigError, match="takes one CONFIG"):
+        said("steps=1")
+    with pytest.raises(ConfigError, match="needs two YAML files"):
+        said("--compare", config)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        said("--compare", config, "--sweep", "steps=1,2")
