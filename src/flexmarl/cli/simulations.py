@@ -147,8 +147,10 @@ def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
 
 
 def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
-    """The same as dotted settings."""
-    return [f"simulation.{key}={json.dumps(value)}" for key, value in as_settings(fit, folder).items()]
+    """The same as dotted settings; agents say again what they said, not what the config models."""
+    values = as_settings(fit, folder)
+    replies = {"replies": {}} if "recorded" in values else {}
+    return [f"simulation.{key}={json.dumps(value)}" for key, value in (values | replies).items()]
 
 
 def write_fit(fit: Fit, folder: RunFolder) -> Path:
