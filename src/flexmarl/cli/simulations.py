@@ -25,6 +25,7 @@ from flexmarl.simulator.costs import costs_of
 from flexmarl.simulator.facts import Facts, read_facts
 from flexmarl.simulator.fit import Fit, fit_costs
 from flexmarl.simulator.plots import draw_run
+from flexmarl.simulator.queues import looks_of
 from flexmarl.simulator.report import Pools, SimulationReport, report_of
 from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
 
@@ -56,6 +57,8 @@ def simulated(settings: RunSettings, console: Console, *, label: str = "") -> Ou
     """Plays it, and draws its pictures."""
     folder = RunFolder(simulate(settings, say=lambda text: console.print(f"{label}: {text}" if label else text)))
     facts = read_facts(read_run(folder.journal))
+    slots = {policy: costs_of(settings.simulation.costs, policy).engine.slots for policy in settings.policies}
+    facts.looks = facts.looks or looks_of(facts.calls, slots)
     report = _report(settings, facts)
     if report is None:
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")

@@ -29,6 +29,10 @@ class Call(NamedTuple):
     version: int
     group: int
     trajectory: str
+    kept: int = 0
+    """Of what was sampled, the tokens that it brought from an instance that was moved."""
+    waited: float = 0.0
+    """Seconds that the pool had no place for it."""
 
 
 class MicroBatch(NamedTuple):
@@ -212,6 +216,8 @@ def _call(facts: Facts, entry: Mapping[str, Any]) -> None:
             version=entry["version"],
             group=group,
             trajectory=trajectory,
+            kept=entry.get("kept_tokens", 0),
+            waited=entry.get("waited_s", 0.0),
         )
     )
 

@@ -102,9 +102,9 @@ class InstanceCalls:
         self._others = (trainers, engines, own)
         self._sent = np.array([call.began for call in calls])
         self._ended = np.array([call.ended for call in calls])
-        self._sampled = np.array([max(call.sampled, 1) for call in calls], dtype=float)
+        self._sampled = np.array([max(call.sampled - call.kept, 1) for call in calls], dtype=float)
         self._prompt = np.array([call.prompt for call in calls], dtype=float)
-        self._context = np.array([call.context for call in calls], dtype=float)
+        self._context = np.array([call.context + call.kept for call in calls], dtype=float)
 
     @property
     def pace(self) -> float:
