@@ -91,6 +91,7 @@ class RunSettings(BaseModel):
             *self._policies_are_used(),
             *self._something_can_be_learned(),
             *self._rows_can_be_ready(),
+            *self._groups_can_be_taken(),
             *self._bits_can_repeat(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
@@ -134,6 +135,23 @@ class RunSettings(BaseModel):
             yield (
                 "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
                 "credit.ready=group"
+            )
+
+    def _groups_can_be_taken(self) -> Iterator[str]:
+        mode = self.mode.value
+        if self.credit.ready == "trajectory" and not self.mode.synchronous:
+            yield f"credit.ready is 'trajectory', but mode '{mode}' takes whole groups; use credit.ready=group"
+        if self.pipeline.updates == "together":
+            return
+        if self.mode.synchronous:
+            yield (
+                f"pipeline.updates is 'per_policy', but in mode '{mode}' all policies end a step together; "
+                f"use mode=async, or pipeline.updates=together"
+            )
+        if self.credit.estimator.needs not in ("row", "group"):
+            yield (
+                f"pipeline.updates is 'per_policy', but credit.estimator compares a whole "
+                f"{self.credit.estimator.needs}; use pipeline.updates=together"
             )
 
     def _bits_can_repeat(self) -> Iterator[str]:

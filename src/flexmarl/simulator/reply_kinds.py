@@ -68,7 +68,9 @@ class Lengths(Distribution):
     """Tokens without meaning, as many as drawn by the request's seed, the end of the turn included."""
 
     type: Literal["lengths"] = "lengths"
-    shape: Literal["constant", "exponential", "lognormal"] = "lognormal"
+    shape: Literal["constant", "exponential", "lognormal"] = Field(
+        default="lognormal", description="How the lengths of replies are spread."
+    )
     floor: float = Field(default=1, ge=1, description="Shortest reply.")
     cap: float = Field(default=8192, le=1 << 20, description="Longest reply.")
 

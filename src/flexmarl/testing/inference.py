@@ -9,7 +9,7 @@ raises AssertionError with the broken clause of the contract. An engine whose we
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -154,12 +154,21 @@ class ScriptedEngine:
         if self._failure:
             raise EngineError(self._failure)
 
+    def _left_to_say(self, request: GenerationRequest) -> tuple[list[int], FinishReason]:
+        """Of a request that another instance began, the script sees the original: it says the same."""
+        asked, begun = request, request.offset
+        if begun:
+            sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + begun)
+            asked = replace(request, prompt_ids=request.prompt_ids[:-begun], offset=0, sampling=sampling)
+        said = self._script(asked)
+        ids, finish = self._cut(list(self._encode(said) if isinstance(said, str) else said), asked.sampling)
+        return ids[begun:], finish
+
     async def _play(self, request: GenerationRequest, answers: asyncio.Queue[Generation | EngineError]) -> None:
         if not len(request.prompt_ids):
             answers.put_nowait(_generation(request, [], FinishReason.ERROR, [VersionRun(0, self.version)], "no prompt"))
             return
-        said = self._script(request)
-        ids, finish = self._cut(list(self._encode(said) if isinstance(said, str) else said), request.sampling)
+        ids, finish = self._left_to_say(request)
         reply = _Reply(request, ids, finish, [VersionRun(0, self.version)])
         self._running[request.request_id] = reply
         try:
@@ -209,7 +218,7 @@ def scripted_logprob(seed: int, index: int) -> float:
 def _generation(
     request: GenerationRequest, ids: list[int], finish: FinishReason, versions: list[VersionRun], error: str = ""
 ) -> Generation:
-    logprobs = np.asarray([scripted_logprob(request.seed, i) for i in range(len(ids))], np.float32)
+    logprobs = np.asarray([scripted_logprob(request.seed, request.offset + i) for i in range(len(ids))], np.float32)
     runs = tuple(run for run in versions if run.start < len(ids)) or tuple(versions[:1])
     return Generation(
         request_id=request.request_id,
@@ -231,8 +240,9 @@ async def _either(event: asyncio.Event, seconds: float) -> None:
         return
 
 
-Publish = Callable[[], Awaitable[tuple[ObjectKey, Checksum]]]
-"""Sets other weights under a new key, or the same one again."""
+Published = tuple[ObjectKey, Checksum]
+Publish = Callable[[], Awaitable[Published]]
+"""Sets other weights under a key of its own. Called once."""
 
 
 async def check_inference_engine(
@@ -266,9 +276,10 @@ async def check_inference_engine(
     if stop_text is not None:
         await _on_fresh(make_engine, lambda engine: check.stops_at_text(engine, stop_text))
     if publish is not None:
+        published = await publish()
         await _on_fresh(make_engine, check.sleeps)
         for clause in (check.loads_weights, check.loads_weights_asleep):
-            await _on_fresh(make_engine, partial(clause, publish=publish))
+            await _on_fresh(make_engine, partial(clause, published=published))
     await check.closes(await make_engine())
 
 
@@ -380,10 +391,10 @@ class _Check:
         assert same.response_ids.tolist() == alone.response_ids.tolist(), "equal seeds must give equal tokens"
         assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "equal tokens must have equal logprobs"
 
-    async def loads_weights(self, engine: InferenceEngine, publish: Publish) -> None:
+    async def loads_weights(self, engine: InferenceEngine, published: Published) -> None:
         """A load returns the checksum of what was published; later tokens carry the new version."""
         weighted = self._weighted(engine)
-        key, expected = await publish()
+        key, expected = published
         held = await weighted.load_weights(self._policy, Version(7), key)
         assert held == expected, f"the engine must hold what was published: {expected}, got {held}"
         assert (await engine.usage()).version == 7, "the version must be stamped"
@@ -421,11 +432,11 @@ class _Check:
         assert same.response_ids.tolist() == alone.response_ids.tolist(), "sleep must not change what runs"
         assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "sleep must not change what runs"
 
-    async def loads_weights_asleep(self, engine: InferenceEngine, publish: Publish) -> None:
+    async def loads_weights_asleep(self, engine: InferenceEngine, published: Published) -> None:
         """It wakes with the weights that it has loaded meanwhile."""
         weighted = self._weighted(engine)
         await weighted.sleep()
-        key, expected = await publish()
+        key, expected = published
         assert await weighted.load_weights(self._policy, Version(7), key) == expected, "asleep, it must load weights"
         await weighted.wake()
         (generation,) = await self._all(engine, [self._request("r", max_tokens=2)])

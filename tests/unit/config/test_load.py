@@ -301,3 +301,14 @@ def test_a_deterministic_run_is_on_policy(config):
         "deterministic is true, but mode is 'async', in which what a batch holds depends on time; "
         "use mode=microbatch, or deterministic=false"
     ]
+
+
+def test_what_takes_whole_groups_needs_whole_groups(config):
+    alone = ["credit={estimator: {type: reinforce}, filter: null, ready: trajectory}"]
+    assert refused(config, "mode=greedy", *alone) == [
+        "credit.ready is 'trajectory', but mode 'greedy' takes whole groups; use credit.ready=group"
+    ]
+    assert refused(config, "pipeline.updates=per_policy") == [
+        "pipeline.updates is 'per_policy', but in mode 'microbatch' all policies end a step together; use mode=async, "
+        "or pipeline.updates=together"
+    ]
