@@ -155,14 +155,30 @@ def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move
     wanted = allocation(seconds, sum(held.values()))
     if not all(held.values()) or _busiest(seconds, held) <= WORTH_MOVING * _busiest(seconds, wanted):
         return ()
-    spare = [name for policy, load in loads.items() for name in idlest(load)[: max(0, held[policy] - wanted[policy])]]
-    moves = []
-    for policy in loads:
-        share = seconds[policy] / sum(seconds.values())
-        for _ in range(wanted[policy] - held[policy]):
-            because = f"'{policy}' had {share:.0%} of the last steps' work, which is {wanted[policy]} instances"
-            moves.append(Move(spare.pop(), policy, because))
-    return moves
+    total = sum(seconds.values())
+    return _moves_to(
+        wanted,
+        loads,
+        lambda policy: (
+            f"'{policy}' had {seconds[policy] / total:.0%} of the last steps' work, which is {wanted[policy]} instances"
+        ),
+    )
+
+
+def moves_back(configured: Mapping[PolicyName, int], loads: Loads) -> Sequence[Move]:
+    """Moves to the allocation that the run began with; where instances were lost since, to its proportions."""
+    weights = {policy: float(configured.get(policy, 0)) for policy in loads}
+    wanted = allocation(weights, sum(len(load.instances) for load in loads.values()))
+    return _moves_to(wanted, loads, lambda policy: f"each step begins as configured, '{policy}' with {wanted[policy]}")
+
+
+def _moves_to(wanted: Mapping[PolicyName, int], loads: Loads, because: Callable[[PolicyName], str]) -> Sequence[Move]:
+    """As few as lead there; the idlest instances go."""
+    missing = {policy: wanted[policy] - len(load.instances) for policy, load in loads.items()}
+    spare = [name for policy, load in loads.items() for name in idlest(load)[: max(0, -missing[policy])]]
+    return [
+        Move(spare.pop(), policy, because(policy)) for policy, number in missing.items() for _ in range(max(0, number))
+    ]
 
 
 def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyName, int]:

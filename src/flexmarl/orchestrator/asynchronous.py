@@ -46,7 +46,7 @@ class Asynchronous:
             for session in parts.sessions.values():
                 session.close_step()
             if parts.balancer:
-                parts.balancer.rollout_ended()
+                parts.balancer.rollout_ended(pauses=False)
         trained = parts.collector.settle_trained()
         parts.feed.look_again()
         return trained

@@ -16,7 +16,7 @@ from flexmarl.errors import EngineError
 from flexmarl.inference.demand import Demand
 from flexmarl.inference.observed import CallRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
-from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, start_moves
+from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, moves_back, start_moves
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.observability.journal import Journal
 from flexmarl.records import PolicyName
@@ -40,20 +40,26 @@ class Balancer:
         self._moved, self._moving_s = 0, 0.0
         self._moving = asyncio.Lock()
         self._rollout_ended = asyncio.Event()
+        self._configured: Mapping[PolicyName, int] = {}
+        """Instances at the beginning."""
         self._listen()
 
     async def watch(self) -> None:
         """Looks and moves until it is cancelled."""
+        self._configured = {policy: len(given) for policy, given in self._pool.given.items()}
         async with asyncio.TaskGroup() as tasks:
             if self._settings.rule != "none":
                 tasks.create_task(self._watch_queues(), name="balance/queues")
-            if self._settings.start == "by_share":
-                tasks.create_task(self._watch_rollouts(), name="balance/start")
+            tasks.create_task(self._watch_rollouts(), name="balance/start")
 
-    def rollout_ended(self) -> None:
-        """What the step asked for is known; `start: by_share` now allocates instances for the next one."""
+    def rollout_ended(self, *, pauses: bool = True) -> None:
+        """What the step asked for is known; instances go where `start` wants them for the next one.
+
+        Where rollout does not pause, there is no start, and no way back to what was configured.
+        """
         self._demand.step_ended()
-        self._rollout_ended.set()
+        if pauses or self._settings.start == "by_share":
+            self._rollout_ended.set()
 
     async def _watch_queues(self) -> None:
         while True:
@@ -68,7 +74,12 @@ class Balancer:
             self._rollout_ended.clear()
             await self._pool.until_awake()
             async with self._moving:
-                await self._make(start_moves(self._demand.work, self._loads()))
+                await self._make(self._start_moves())
+
+    def _start_moves(self) -> Sequence[Move]:
+        if self._settings.start == "by_share":
+            return start_moves(self._demand.work, self._loads())
+        return moves_back(self._configured, self._loads())
 
     async def _make(self, moves: Sequence[Move]) -> None:
         """Side by side; those that fail are no reason not to make the others."""

@@ -32,8 +32,8 @@ class Balances(Protocol):
         """Looks and moves until it is cancelled; its failure ends the run."""
         ...
 
-    def rollout_ended(self) -> None:
-        """The step's rollout has ended: what is done now is hidden behind the rest of training."""
+    def rollout_ended(self, *, pauses: bool = True) -> None:
+        """The step's rollout has ended; if it pauses then, what is done now is hidden behind the rest of training."""
         ...
 
 

@@ -89,7 +89,7 @@ class Residency:
         standing = self._standings.get(policy)
         if standing is None:
             return True
-        standing.ready = ready
+        standing.ready, standing.done = ready, False
         if standing.need is Need.HOLDING:
             return keep or not self._gives_way(standing, busy=busy)
         if standing.need is Need.NOTHING:
@@ -105,6 +105,7 @@ class Residency:
             return
         news = standing.need is not Need.NOTHING or bool(standing.ready) != bool(ready)
         standing.ready, standing.micro_batch = ready, micro_batch
+        standing.done = standing.done and not ready
         if news:
             self._rest(standing)
 
@@ -113,11 +114,16 @@ class Residency:
         if num_samples and (standing := self._standings.get(policy)):
             standing.sample_s = duration_s / num_samples
 
+    def updated(self, policy: PolicyName) -> None:
+        """The policy's update is made, and its new weights are still to be published."""
+        if self._settings.leave == "updated":
+            self.leave(policy)
+
     def leave(self, policy: PolicyName) -> None:
-        """The policy's step is over, its new weights are out: it needs no devices."""
+        """The policy's step is over: it needs no devices."""
         self._check()
         if standing := self._standings.get(policy):
-            standing.ready = 0
+            standing.ready, standing.done = 0, True
             self._rest(standing)
 
     async def suspend_all(self) -> None:

@@ -121,6 +121,8 @@ class TrainingSession:
             await self._hold()
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: update"):
                 self._version = await self._trainer.step(divisors)
+            if not self._under_way:
+                self._residency.updated(self._policy)
         outcome = Outcome(state=RowState.TRAINED, version=self._version, reason=reason)
         await self._store.settle(self._accumulated, outcome)
         self._closed, self._claims, self._accumulated, self._num_tokens = False, 0, [], 0.0

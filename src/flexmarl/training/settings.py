@@ -91,3 +91,8 @@ class ProcessGroupSettings(BaseModel):
     prefetch: bool = Field(
         default=True, description="Bring the state back before a micro-batch is ready, if devices are free."
     )
+    leave: Literal["published", "updated"] = Field(
+        default="published",
+        description="When a policy's step is over for its devices: when its new weights are set in the object store, "
+        "or with its update; the weights are then set from where its state is set aside.",
+    )

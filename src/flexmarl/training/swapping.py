@@ -6,6 +6,7 @@ Of the policies that wait, the next is the one with most ready work per second o
 ratio (waited + served) / served. That grows with the wait while those who come later begin at 1, so nobody starves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,15 +56,22 @@ class Standing:
     ready: int = 0
     """Rows that its trainer could have now, or that wait for a micro-batch to be full."""
     micro_batch: int = 1
+    done: bool = False
+    """Its step is over: it needs no devices before the next one's rows are ready."""
     resume_s: float = 0.0
     """What this took last; so do the next two."""
     suspend_s: float = 0.0
     sample_s: float = 0.0
 
+    @property
+    def back_s(self) -> float:
+        """Seconds of the way off the devices and back."""
+        return self.suspend_s + self.resume_s
+
     def rate(self, now: float) -> float:
         """Ready rows per second of swap and training, times the response ratio; an update counts as one row."""
         rows = max(self.ready, 1)
-        served_s = max(self.resume_s + self.suspend_s + rows * self.sample_s, SHORTEST_S)
+        served_s = max(self.back_s + rows * self.sample_s, SHORTEST_S)
         return rows / served_s * (1 + (now - self.since) / served_s)
 
 
@@ -115,9 +123,10 @@ def _first(waiting: Sequence[Standing], now: float) -> Standing:
 
 
 def _make_room(idle: Sequence[Standing], first: Standing) -> Swap:
-    """The one with fewest rows on the way goes; of several, the one that has rested longest."""
-    least = min(idle, key=lambda s: (s.ready, s.since))
-    return _suspend(least, f"'{first.policy}' needs its devices, {least.ready} rows are ready for it")
+    """Who is done goes, or else whoever is back soonest, as all must be before the step ends; of several, the one with
+    fewest rows on the way, then the one that has rested longest."""
+    goes = min(idle, key=lambda s: (not s.done, s.back_s, s.ready, s.since))
+    return _suspend(goes, f"'{first.policy}' needs its devices, {goes.ready} rows are ready for it")
 
 
 def _prefetch(standings: Sequence[Standing], idle: Sequence[Standing], free: int, going: int) -> Swap | None:
@@ -129,9 +138,13 @@ def _prefetch(standings: Sequence[Standing], idle: Sequence[Standing], free: int
     because = f"{nearest.ready} of {nearest.micro_batch} rows are ready"
     if free:
         return Swap(policy=nearest.policy, direction=Direction.RESUME, because=f"{because}, and devices are free")
-    unused = [s for s in idle if not s.ready]
+    # Putting somebody out for it whose way back is longer gains nothing.
+    longest_s = nearest.back_s or math.inf
+    unused = [s for s in idle if not s.ready and (s.done or s.back_s <= longest_s)]
     if len(expected) > going and unused:
-        return _suspend(min(unused, key=lambda s: s.since), f"'{nearest.policy}' is next, {because}")
+        return _suspend(
+            min(unused, key=lambda s: (not s.done, s.back_s, s.since)), f"'{nearest.policy}' is next, {because}"
+        )
     return None
 
 

@@ -14,6 +14,7 @@ from flexmarl.inference.scaling import (
     QueueGap,
     allocation,
     drain_s,
+    moves_back,
     start_moves,
 )
 from flexmarl.inference.settings import BalanceSettings
@@ -164,3 +165,12 @@ def test_a_step_starts_with_instances_in_proportion_to_the_last_steps_work() -> 
 def test_a_step_starts_as_it_is_where_little_can_be_gained(work: dict[PolicyName, float]) -> None:
     loads = {SOLVER: load_of(0, 0, 0, name="s"), JUDGE: load_of(0, 0, 0, name="j")}
     assert not start_moves(work, loads)
+
+
+def test_instances_go_back_to_what_was_configured_and_of_fewer_in_proportion() -> None:
+    loads = {SOLVER: load_of(0, 0, 0, 0, 0, name="s"), JUDGE: load_of(0, 0, name="j")}
+    assert [move.to for move in moves_back({SOLVER: 2, JUDGE: 3}, loads)] == [JUDGE, JUDGE]
+    assert moves_back({SOLVER: 4, JUDGE: 1}, loads) == []
+    assert moves_back({SOLVER: 8, JUDGE: 2}, loads) == [], "five are left of ten"
+    (move,) = moves_back({SOLVER: 3, JUDGE: 2}, loads)
+    assert move.because == "each step begins as configured, 'judge' with 2"

@@ -130,6 +130,22 @@ def test_with_start_by_share_the_next_step_begins_with_instances_where_the_last_
     play(scenario, rule=Once(), start="by_share")
 
 
+def test_a_step_begins_as_configured_unless_rollout_never_pauses():
+    rule = Once(Move("solver/0", JUDGE, "for good"))
+
+    async def scenario(at):
+        await asyncio.gather(*(ask(at.pool, i) for i in range(12)))
+        assert moved(at) == [("solver/0", "judge/1")]
+        at.balancer.rollout_ended(pauses=False)
+        await asyncio.sleep(1.0)
+        assert len(moved(at)) == 1
+        at.balancer.rollout_ended()
+        await asyncio.sleep(1.0)
+        assert [became.split("/")[0] for _, became in moved(at)] == [JUDGE, SOLVER]
+
+    play(scenario, rule=rule)
+
+
 def test_start_moves_of_a_pool_that_sleeps_are_made_when_it_wakes():
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i, JUDGE) for i in range(12)), ask(at.pool, "s"))

@@ -227,6 +227,21 @@ def test_eagerly_a_policy_gives_its_devices_back_as_soon_as_nothing_is_ready() -
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(("leave", "left"), [("published", 7.0), ("updated", 6.0)])
+def test_devices_are_left_with_the_publication_or_with_the_update_before_it(leave: str, left: float) -> None:
+    """Resume 4 s, two rows 1 s, update 1 s; then a publication of 1 s."""
+
+    async def scenario() -> None:
+        stage = Stage(["solver"], leave=leave, suspend="eager", prefetch=False)
+        async with stage.residency:
+            await stage.step(at_once(0, rows_of("solver", 2)))
+            await asyncio.sleep(5.0)
+            assert stage.told()[1:] == [("solver", "suspend", left, left + 2.0)]
+            assert stage.left == {"solver": 7.0}
+
+    run_virtual(scenario())
+
+
 def test_devices_with_nothing_on_the_way_go_to_the_policy_that_will_be_next() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1)

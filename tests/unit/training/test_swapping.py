@@ -73,3 +73,18 @@ def test_a_holder_gives_way_only_when_the_wait_outweighs_the_swap() -> None:
     assert gives_way(holder, standings, 0, 1.0) == ""
     assert gives_way(holder, standings, 0, 30.0) == "'verifier' has waited 30.0 s: 2.38/s against 2/s"
     assert gives_way(holder, standings, 1, 30.0) == "", "there is a place without that"
+
+
+def test_whoever_is_back_soonest_makes_room_unless_one_is_done() -> None:
+    large = policy("large", Where.HERE, resume_s=7.0, suspend_s=4.0)
+    small = policy("small", Where.HERE, ready=9)
+    done = policy("done", Where.HERE, resume_s=7.0, suspend_s=4.0, done=True)
+    assert decided(waiting("solver", 16), large, small) == ("small", Direction.SUSPEND)
+    assert decided(waiting("solver", 16), large, small, done) == ("done", Direction.SUSPEND)
+
+
+def test_a_prefetch_puts_nobody_out_whose_way_back_is_longer() -> None:
+    settings, coming = ProcessGroupSettings(), policy("coming", ready=15)
+    large = policy("large", Where.HERE, resume_s=7.0, suspend_s=4.0)
+    assert decided(coming, large, settings=settings) is None
+    assert decided(policy("unknown", ready=1, resume_s=0.0, suspend_s=0.0), large, settings=settings) is not None
