@@ -1,0 +1,13 @@
+"""Runs that break, and the laws that must hold all the same. In: a seed. Out: what was broken, and which law with it.
+
+    python -m flexmarl.testing.faults --seeds 0:3000
+
+schedule.py             a small random run
+parts.py                engines and trainers that break, and remember
+lives.py                the run, resumed after every death
+story.py                what happened, put together from journals, rows and what engines and trainers remember
+witness.py              which faults struck, and what the system did about them
+laws.py, laws_of_*.py   the laws, each a function of a story
+mutations.py            rules broken on purpose: each one must break a law
+trials.py, report.py    many seeds in several processes, and what they showed
+"""

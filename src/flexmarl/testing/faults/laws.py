@@ -1,0 +1,124 @@
+"""The laws, each a function from a story to what breaks it, recomputed from what journals, rows and parts say."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+from flexmarl.errors import (
+    CheckpointError,
+    EngineError,
+    EpisodeError,
+    FlexmarlError,
+    StoreError,
+    TrainingError,
+    TransitionError,
+    WorkerError,
+)
+from flexmarl.records import RowState
+from flexmarl.simulator.faults import FaultKind
+from flexmarl.tasks import SourceExhausted
+from flexmarl.testing.faults.laws_of_samples import (
+    law_5_every_ready_row_is_in_one_update,
+    law_8_credit_compares_within_a_task,
+    law_11_what_failed_is_not_trained,
+)
+from flexmarl.testing.faults.laws_of_serving import (
+    law_3_tokens_are_as_fresh_as_promised,
+    law_4_nothing_is_held_twice,
+    law_10_versions_are_served_after_their_checksum,
+    law_12_queues_are_bounded,
+)
+from flexmarl.testing.faults.schedule import Schedule
+from flexmarl.testing.faults.story import Life, Story, group_of
+
+Law = Callable[[Story], Iterator[str]]
+DEMANDED: Mapping[FaultKind, tuple[type[FlexmarlError], ...]] = {
+    FaultKind.LOST_TRAINER: (TrainingError, WorkerError),
+    FaultKind.LOST_CACHE: (TrainingError, WorkerError),
+    FaultKind.STORE_FAILURE: (StoreError,),
+    FaultKind.TORN_CHECKPOINT: (CheckpointError,),
+    FaultKind.SOURCE_EXHAUSTED: (SourceExhausted,),
+    FaultKind.LOST_INSTANCE: (EngineError, EpisodeError),
+    FaultKind.ENGINE_SILENCE: (EngineError, EpisodeError),
+    FaultKind.FAILED_PUBLISH: (EngineError, EpisodeError),
+    FaultKind.SLOW_INSTANCE: (EngineError, EpisodeError),
+    FaultKind.ENGINE_ERRORS: (EpisodeError,),
+    FaultKind.HUNG_WORKFLOW: (EpisodeError,),
+    FaultKind.POISON_TASK: (EpisodeError,),
+}
+"""Errors that may end a life in which a fault struck."""
+
+
+def every_life_ends_as_its_faults_demand(story: Story) -> Iterator[str]:
+    """A run hangs never, dies only of an error that a fault demands, and goes on until it has ended."""
+    for number, life in enumerate(story.lives):
+        if life.hung:
+            yield f"life {number} hung: {life.error}"
+        elif life.error is not None and not isinstance(life.error, _demanded(story.schedule, life)):
+            yield f"life {number} died of what no fault demands: {type(life.error).__name__}: {life.error}"
+        elif type(life.error) is TransitionError:
+            yield f"life {number} died of a move that its life cycle lacks: {life.error}"
+    last = story.lives[-1]
+    if not story.finished and not isinstance(last.error, SourceExhausted | EpisodeError) and not last.hung:
+        yield f"after {len(story.lives)} lives the run has not ended: {type(last.error).__name__}: {last.error}"
+    if story.finished and not last.of("step_ended") and not last.of("resumed"):
+        yield "the run ended without a step"
+
+
+def _demanded(schedule: Schedule, life: Life) -> tuple[type[FlexmarlError], ...]:
+    struck = {FaultKind(event["kind"]) for event in life.of("fault")}
+    errors = [error for kind in struck for error in DEMANDED.get(kind, ())]
+    filtered = schedule.sections["credit"].get("filter", "on") is not None
+    if schedule.raising or schedule.forgetful or schedule.long_winded or filtered:
+        errors.append(EpisodeError)  # Of so few groups, all may end without a sample by chance.
+    return tuple(errors)
+
+
+def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
+    """Every admitted group ends exactly once, its rows with it; ids are given in order, without gaps."""
+    for group, told in sorted(story.groups.items()):
+        if len(told.admitted) != 1:
+            yield f"group {group} was admitted {len(told.admitted)} times"
+        if len(told.ends) > 1 or (story.finished and not told.ends):
+            yield f"group {group} ended {len(told.ends)} times: {told.ends}"
+    if sorted(story.groups) != list(range(len(story.groups))):
+        yield f"groups {sorted(story.groups)} have gaps"
+    ends = {group: told.ends[0] for group, told in story.groups.items() if told.ends}
+    states: dict[int, Counter[RowState]] = defaultdict(Counter)
+    for row in story.rows:
+        states[group_of(row.sample_id)][row.state] += 1
+    for group, found in states.items():
+        if group not in story.groups:
+            yield f"rows are left of group {group}, which was never admitted, or was taken back"
+        elif group in ends and (unended := {*found} - _ALLOWED[ends[group]]):
+            yield f"group {group} is {ends[group]}, but has rows that are {sorted(unended)}"
+        elif ends.get(group) == "trained" and not found[RowState.TRAINED]:
+            yield f"group {group} is trained, but none of its rows is"
+
+
+_ENDED = {RowState.TRAINED, RowState.FILTERED, RowState.FAILED, RowState.EXPIRED}
+_ALLOWED = {
+    "trained": _ENDED - {RowState.EXPIRED},
+    "filtered": {RowState.FILTERED, RowState.FAILED},
+    "failed": {RowState.FAILED},
+    "expired": {RowState.EXPIRED, RowState.FAILED, RowState.FILTERED},
+}
+
+
+LAWS: Mapping[str, Law] = {
+    "ends": every_life_ends_as_its_faults_demand,
+    "1": law_1_every_group_ends_once,
+    "3": law_3_tokens_are_as_fresh_as_promised,
+    "4": law_4_nothing_is_held_twice,
+    "5": law_5_every_ready_row_is_in_one_update,
+    "8": law_8_credit_compares_within_a_task,
+    "10": law_10_versions_are_served_after_their_checksum,
+    "11": law_11_what_failed_is_not_trained,
+    "12": law_12_queues_are_bounded,
+}
+"""By the number in docs/laws.md; `ends` is what every test of faults demands besides."""
+
+
+def broken(story: Story) -> dict[str, list[str]]:
+    """The laws that a story breaks, and how."""
+    found = {number: list(law(story)) for number, law in LAWS.items()}
+    return {number: because for number, because in found.items() if because}

@@ -1,0 +1,182 @@
+"""Laws of serving: which versions sample tokens, who holds what, and how much waits."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from flexmarl.orchestrator.settings import Mode
+from flexmarl.records import RowState
+from flexmarl.testing.faults.schedule import PER_POLICY, Schedule
+from flexmarl.testing.faults.story import Event, Life, Story, ended_by, group_of
+
+
+def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
+    """Synchronous: all tokens of an update are of the version before it. Else: at most S + ceil((W - 1) / P) older."""
+    yield from _outside_the_window(story)
+    bound = staleness_bound(story.schedule)
+    for row in story.rows:
+        if row.state is not RowState.TRAINED or row.settled_version is None:
+            continue
+        oldest = min(version for _, version in row.values["version_runs"])
+        newest = max(version for _, version in row.values["version_runs"])
+        lag = row.settled_version - 1 - oldest
+        if bound is not None and lag > bound:
+            yield f"{row.sample_id} was sampled at {oldest} and trained into {row.settled_version}: lag {lag} > {bound}"
+        if newest >= row.settled_version:
+            yield f"{row.sample_id} was sampled at {newest}, the version it was trained into or a later one"
+
+
+def lag_and_window(schedule: Schedule) -> tuple[int, int | None]:
+    """S and W of the mode, as docs/math.md says; W is None where there is no window."""
+    groups, pipeline = schedule.groups, schedule.sections["pipeline"]
+    mode = Mode(schedule.sections["mode"])
+    if mode.synchronous:
+        return 0, 1
+    lag = 1 if mode is Mode.ONE_STEP_OFF else pipeline["lag"]
+    windows = {
+        Mode.ONE_STEP_OFF: groups,
+        Mode.FIFO: 1,
+        Mode.ASYNC: math.ceil(pipeline["window"] * (lag + 1) * groups),
+    }
+    return lag, windows.get(mode)
+
+
+def staleness_bound(schedule: Schedule) -> int | None:
+    """S + ceil((W - 1) / P); None where there is no window."""
+    lag, window = lag_and_window(schedule)
+    return None if window is None else lag + math.ceil((window - 1) / schedule.groups)
+
+
+def _outside_the_window(story: Story) -> Iterator[str]:
+    """Groups that were taken though the oldest open one is too far behind them."""
+    window = lag_and_window(story.schedule)[1]
+    for number, life in enumerate(story.lives):
+        untaken = set[int]()
+        for event in life.events:
+            if event["event"] == "group_admitted":
+                untaken.add(event["group"])
+            elif event["event"] == "group_taken":
+                head = min(untaken)
+                if window is not None and event["group"] >= head + window:
+                    yield f"life {number}: group {event['group']} was taken, {head} is the head and the window {window}"
+            untaken.difference_update([event["group"]] if event["event"] == "group_taken" else ended_by(event))
+
+
+def law_4_nothing_is_held_twice(story: Story) -> Iterator[str]:
+    """No more trainers are on devices than may be; no policy gives its last instance away; no name is used twice."""
+    for number, life in enumerate(story.lives):
+        for because in (*_crowded_devices(story.schedule, life), *_bereft_policies(story.schedule, life)):
+            yield f"life {number}: {because}"
+
+
+def _crowded_devices(schedule: Schedule, life: Life) -> Iterator[str]:
+    """By journal: who holds devices, from the beginning of its resumption to the end of its suspension."""
+    at_once = schedule.sections["process_groups"]["at_once"] or len(schedule.trained)
+    resident = set[str]()
+    moments = [
+        (event["began"] if event["direction"] == "resume" else event["ended"], event["direction"], event["process"])
+        for event in life.of("swapped")
+    ]
+    for _, direction, process in sorted(moments, key=lambda moment: (moment[0], moment[1] == "resume")):
+        (resident.add if direction == "resume" else resident.discard)(process)
+        if len(resident) > at_once:
+            yield f"{sorted(resident)} are on devices, process_groups.at_once is {at_once}"
+
+
+def _bereft_policies(schedule: Schedule, life: Life) -> Iterator[str]:
+    """By journal: which instances each policy has."""
+    live, names = set(schedule.initial), Counter(schedule.initial)
+    for event in life.of("instance_lost", "instance_replaced", "moved", "move_failed"):
+        policy, joined = event["instance"].rpartition("/")[0], ""
+        if event["event"] != "instance_replaced":
+            live.discard(event["instance"])  # One that is lost on its way has a name that was never live.
+        if event["event"] == "moved":
+            joined = event["became"]
+            if not any(name.rpartition("/")[0] == policy for name in live):
+                yield f"{event['instance']} was moved, the last of its policy"
+        elif event["event"] == "instance_replaced":
+            joined = event["instance"]
+        elif event["event"] == "move_failed" and "so it stays" in event["because"]:
+            live.add(f"{policy}/again")
+        if joined:
+            live.add(joined)
+            names[joined] += 1
+            if names[joined] > 1:
+                yield f"the name {joined} was used twice"
+
+
+def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[str]:
+    """An instance answers with a version it has checked; synchronously, nothing is admitted before all have."""
+    for number, life in enumerate(story.lives):
+        for because in _unchecked_answers(life):
+            yield f"life {number}: {because}"
+        if Mode(story.schedule.sections["mode"]).synchronous:
+            for because in _early_admissions(story, life):
+                yield f"life {number}: {because}"
+
+
+def _unchecked_answers(life: Life) -> Iterator[str]:
+    """By what engines say they held and answered, and trainers say they published."""
+    for name, engine in life.engines.items():
+        held: dict[tuple[str, int], float] = {}
+        for at, policy, version, checksum in engine.loads:
+            if checksum == life.trainers[policy].published.get(version):
+                held.setdefault((policy, version), at)
+        for at, policy, generation in engine.answered:
+            for run in generation.versions if policy in life.trainers else ():
+                if held.get((policy, run.version), math.inf) > at:
+                    yield f"{name} answered {generation.request_id} with version {run.version}, unchecked"
+
+
+def _early_admissions(story: Story, life: Life) -> Iterator[str]:
+    """By journal: what every instance held at an admission that was live before it and served after it."""
+    last_sent = {event["process"]: event["began"] for event in life.of("call")}
+    live = {f"engine/{name}" for name in story.schedule.initial}
+    held, published = dict[str, str](), dict[str, str]()
+    for event in life.events:
+        match event["event"]:
+            case "call":
+                live.add(event["process"])
+            case "loaded":
+                held[event["process"]] = event["checksum"]
+            case "published":
+                published[event["policy"]] = event["checksum"]
+            case "group_admitted":
+                for process in sorted(live):
+                    expected = published.get(process.split("/")[1])
+                    serves = last_sent.get(process, -1.0) >= event["t"]
+                    if serves and expected is not None and held.get(process) != expected:
+                        yield f"group {event['group']} was admitted while {process} held {held.get(process, 'nothing')}"
+
+
+def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
+    """Never more groups are active than there are slots, nor more requests with an instance than it may run."""
+    schedule = story.schedule
+    slots, at_once = (lag_and_window(schedule)[0] + 1) * schedule.groups, schedule.sections["pool"]["max_running"]
+    for number, life in enumerate(story.lives):
+        active, owing = set[int](), dict[int, set[str]]()
+        for event in life.events:
+            if event["event"] == "group_admitted":
+                active.add(event["group"])
+            active.difference_update(ended_by(event))
+            if schedule.mode == PER_POLICY:
+                active.difference_update(_served(life, event, owing))
+            if len(active) > slots:
+                yield f"life {number}: {len(active)} groups were active, there are {slots} slots"
+                break
+        for name, engine in life.engines.items():
+            if at_once is not None and engine.most_running > at_once:
+                yield f"life {number}: {name} was given {engine.most_running} requests, pool.max_running is {at_once}"
+
+
+def _served(life: Life, event: Event, owing: dict[int, set[str]]) -> list[int]:
+    """Groups on which, with this publication, the last of their policies has been updated."""
+    if event["event"] == "group_ready":
+        owing[event["group"]] = set(event["samples"])
+    if event["event"] != "published":
+        return []
+    policy = event["policy"]
+    for ids in life.trainers[policy].updates.get(event["version"], {}).values():
+        for sample_id in ids:
+            owing[group_of(sample_id)].discard(policy)
+    return [group for group, policies in owing.items() if not policies]

@@ -1,0 +1,270 @@
+"""Runs one run to its end, through all its deaths: each life is the production loops in virtual time, resumed.
+
+consumes     a schedule and its plan of faults
+waits for    nothing outside virtual time
+produces     the story of all lives
+unblocked by virtual time; a life that takes LIMIT_S, or in which nothing can run any more, has hung
+"""
+
+import asyncio
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from flexmarl.agents import Team
+from flexmarl.assemble.run import failure_told
+from flexmarl.errors import CheckpointError, FlexmarlError
+from flexmarl.inference.pool import InferencePool
+from flexmarl.objects.interface import ObjectStore
+from flexmarl.orchestrator.run import Orchestrator
+from flexmarl.orchestrator.sealed_folder import MANIFEST
+from flexmarl.records import GenerationRequest, PolicyName, Task
+from flexmarl.simulator.faults import Fault, FaultKind
+from flexmarl.simulator.faulty import FaultySource
+from flexmarl.simulator.injection import Injection
+from flexmarl.simulator.trainer import SimulatedProcessGroup
+from flexmarl.simulator.virtual_time import DeadlockError
+from flexmarl.testing.faults.mutations import SOUND, Mutation
+from flexmarl.testing.faults.parts import BreakableEngine, MortalJournal, Pulse
+from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
+from flexmarl.testing.faults.story import Life, Story
+from flexmarl.testing.run import ScriptedRun
+from flexmarl.training.residency import Residency
+
+LIMIT_S = 3000.0
+"""Of one life, in virtual seconds; a step takes some ten, and with everything timing out some hundred."""
+REAL_S = 30
+"""Of one life, in seconds of the processor's clock: a loop that never waits lets no virtual time pass."""
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where checkpoints are flushed at once."""
+
+
+class Stuck(BaseException):
+    """A life that goes round in circles."""
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raises Stuck out of the block when it has taken so long; in the main thread, where alarms are heard."""
+
+    def stop(*_: object) -> None:
+        raise Stuck(f"it took more than {seconds} s of real time")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
+    """Plays the run of a schedule, life after life, until it ends or has died too often."""
+    injection, lives = Injection(schedule.plan), list[Life]()
+    store = None
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name, warnings.catch_warnings():
+        # Of a workflow's `gather`, half may outlive the other half, and find the pool closed.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        folder = Path(name)
+        torn: Fault | None = None
+        while True:
+            run = MortalRun(schedule, injection, folder, mutation, store=store, torn=torn)
+            store = run.kept
+            lives.append(run.live())
+            if _is_over(lives) or len(lives) > len(schedule.plan.faults) + 2:
+                return Story(schedule=schedule, lives=lives, rows=tuple(run.rows()), folder=name)
+            if isinstance(lives[-1].error, CheckpointError):
+                shutil.rmtree(folder)  # As the error says: the run then begins anew.
+                folder.mkdir()
+            torn = tear(injection, folder)
+
+
+def _is_over(lives: list[Life]) -> bool:
+    """Whether it ended, or will not get any further: it has died twice of the same."""
+    last = lives[-1]
+    if last.finished or last.hung or not isinstance(last.error, FlexmarlError | None):
+        return True
+    return len(lives) > 1 and last.error is not None and last.same_end_as(lives[-2])
+
+
+def tear(injection: Injection, folder: Path) -> Fault | None:
+    """Damages the newest checkpoint, if a plan says so and there is one; the fault, if it did."""
+    newest = max(folder.glob("step-*"), default=None)
+    fault = injection.tears() if newest else None
+    if newest is None or fault is None:
+        return None
+    victim = min(newest.rglob("trainer.json"))
+    if fault.how == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-3])
+    elif fault.how == "flipped":
+        victim.write_bytes(victim.read_bytes().replace(b'"weight"', b'"eeight"'))
+    elif fault.how == "unsealed":
+        (newest / MANIFEST).unlink()
+    else:
+        newest.rename(newest.with_name(f".partial-{newest.name}"))
+    return fault
+
+
+class MortalRun(ScriptedRun):
+    """One life of a run."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        injection: Injection,
+        folder: Path,
+        mutation: Mutation,
+        *,
+        store: Any,
+        torn: Fault | None,
+    ) -> None:
+        """`store` is the one that earlier lives left behind; `torn` what befell their checkpoint."""
+        super().__init__(
+            lambda task, team: play(task, team, schedule, injection),
+            lambda prompt, request: say(request, schedule),
+            agents=schedule.agents,
+            folder=folder,
+            store=store,
+            **schedule.sections,
+            seed=schedule.seed,
+        )
+        self._schedule, self._injection, self._mutation = schedule, injection, mutation
+        self._pulse, self._hung, self._torn = Pulse(), False, torn
+        self.kept = self.world.store
+        """The store itself, which outlives this life."""
+        self.journal = MortalJournal(self._pulse)
+        self.breakable: dict[str, BreakableEngine] = {}
+        """By instance."""
+        objects = self.world.objects
+        self.made = {
+            policy: mutation.trainer(policy, objects, injection, sample_s=schedule.sample_s) for policy in self.trainers
+        }
+        self.trainers |= self.made
+        slow = mutation.store(
+            self.kept,
+            injection,
+            self._pulse,
+            longest_s=schedule.store_s,
+            random=Random(f"store {schedule.seed}"),
+        )
+        self.world = replace(self.world, store=slow, pool=self._pool(objects))
+        self.blueprint = replace(
+            self.blueprint,
+            source=FaultySource(self.blueprint.source, injection),
+            settings=mutation.settings(self.blueprint.settings),
+        )
+
+    def live(self) -> Life:
+        """Plays it, and tells how it ended."""
+        error: BaseException | None = None
+        try:
+            with at_most(REAL_S):
+                self.play(_strike)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised
+        hung = self._hung or isinstance(error, DeadlockError | Stuck)
+        killed = self._pulse.over and not hung
+        return Life(
+            events=self.journal.events(),
+            error=None if killed else error,
+            killed=killed,
+            hung=hung,
+            engines=self.breakable,
+            trainers=self.made,
+        )
+
+    def wired(self, orchestrator: Orchestrator) -> None:
+        """Exchanges the rule that a mutation breaks."""
+        self._mutation.wired(orchestrator)
+
+    async def strike(self) -> None:
+        """Breaks engines at their time."""
+        await self._injection.watch(lambda: self.breakable)
+
+    async def _play(self, beside: Any) -> None:
+        running = asyncio.current_task()
+        assert running is not None
+
+        def die() -> None:
+            self._pulse.stop()
+            running.cancel()
+
+        self._injection.begin(self.journal, die)
+        with failure_told(self.journal):
+            if self._torn is not None:
+                self._injection.note(self._torn)
+            limit = asyncio.timeout(LIMIT_S)
+            try:
+                async with limit, self._residency() as residency:
+                    self.world = replace(self.world, residency=residency)
+                    await super()._play(beside)
+            finally:
+                self._hung = limit.expired()
+
+    def _residency(self) -> Residency:
+        groups = {policy: SimulatedProcessGroup(trainer) for policy, trainer in self.made.items()}
+        return Residency(groups, self.settings.process_groups)
+
+    def _pool(self, objects: ObjectStore) -> InferencePool:
+        def make(name: str) -> BreakableEngine:
+            engine = BreakableEngine(
+                name, lambda prompt, request: say(request, self._schedule), objects, self._injection, SECONDS_PER_TOKEN
+            )
+            self.breakable[name] = engine
+            return engine
+
+        async def respawn(policy: PolicyName, name: str) -> BreakableEngine:
+            await asyncio.sleep(1.0)
+            return make(name)
+
+        engines = {
+            PolicyName(policy): [make(f"{policy}/{n}") for n in range(count)]
+            for policy, count in self._schedule.instances.items()
+        }
+        return self._mutation.pool(engines, self.settings.pool, respawn=respawn)
+
+
+async def _strike(run: ScriptedRun) -> None:
+    assert isinstance(run, MortalRun)
+    await run.strike()
+
+
+async def play(task: Task, team: Team, schedule: Schedule, injection: Injection) -> None:
+    """The workflow: every agent speaks `rounds` times and is rewarded for its own words, if nothing befalls it."""
+    flat = task.input_id.startswith("task-") and injection.flattens(int(task.input_id.rpartition("-")[2]))
+    if injection.befalls(FaultKind.POISON_TASK, task.input_id):
+        raise ValueError("the task is poisoned, as planned")
+    said = task.prompt
+    first, *others = tuple(team)
+    for _ in range(schedule.rounds):
+        replies = [await first.act(said)]
+        if replies[0].turns[0].episode.endswith("a0") and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
+            await asyncio.Event().wait()
+        if schedule.parallel:
+            replies += await asyncio.gather(*(seat.act(replies[0].text) for seat in others))
+        else:
+            for seat in others:
+                replies.append(await seat.act(replies[-1].text))
+        said = replies[-1].text
+        for reply in replies:
+            if team.rng.random() >= schedule.forgetful:
+                reply.reward(1.0 if flat else task.score(reply.text[:1]))
+    if team.rng.random() < schedule.raising:
+        raise ValueError("the workflow raised")
+    team.report(success=task.score(said[:1]))
+
+
+def say(request: GenerationRequest, schedule: Schedule) -> str:
+    """Right (`a`) or wrong (`b`), short or long, by the call's seed."""
+    words = "ab"[request.seed % 2] * (1 + request.seed % 4)
+    return words + "z" * 80 if Random(f"{schedule.seed}/{request.seed}").random() < schedule.long_winded else words

@@ -1,0 +1,183 @@
+"""Rules that are broken on purpose: a law that catches no broken rule is not tried."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from flexmarl.config import RunSettings
+from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.interface import Credit, CreditRow
+from flexmarl.experience.window import Taken, Window
+from flexmarl.inference.pool import InferencePool
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.orchestrator.run import Orchestrator
+from flexmarl.records import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    GroupId,
+    GroupRecord,
+    GroupState,
+    LossReport,
+    MicroBatch,
+    PolicyName,
+    SampleId,
+    Version,
+)
+from flexmarl.rollout.admission import Admission, Verdict
+from flexmarl.rollout.rollout import Emit, Rollout
+from flexmarl.testing.faults.parts import BreakableTrainer, SlowStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One broken rule, and where it goes."""
+
+    name: str
+    breaks: str
+    """What it does wrong."""
+    mode: str | None = None
+    """The only mode in which it matters, if there is only one."""
+    pool: type[InferencePool] = InferencePool
+    store: type[SlowStore] = SlowStore
+    trainer: type[BreakableTrainer] = BreakableTrainer
+    settings: Callable[[RunSettings], RunSettings] = lambda settings: settings
+    wired: Callable[[Orchestrator], None] = lambda orchestrator: None
+
+
+class _FreesSlotWhenDone(Admission):
+    def may_admit(self) -> Verdict:
+        playing = sum(self.state(group) is not GroupState.DONE for group in self.active)
+        return Verdict(playing < self.slots, "a group that has finished playing holds no slot")
+
+
+class _LosesGroups(Rollout):
+    async def play(self, groups: Any, emit: Emit, *rest: Any, **more: Any) -> None:
+        async def emit_most(group: GroupRecord) -> None:
+            if group.group % 3 != 1 or not group.finished:
+                await emit(group)
+
+        await super().play(groups, emit_most, *rest, **more)
+
+
+class _LeaksLeases(SlowStore):
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
+        return (await super().claim(policy, n + 1, holder=holder))[:n]
+
+
+class _KeepsRows(SlowStore):
+    async def rewind(self, next_group: GroupId, **replay: Collection[GroupId]) -> int:
+        return 0
+
+
+class _AccumulatesTwice(BreakableTrainer):
+    async def accumulate(self, batch: MicroBatch) -> LossReport:
+        samples = tuple(replace(sample, advantage=2 * sample.advantage) for sample in batch.samples)
+        return await super().accumulate(replace(batch, samples=samples))
+
+
+class _PublishesWithoutWaiting(InferencePool):
+    async def load_weights(
+        self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
+    ) -> dict[str, Checksum]:
+        loading = asyncio.create_task(super().load_weights(policy, version, key, expected), name="load-unheeded")
+        _unheeded.add(loading)
+        loading.add_done_callback(_unheeded.discard)
+        return {}
+
+
+_unheeded = set["asyncio.Task[dict[str, Checksum]]"]()
+"""Tasks that nobody awaits must be held by somebody."""
+
+
+class _ServesUnchecked(InferencePool):
+    async def load_weights(
+        self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
+    ) -> dict[str, Checksum]:
+        return await super().load_weights(policy, version, key, None)
+
+
+class _PassesFailuresOff(InferencePool):
+    async def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
+        generation = await super().generate(request, timeout_s=timeout_s)
+        failed = generation.finish is FinishReason.ERROR
+        return replace(generation, finish=FinishReason.STOP) if failed else generation
+
+
+class _ComparesWithOthers(Default):
+    _before: list[float] = PrivateAttr(default_factory=list)
+
+    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
+        credit = super().estimate(rows)
+        shift = sum(self._before)
+        self._before[:] = [sum(row.reward or 0.0 for row in rows) / max(len(rows), 1)]
+        shifted = {sample_id: advantage - shift for sample_id, advantage in credit.advantages.items()}
+        return replace(credit, advantages=shifted)
+
+
+def _mix(settings: RunSettings) -> RunSettings:
+    credit = settings.credit.model_copy(update={"estimator": _ComparesWithOthers()})
+    return settings.model_copy(update={"credit": credit})
+
+
+class _IgnoresSize(Window):
+    def take(self) -> Taken | None:
+        self._size = None
+        return super().take()
+
+
+def _forget_the_window(orchestrator: Orchestrator) -> None:
+    orchestrator._pipeline._stream._window.__class__ = _IgnoresSize  # type: ignore[attr-defined]
+
+
+def _exchange(part: str, broken: type) -> Callable[[Orchestrator], None]:
+    """Gives the orchestrator's part the class of a broken rule; the rules it was made with stay where they are."""
+
+    def exchange(orchestrator: Orchestrator) -> None:
+        getattr(orchestrator._parts, part).__class__ = broken
+
+    return exchange
+
+
+SOUND = Mutation(name="sound", breaks="nothing")
+"""The production rules."""
+MUTATIONS = (
+    Mutation(
+        name="slot_freed_at_take",
+        breaks="a group that has finished playing no longer holds its slot",
+        mode="greedy",
+        wired=_exchange("admission", _FreesSlotWhenDone),
+    ),
+    Mutation(
+        name="window_ignored",
+        breaks="any finished group is taken, however far beyond the oldest",
+        mode="fifo",
+        wired=_forget_the_window,
+    ),
+    Mutation(
+        name="group_lost_on_the_way",
+        breaks="some finished groups never reach collection",
+        wired=_exchange("rollout", _LosesGroups),
+    ),
+    Mutation(name="lease_leak", breaks="a claim leases one row more than it returns", store=_LeaksLeases),
+    Mutation(name="rewind_keeps_rows", breaks="a resumption leaves the rows of groups it replays", store=_KeepsRows),
+    Mutation(name="accumulated_twice", breaks="gradients enter the cache twice", trainer=_AccumulatesTwice),
+    Mutation(
+        name="publish_without_waiting",
+        breaks="a publication returns before the instances hold it",
+        pool=_PublishesWithoutWaiting,
+    ),
+    Mutation(
+        name="served_unchecked",
+        breaks="a version is stamped whatever checksum the instance reports",
+        pool=_ServesUnchecked,
+    ),
+    Mutation(
+        name="failed_call_trained", breaks="a call that failed passes for a short answer", pool=_PassesFailuresOff
+    ),
+    Mutation(name="credit_mixes_groups", breaks="a group's rewards are compared with another one's", settings=_mix),
+)
+"""Each must be caught."""

@@ -1,0 +1,158 @@
+"""Decides a small random run, and what goes wrong in it, from one seed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from flexmarl.orchestrator.settings import Mode
+from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_plan
+
+PER_POLICY = "per_policy"
+"""As `async`, with an update of each policy as its own batch fills."""
+MODES = (*(mode.value for mode in Mode), PER_POLICY)
+SYNCHRONOUS = frozenset(mode.value for mode in Mode if mode.synchronous)
+TEAMS: tuple[Mapping[str, str], ...] = (
+    {"solver": "solver"},
+    {"solver": "solver", "verifier": "verifier"},
+    {"solver": "shared", "verifier": "shared"},
+    {"solver": "solver", "judge": "frozen"},
+    {"solver": "shared", "verifier": "shared", "critic": "critic"},
+    {"planner": "planner", "solver": "solver", "verifier": "verifier"},
+    {"solver": "solver", "verifier": "verifier", "judge": "frozen"},
+)
+"""Agents, and the policy of each; `frozen` is not trained."""
+SECONDS_PER_TOKEN = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One run: its sizes, its speeds, its faults."""
+
+    seed: int
+    mode: str
+    """One of MODES."""
+    agents: Mapping[str, str]
+    rounds: int
+    """How often every agent speaks in an episode."""
+    parallel: bool
+    """Whether all agents but the first speak at the same time."""
+    steps: int
+    groups: int
+    instances: Mapping[str, int]
+    """Of each policy."""
+    sample_s: float
+    """What a trainer takes for a sample."""
+    store_s: float
+    """Longest time that a call of the store takes."""
+    raising: float
+    """Share of episodes whose workflow raises; and so on."""
+    forgetful: float
+    long_winded: float
+    sections: Mapping[str, Any]
+    """The other sections of the config."""
+    plan: FaultPlan
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Policies that are updated."""
+        return tuple(sorted({policy for policy in self.agents.values() if policy != "frozen"}))
+
+    @property
+    def initial(self) -> tuple[str, ...]:
+        """The instances that a life begins with, as the pool names them."""
+        return tuple(f"{policy}/{n}" for policy, count in self.instances.items() for n in range(count))
+
+
+def draw(seed: int, *, mode: str | None = None) -> Schedule:
+    """The run of a seed; `mode` fixes what is drawn else."""
+    random = Random(f"run {seed}")
+    drawn = random.choice(MODES)
+    agents = random.choice(TEAMS)
+    instances = {policy: random.randint(1, 3) for policy in dict.fromkeys(agents.values())}
+    steps, groups = random.randint(2, 3), random.randint(1, 4)
+    targets = Targets(
+        instances=tuple(f"{policy}/{n}" for policy, count in instances.items() for n in range(count)),
+        trained=tuple(policy for policy in instances if policy != "frozen"),
+        groups=groups,
+        steps=steps,
+        step_s=1.0 + 0.7 * groups,
+        step_calls=12 * groups * len(agents),
+    )
+    plan = draw_plan(Random(f"faults {seed}"), targets)
+    return Schedule(
+        seed=seed,
+        mode=mode or drawn,
+        agents=agents,
+        rounds=random.choice([1, 1, 2]),
+        parallel=random.random() < 0.5,
+        steps=steps,
+        groups=groups,
+        instances=instances,
+        sample_s=random.choice([0.0, 0.05, 0.4]),
+        store_s=random.choice([0.0, 0.0, 0.02, 0.3]),
+        raising=random.choice([0.0, 0.0, 0.15]),
+        forgetful=random.choice([0.0, 0.0, 0.1]),
+        long_winded=random.choice([0.0, 0.05]),
+        sections=_sections(random, mode or drawn, steps, groups, instances)
+        | {"credit": _credit(random, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+        plan=plan,
+    )
+
+
+def _sections(random: Random, mode: str, steps: int, groups: int, instances: Mapping[str, int]) -> dict[str, Any]:
+    micro_batch = random.choice([1, 2, 3, 5])
+    policies = {
+        name: {"instances": count, "trainable": name != "frozen", "training": {"micro_batch": micro_batch}}
+        for name, count in instances.items()
+    }
+    return {
+        "steps": steps,
+        "mode": "async" if mode == PER_POLICY else mode,
+        "pipeline": {
+            "lag": 1 if mode == "one_step_off" else random.choice([1, 1, 2]),
+            "window": random.choice([0.3, 0.5, 1.0]),
+            "head_deadline_s": random.choice([4.0, 20.0]),
+            "late": random.choice(["expire", "requeue"]),
+            "updates": "per_policy" if mode == PER_POLICY else "together",
+            "policy_timeout_s": random.choice([3.0, 30.0]),
+        },
+        "cluster": {"backend": "simulated"},
+        "deterministic": random.random() < 0.3 and mode in SYNCHRONOUS,
+        "batch": {"groups": groups, "episodes": random.randint(2, 3)},
+        "rollout": {
+            "inter_query": random.randint(1, 5),
+            "intra_query": random.randint(1, 3),
+            "episode_timeout_s": 12.0,
+            "call_timeout_s": 4.0,
+            "group_retries": random.randint(0, 1),
+        },
+        "pool": {
+            "routing": random.choice(["least_tokens", "least_requests", "round_robin"]),
+            "max_running": random.choice([None, None, 1, 2]),
+            "on_move": random.choice(["continue", "drain"]),
+            "load_timeout_s": 8.0,
+            "start_timeout_s": 30.0,
+            "replacements": random.choice([0, 3, 3]),
+        },
+        "balance": {
+            "rule": random.choice(["none", "queue_gap", "queue_gap_literal", "drain_time"]),
+            "poll_s": 0.5,
+            "gap": 1,
+            "move_s": 0.2,
+            "start": random.choice(["as_configured", "by_share"]),
+        },
+        "process_groups": {
+            "at_once": random.choice([None, 1, 2]),
+            "suspend": random.choice(["eager", "on_demand"]),
+            "prefetch": random.random() < 0.5,
+        },
+        "evaluate": {"tasks": random.choice([0, 0, 1])},
+        "checkpoint": {"every": random.choice([1, 1, 2])},
+        "policies": policies,
+    }
+
+
+def _credit(random: Random, *, filtered: bool) -> dict[str, Any]:
+    estimator = {"type": random.choice(["default", "drmas"])}
+    return {"estimator": estimator} | ({} if filtered or random.random() < 0.4 else {"filter": None})

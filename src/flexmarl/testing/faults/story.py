@@ -1,0 +1,128 @@
+"""What happened to a run in all its lives, told apart into what counts and what was taken back."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from flexmarl.errors import FlexmarlError
+from flexmarl.experience.interface import Row
+from flexmarl.records import PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
+from flexmarl.testing.faults.parts import BreakableEngine, BreakableTrainer
+from flexmarl.testing.faults.schedule import Schedule
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Life:
+    """One process of the run, from its start to its death or the run's end."""
+
+    events: Sequence[Event]
+    error: BaseException | None
+    """What ended it, but for a kill."""
+    killed: bool
+    hung: bool
+    engines: Mapping[str, BreakableEngine]
+    """By instance."""
+    trainers: Mapping[PolicyName, BreakableTrainer]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end in it."""
+        return self.error is None and not self.killed and not self.hung
+
+    def of(self, *names: str) -> list[Event]:
+        """Its events of these names."""
+        return [event for event in self.events if event["event"] in names]
+
+    def same_end_as(self, other: "Life") -> bool:
+        """Whether both died of the same, without having come any further."""
+        return (
+            isinstance(self.error, FlexmarlError)
+            and str(self.error) == str(other.error)
+            and type(self.error) is type(other.error)
+            and not self.of("checkpoint")
+        )
+
+
+@dataclass(slots=True, eq=False)
+class GroupStory:
+    """What counts of one group."""
+
+    admitted: list[Event] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Story:
+    """A run: what was to be, its lives, and the rows that it left behind."""
+
+    schedule: Schedule
+    lives: Sequence[Life]
+    rows: Sequence[Row] = field(repr=False)
+    folder: str
+    """Where its checkpoints were."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end."""
+        return self.lives[-1].finished
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Of all lives."""
+        return [event for life in self.lives for event in life.events]
+
+    @cached_property
+    def groups(self) -> Mapping[int, "GroupStory"]:
+        """Every group, without what a resumption took back: what a life did after the checkpoint it left is gone."""
+        groups: dict[int, GroupStory] = {}
+        for life in self.lives:
+            for event in life.events:
+                if event["event"] == "store_rewound":
+                    again = set(event.get("replay", ()))
+                    groups = {g: told for g, told in groups.items() if g < event["next_group"] and g not in again}
+                elif event["event"] == "group_admitted":
+                    groups.setdefault(event["group"], GroupStory()).admitted.append(event)
+                for group in ended_by(event):
+                    groups.setdefault(group, GroupStory()).ends.append(_END[event["event"]])
+        return groups
+
+    @cached_property
+    def updates(self) -> Mapping[PolicyName, Mapping[Version, Sequence[Sequence[SampleId]]]]:
+        """What the trainers remember of each version that counts: the sample ids of its micro-batches."""
+        made: dict[PolicyName, dict[Version, Sequence[Sequence[SampleId]]]] = {}
+        for life in self.lives:
+            for policy, trainer in life.trainers.items():
+                before = {version: ids for version, ids in made.get(policy, {}).items() if version <= trainer.base}
+                made[policy] = before | {version: list(ids.values()) for version, ids in trainer.updates.items()}
+        return made
+
+    def trained(self) -> Iterator[SampleId]:
+        """Every sample in an update that counts, as often as it is in one."""
+        for of_policy in self.updates.values():
+            for batches in of_policy.values():
+                for batch in batches:
+                    yield from batch
+
+
+_END = {
+    "group_failed": "failed",
+    "group_filtered": "filtered",
+    "group_expired": "expired",
+    "step_ended": "trained",
+}
+"""Events with which groups end, and how."""
+
+
+def ended_by(event: Event) -> Sequence[int]:
+    """The groups that end with an event."""
+    if event["event"] == "step_ended":
+        return event["trained"]
+    return [event["group"]] if event["event"] in _END else []
+
+
+def group_of(sample_id: str) -> int:
+    """The group that a sample is of."""
+    return split_trajectory_id(split_sample_id(sample_id)[2])[0]

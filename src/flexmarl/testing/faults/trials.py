@@ -1,0 +1,183 @@
+"""Runs many seeds in several processes, and adds up what they showed.
+
+consumes     seeds
+waits for    worker processes, each of which plays whole runs in virtual time
+produces     a tally: faults and the reactions to them, broken laws
+unblocked by a worker that has played its share
+"""
+
+import gc
+import hashlib
+import json
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flexmarl.testing.faults.laws import broken
+from flexmarl.testing.faults.lives import live
+from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
+from flexmarl.testing.faults.schedule import draw
+from flexmarl.testing.faults.story import Story
+from flexmarl.testing.faults.witness import seen
+
+T = TypeVar("T")
+SHARE = 20
+"""Seeds that a worker plays before it reports: a second or two, so that the bar moves."""
+REPEATED = 50
+"""Every so many seeds one is played twice: its journals must be the same to the last byte."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a set of seeds showed."""
+
+    seeds: int = 0
+    lives: int = 0
+    repeated: int = 0
+    modes: Counter[str] = field(default_factory=Counter)
+    struck: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    broken: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    """By seed, then by law."""
+    seconds: float = 0.0
+
+    def add(self, other: "Tally") -> None:
+        """Takes in another one."""
+        self.seeds, self.lives = self.seeds + other.seeds, self.lives + other.lives
+        self.repeated += other.repeated
+        for mine, theirs in (
+            (self.modes, other.modes),
+            (self.struck, other.struck),
+            (self.answered, other.answered),
+            (self.ends, other.ends),
+        ):
+            mine.update(theirs)
+        self.broken |= other.broken
+
+    def told(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "seeds": self.seeds,
+            "lives": self.lives,
+            "repeated": self.repeated,
+            "seconds": round(self.seconds, 1),
+            "modes": dict(self.modes),
+            "struck": dict(self.struck),
+            "witnessed": dict(self.answered),
+            "ends": dict(self.ends),
+            "broken": {str(seed): laws for seed, laws in sorted(self.broken.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """What became of a mutation."""
+
+    name: str
+    breaks: str
+    seed: int | None
+    """The first at which a law noticed; None: none did."""
+    laws: Sequence[str] = ()
+    because: str = ""
+
+
+def try_all(seeds: Sequence[int], jobs: int, console: Console, mode: str | None = None) -> Tally:
+    """Plays every seed."""
+    began, tally = time.perf_counter(), Tally()
+    shares = [seeds[at : at + SHARE] for at in range(0, len(seeds), SHARE)]
+    for share in _in_processes(partial(_try_share, mode=mode), shares, jobs, console, "seeds"):
+        tally.add(share)
+    tally.seconds = time.perf_counter() - began
+    return tally
+
+
+def catch_all(seeds: Sequence[int], jobs: int, console: Console) -> list[Caught]:
+    """Breaks one rule after another, each until a law notices."""
+    names = [mutation.name for mutation in MUTATIONS]
+    found = {one.name: one for one in _in_processes(partial(_catch_named, seeds), names, jobs, console, "mutations")}
+    return [found[name] for name in names]
+
+
+def try_seed(seed: int, mode: str | None = None) -> Tally:
+    """Plays one seed."""
+    schedule = draw(seed, mode=mode)
+    story = live(schedule)
+    found = broken(story)
+    repeated = seed % REPEATED == 0
+    if repeated and digest(live(schedule)) != digest(story):
+        found["repeat"] = ["the same seed gave another journal"]
+    struck, answered = seen(story)
+    return Tally(
+        seeds=1,
+        lives=len(story.lives),
+        repeated=int(repeated),
+        modes=Counter([schedule.mode]),
+        struck=Counter({kind.value: count for kind, count in struck.items()}),
+        answered=Counter({kind.value: count for kind, count in answered.items()}),
+        ends=Counter([type(story.lives[-1].error).__name__ if story.lives[-1].error else "finished"]),
+        broken={seed: found} if found else {},
+    )
+
+
+def catch(mutation: Mutation, seeds: Sequence[int]) -> Caught:
+    """Plays seeds with a broken rule until a law notices."""
+    for seed in seeds:
+        if found := broken(live(draw(seed, mode=mutation.mode), mutation)):
+            because = next(iter(found.values()))[0]
+            return Caught(mutation.name, mutation.breaks, seed, sorted(found), because)
+    return Caught(mutation.name, mutation.breaks, None)
+
+
+def digest(story: Story) -> str:
+    """Of all its journals, but for the name of the folder, which is another each time."""
+    events = json.dumps(list(story.events), sort_keys=True).replace(story.folder, "")
+    return hashlib.blake2b(events.encode()).hexdigest()
+
+
+def _try_share(seeds: Sequence[int], *, mode: str | None) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.add(try_seed(seed, mode))
+    return tally
+
+
+def _catch_named(seeds: Sequence[int], name: str) -> Caught:
+    return catch(next(mutation for mutation in MUTATIONS if mutation.name == name), seeds)
+
+
+def _in_processes(work: Any, items: Sequence[Any], jobs: int, console: Console, what: str) -> Iterator[Any]:
+    """Does the work on each item, in so many processes, with a bar; results come as they are there."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    context = multiprocessing.get_context("spawn")  # A fork would copy torch's threads half.
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_settle) as workers,
+    ):
+        bar = progress.add_task(what, total=sum(map(_size, items)))
+        futures: dict[Future[Any], int] = {workers.submit(work, item): _size(item) for item in items}
+        for future in as_completed(futures):
+            progress.advance(bar, futures[future])
+            yield future.result()
+
+
+def _size(item: Any) -> int:
+    return 1 if isinstance(item, str) else len(item)
+
+
+def _settle() -> None:
+    """Prepares a worker: one thread, no walks of the collector through all that was imported, quiet about the dead."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)

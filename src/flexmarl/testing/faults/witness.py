@@ -1,0 +1,97 @@
+"""Decides whether a fault that struck was also noticed: by the event of the journal in which the system reacted."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from flexmarl.simulator.faults import FaultKind
+from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
+from flexmarl.testing.faults.story import Event, Story
+
+Reaction = Callable[[Event, Event], bool]
+"""Whether the second event is the system's reaction to the fault in the first."""
+
+
+def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
+    """How many faults of each kind struck, and to how many of them the system reacted afterwards."""
+    struck, answered = Counter[FaultKind](), Counter[FaultKind]()
+    events = story.events
+    for place, fault in enumerate(events):
+        if fault["event"] == "fault":
+            kind = FaultKind(fault["kind"])
+            struck[kind] += 1
+            if any(REACTIONS[kind](fault, event) for event in events[place + 1 :]):
+                answered[kind] += 1
+    return struck, answered
+
+
+def _lost(fault: Event, event: Event) -> bool:
+    """An instance that was moved is known by another name."""
+    mine = event["event"] == "instance_lost" and event["instance"] == fault["target"]
+    return mine or (event["event"] == "instance_lost" and "as planned" in event["because"])
+
+
+def _late(fault: Event, event: Event) -> bool:
+    """A call that took as long as the slowed engine must take, or was given up."""
+    if event["event"] != "call" or event["process"] != f"engine/{fault['target']}":
+        return "was aborted" in event.get("because", "")
+    slow_s = fault["amount"] * SECONDS_PER_TOKEN * event["sampled_tokens"]
+    return event["finish"] == "abort" or event["t"] - event["began"] > 0.9 * slow_s > 0
+
+
+def _silent(fault: Event, event: Event) -> bool:
+    return _lost(fault, event) or "was aborted" in event.get("because", "")
+
+
+def _erred(fault: Event, event: Event) -> bool:
+    return event["event"] == "call" and event["policy"] == fault["target"] and event["finish"] == "error"
+
+
+def _resumed(fault: Event, event: Event) -> bool:
+    return event["event"] == "resumed"
+
+
+def _passed_over(fault: Event, event: Event) -> bool:
+    return event["event"] in ("checkpoint_passed_over", "checkpoint_removed")
+
+
+def _misdated(fault: Event, event: Event) -> bool:
+    """A micro-batch whose beginning, by its trainer's clock, lies off its end by the skew."""
+    if event["event"] != "micro_batch" or event["policy"] != fault["target"]:
+        return False
+    return abs(event["duration_s"] - fault["amount"]) < abs(fault["amount"]) / 2
+
+
+def _timed_out(fault: Event, event: Event) -> bool:
+    late = event["event"] == "group_expired" and "held up others" in event["because"]
+    return late or (event["event"] in ("group_retried", "group_failed") and "took longer" in event["because"])
+
+
+def _poisoned(fault: Event, event: Event) -> bool:
+    return event["event"] == "group_failed" and fault["target"] in event["because"]
+
+
+def _filtered(fault: Event, event: Event) -> bool:
+    return event["event"] == "group_filtered" and "no group's rewards differ" in event["because"]
+
+
+def _exhausted(fault: Event, event: Event) -> bool:
+    return event["event"] == "run_failed" and "SourceExhausted" in event["because"]
+
+
+REACTIONS: Mapping[FaultKind, Reaction] = {
+    FaultKind.LOST_INSTANCE: _lost,
+    FaultKind.SLOW_INSTANCE: _late,
+    FaultKind.ENGINE_SILENCE: _silent,
+    FaultKind.ENGINE_ERRORS: _erred,
+    FaultKind.FAILED_PUBLISH: _lost,
+    FaultKind.LOST_TRAINER: _resumed,
+    FaultKind.LOST_CACHE: _resumed,
+    FaultKind.CLOCK_SKEW: _misdated,
+    FaultKind.STORE_FAILURE: _resumed,
+    FaultKind.LOST_CONTROLLER: _resumed,
+    FaultKind.TORN_CHECKPOINT: _passed_over,
+    FaultKind.HUNG_WORKFLOW: _timed_out,
+    FaultKind.POISON_TASK: _poisoned,
+    FaultKind.ALL_FILTERED: _filtered,
+    FaultKind.SOURCE_EXHAUSTED: _exhausted,
+}
