@@ -23,7 +23,8 @@ class Stop:
     def __init__(self) -> None:
         self.because = ""
         """Why it was stopped; "": it was not."""
-        self._limits: set[asyncio.Timeout] = set()
+        self._limits: dict[asyncio.Timeout, None] = {}
+        """In the order in which they came: a set's order would differ from run to run."""
 
     def now(self, because: str) -> None:
         """Stops what runs, and what would begin later."""
@@ -34,13 +35,13 @@ class Stop:
     @contextmanager
     def ends(self, limit: asyncio.Timeout) -> Iterator[None]:
         """For as long as the block lasts, a stop ends the timeout that is around it."""
-        self._limits.add(limit)
+        self._limits[limit] = None
         if self.because:
             self._expire(limit)
         try:
             yield
         finally:
-            self._limits.remove(limit)
+            del self._limits[limit]
 
     def _expire(self, limit: asyncio.Timeout) -> None:
         if not limit.expired():
