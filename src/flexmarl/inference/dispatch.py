@@ -12,7 +12,7 @@ unblocked by: an answer, an instance that came, or the knowledge that none will 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.calls import Call, Line
@@ -94,7 +94,11 @@ class Dispatch:
         for name, share in shares.items():
             instance = self._instances.live[name]
             instance.running.update(call.request.request_id for call in share)
-            instance.watch(self._start(self._read(instance, share), f"read-{name}"))
+            undone = {call.request.request_id: call for call in share}
+            reading = self._start(self._read(instance, undone), f"read-{name}")
+            # Not in the task itself: one that is cancelled before it begins would keep them.
+            reading.add_done_callback(lambda _, undone=undone: self._take_back(undone))
+            instance.watch(reading)
 
     def _refuse(self) -> None:
         """Nobody will ever serve them."""
@@ -104,12 +108,11 @@ class Dispatch:
             if not call.answer.done():
                 call.answer.set_exception(EngineError(NOT_OPEN if self._closed else nobody))
 
-    async def _read(self, instance: Instance, share: Sequence[Call]) -> None:
-        """Runs one batch of an instance to its end; what the instance leaves undone goes to another one."""
-        undone = {call.request.request_id: call for call in share}
+    async def _read(self, instance: Instance, undone: dict[str, Call]) -> None:
+        """Runs one batch of an instance to its end; what remains in `undone` the instance has not answered."""
         try:
             if not instance.hands_over:
-                async for generation in instance.engine.generate([call.request for call in share]):
+                async for generation in instance.engine.generate([call.request for call in undone.values()]):
                     await instance.acknowledged(generation)
                     self._answered(undone.pop(generation.request_id), generation)
                 if undone:
@@ -117,10 +120,12 @@ class Dispatch:
         except Exception as error:
             # Whatever an engine raises, it is the engine that is lost, not the run.
             self._instances.lose(instance.name, f"{type(error).__name__}: {error}")
-        finally:
-            for call in undone.values():
-                self._freed(call)
-                self.add(call)
+
+    def _take_back(self, undone: Mapping[str, Call]) -> None:
+        """What an instance has left undone goes to another one."""
+        for call in undone.values():
+            self._freed(call)
+            self.add(call)
 
     def _answered(self, call: Call, generation: Generation) -> None:
         """The caller's answer; or a part of it, where the call goes on elsewhere."""
@@ -130,8 +135,8 @@ class Dispatch:
             call.keep(generation)
             self.add(call)
         else:
-            self._observers.on_call(call.record(generation))
             call.end(generation)
+            self._observers.on_call(call.record(generation))
 
     def _freed(self, call: Call) -> Instance:
         """Its instance has a place again, for who waits."""

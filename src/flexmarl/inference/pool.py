@@ -102,11 +102,7 @@ class InferencePool(PoolObservers):
 
     async def __aexit__(self, *exc: object) -> None:
         assert self._group is not None
-        self._open = False
-        for task in self._tasks:
-            task.cancel()
-        for dispatch in self._dispatches.values():
-            dispatch.close()
+        self._close()
         await self._group.__aexit__(None, None, None)
 
     async def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
@@ -273,14 +269,30 @@ class InferencePool(PoolObservers):
             policy.lose(instance.name, f"{what} " + (late if deadline.expired() else f"failed: {error}"))
 
     def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that ends with the pool."""
+        """A task that ends with the pool; in a closed pool, one that never begins."""
+        if not self._open:  # The group may be shutting down: it takes no task then.
+            refused = asyncio.create_task(task, name=name)
+            refused.cancel()
+            return refused
         assert self._group is not None
         started = self._group.create_task(task, name=name)
         self._tasks.add(started)
-        started.add_done_callback(self._tasks.discard)
-        if not self._open:
-            started.cancel()
+        started.add_done_callback(self._ended)
         return started
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that fails takes the pool with it: its group ends all others."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """Ends its tasks; who waits for an answer learns that none will come."""
+        self._open = False
+        for task in self._tasks:
+            task.cancel()
+        for dispatch in self._dispatches.values():
+            dispatch.close()
 
 
 def _policy_of(instance: str) -> PolicyName:

@@ -177,6 +177,64 @@ def test_leaving_the_pool_ends_every_waiting_call():
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("ticks", range(5))
+def test_leaving_the_pool_ends_a_call_however_far_it_has_come(ticks):
+    async def scenario():
+        async with InferencePool({POLICY: [scripted()]}) as pool:
+            call = asyncio.create_task(pool.generate(request("r")))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="not open"):
+            await call
+
+    run_virtual(scenario())
+
+
+class Killed(BaseException):
+    """Nobody who expects errors expects this one."""
+
+
+class Asked(ScriptedEngine):
+    """Counts what it is asked for."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.asked = 0
+
+    def generate(self, requests):
+        self.asked += len(requests)
+        return super().generate(requests)
+
+
+def test_a_pool_that_is_torn_down_gives_out_nothing_more():
+    def kill(_):
+        raise Killed
+
+    async def serve(engines, calls):
+        async with InferencePool({POLICY: engines}) as pool:
+            pool.on_call = kill
+            calls += [asyncio.create_task(pool.generate(request(i))) for i in range(6)]
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                calls.append(asyncio.create_task(pool.generate(request("late"))))
+                await asyncio.wait(calls)
+
+    async def scenario():
+        faults, calls = [], []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        engines = [Asked(lambda one: LETTERS), Asked(lambda one: "a")]
+        with pytest.raises(BaseExceptionGroup) as failure:
+            await serve(engines, calls)
+        assert failure.group_contains(Killed)
+        refused = [isinstance(call.exception(), EngineError) for call in calls]
+        assert (sum(refused), refused[-1]) == (6, True)
+        assert sum(engine.asked for engine in engines) == 6
+        assert not faults
+
+    run_virtual(scenario())
+
+
 def test_every_instance_loads_and_the_checksums_come_back():
     async def scenario():
         engines = [scripted(), scripted()]
