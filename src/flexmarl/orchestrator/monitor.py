@@ -253,7 +253,9 @@ class Monitor:
 
     @property
     def _queued(self) -> dict[str, int]:
-        return _by_policy({name: use.queued for name, use in self._usage.items()})
+        """Those that wait in the pool, and those that wait at their instance."""
+        at_instances = _by_policy({name: use.queued for name, use in self._usage.items()})
+        return {policy: waiting + at_instances.get(policy, 0) for policy, waiting in self._pool.waiting.items()}
 
     def _draw(self) -> None:
         elapsed = asyncio.get_running_loop().time() - self._started

@@ -194,18 +194,6 @@ class Killed(BaseException):
     """Nobody who expects errors expects this one."""
 
 
-class Asked(ScriptedEngine):
-    """Counts what it is asked for."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.asked = 0
-
-    def generate(self, requests):
-        self.asked += len(requests)
-        return super().generate(requests)
-
-
 def test_a_pool_that_is_torn_down_gives_out_nothing_more():
     def kill(_):
         raise Killed
@@ -223,13 +211,13 @@ def test_a_pool_that_is_torn_down_gives_out_nothing_more():
     async def scenario():
         faults, calls = [], []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-        engines = [Asked(lambda one: LETTERS), Asked(lambda one: "a")]
+        engines = [ScriptedEngine(lambda one: LETTERS), ScriptedEngine(lambda one: "a")]
         with pytest.raises(BaseExceptionGroup) as failure:
             await serve(engines, calls)
         assert failure.group_contains(Killed)
         refused = [isinstance(call.exception(), EngineError) for call in calls]
         assert (sum(refused), refused[-1]) == (6, True)
-        assert sum(engine.asked for engine in engines) == 6
+        assert sum(len(engine.requests) for engine in engines) == 6
         assert not faults
 
     run_virtual(scenario())

@@ -6,6 +6,7 @@ import pytest
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.pool import InferencePool
+from flexmarl.inference.settings import PoolSettings
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
@@ -16,6 +17,7 @@ from flexmarl.records import EngineUse, LossReport, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.training.interface import Accumulated, UpdateReport
+from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import group_of
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
@@ -42,7 +44,7 @@ class Screen(NullProgress):
         self.stopped = True
 
 
-def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine):
+def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine, pool=None):
     """Its journal's clock starts now."""
     clock = asyncio.get_running_loop().time
     return Monitor(
@@ -50,7 +52,7 @@ def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine):
         steps=5,
         metrics=Metrics(clock, sinks),
         progress=screen,
-        pool=InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
+        pool=pool or InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
         versions=Versions({SOLVER: Version(3)}),
         journal=journal or MemoryJournal(clock),
         processes=lambda: 4,
@@ -240,6 +242,21 @@ def test_queues_go_into_the_journal_when_they_change():
         await watched(monitor_of(Screen(), journal=journal), 10)
         (queues,) = journal.events("queues")
         assert (queues["running"], queues["queued"], queues["lag_ms"]) == ({"solver": 0}, {"solver": 0}, 0)
+
+    run_virtual(scenario())
+
+
+def test_calls_that_wait_in_the_pool_are_queued():
+    async def scenario():
+        journal, engines = MemoryJournal(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
+        async with InferencePool({SOLVER: engines}, PoolSettings(max_running=1)) as pool:
+            calls = [asyncio.create_task(pool.generate(request(i))) for i in range(5)]
+            await asyncio.sleep(1)
+            await watched(monitor_of(Screen(), journal=journal, pool=pool), 0.1)
+            for call in calls:
+                call.cancel()
+        (queues,) = journal.events("queues")
+        assert (queues["running"], queues["queued"]) == ({"solver": 2}, {"solver": 3})
 
     run_virtual(scenario())
 
