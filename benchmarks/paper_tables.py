@@ -46,12 +46,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "paper"
 PRINTED: Mapping[str, Mapping[str, Mapping[str, float]]] = yaml.safe_load((EXAMPLES / "printed.yaml").read_text())
 DEVICES = {"ma": 104, "ca": 108}
 """Of every system on a data set: utilisation is a share of these."""
-RULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "the paper's, as fitted": ("flexmarl", ()),
-    "the paper's, as worded": ("flexmarl", ("balance.rule=queue_gap_literal",)),
-    "ours": ("ours", ()),
-}
-"""Name -> system and overrides."""
+POLICIES = {"ma": "abcde", "ca": "abcd"}
+PAPERS, WORDED, OURS = "the paper's, as fitted", "the paper's, as worded", "ours"
 RESAMPLES = 10_000
 WANTED = {"order_kept": 1.0, "ours_vs_paper_ma": 1.05, "ours_vs_paper_ca": 1.10}
 WANTED_AT_MOST = {"worst_cell_error": 0.15}
@@ -201,21 +197,17 @@ def in_order(slowest_first: Sequence[Played]) -> bool:
 
 def show_rules(chosen: argparse.Namespace) -> None:
     """The paper's rules against ours, step by step."""
-    runs = {
-        f"{data}: {name}": Run(f"{data}/{system}", chosen.steps, chosen.seed, overrides)
-        for data in DEVICES
-        for name, (system, overrides) in RULES.items()
-    }
-    played = play_all(runs)
+    rules = {f"{data}: {name}": run for data in DEVICES for name, run in rules_on(data, chosen).items()}
+    played = play_all(rules)
     figures: dict[str, float] = {}
     rows: list[list[str]] = []
     for data in DEVICES:
-        paper, ours = (played[f"{data}: {name}"] for name in ("the paper's, as fitted", "ours"))
+        paper, ours = played[f"{data}: {PAPERS}"], played[f"{data}: {OURS}"]
         figures[f"ours_vs_paper_{data}"] = paper.mean_s / ours.mean_s
         low, high = interval(paper.step_s, ours.step_s)
         figures |= {f"ours_vs_paper_{data}_low": low, f"ours_vs_paper_{data}_high": high}
         figures[f"bound_ratio_{data}"] = ours.mean_s / fmean(ours.bound_s)
-        rows += [rule_row(f"{data}: {name}", played[f"{data}: {name}"], paper) for name in RULES]
+        rows += [rule_row(name, played[name], paper) for name in rules if name.startswith(data)]
     report(
         f"The paper's rules and ours on the same {chosen.steps} steps; 95% intervals of the ratio of means, paired",
         ["", "step, s", "rollout", "training", "moves", "paper's / this", "95%", "lower bound", "step / bound"],
@@ -224,6 +216,20 @@ def show_rules(chosen: argparse.Namespace) -> None:
         as_json=chosen.json,
         wanted=WANTED,
     )
+
+
+def rules_on(data: str, chosen: argparse.Namespace) -> dict[str, Run]:
+    """Sets of rules by name, on one data set."""
+
+    def run(system: str, *overrides: str) -> Run:
+        return Run(f"{data}/{system}", chosen.steps, chosen.seed, overrides)
+
+    return {
+        PAPERS: run("flexmarl"),
+        WORDED: run("flexmarl", "balance.rule=queue_gap_literal"),
+        OURS: run("ours"),
+        "ours, micro-batches of 16": run("ours", *(f"policies.{p}.training.micro_batch=16" for p in POLICIES[data])),
+    }
 
 
 def rule_row(name: str, played: Played, paper: Played) -> list[str]:
