@@ -1,12 +1,16 @@
 """Random runs with random faults keep every law, and a rule that is broken on purpose breaks one."""
 
+import json
 import logging
 from collections import Counter
 from random import Random
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from flexmarl.simulator.faults import FaultKind, Targets, draw_plan
+from flexmarl.testing.faults.__main__ import main
 from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
@@ -54,6 +58,21 @@ def test_a_broken_rule_is_caught(mutation: Mutation) -> None:
     caught = catch(mutation, range(60))
     assert caught.seed is not None, f"no law noticed that {mutation.breaks}"
     assert not try_seed(caught.seed, mutation.mode).broken, "the sound rule breaks a law too"
+
+
+def test_the_command_says_what_struck_and_what_held() -> None:
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--seeds", "0:6", "--jobs", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert (told["seeds"], told["broken"]) == (6, {})
+    assert sum(told["struck"].values()) > 6
+
+
+def test_seeds_that_are_no_range_are_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="--seeds is '7'; give the first one and the one after the last"):
+        main(seeds="7")
 
 
 def test_a_plan_draws_every_kind_and_follows_its_seed() -> None:
