@@ -1,4 +1,7 @@
-"""The laws where engines and trainers share devices, and where episodes train alone: under random faults and kills."""
+"""The laws where engines and trainers share devices, where episodes train alone, and where rollout is ahead of updates.
+
+Under random faults and kills.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +16,11 @@ from tests.simulated.test_resume import check_equal, lives, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 STREAMED = {"estimator": {"type": "reinforce"}, "filter": None, "ready": "trajectory"}
-KINDS = {"colocated": ("colocated", {}), "streamed": ("microbatch", {"credit": STREAMED})}
+KINDS = {
+    "colocated": ("colocated", {}),
+    "streamed": ("microbatch", {"credit": STREAMED}),
+    "ahead": ("microbatch", {"pipeline": {"ahead": True}}),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +63,8 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed(kind: str) -> None:
     def on_any(schedule: Schedule, kills: list[int]) -> None:
         # Of two calls that are aborted at once, a slow store decides which one is the episode's reason.
         schedule = replace(schedule, engine_lost_at=None, slow_calls=0.0, mode=mode)
-        lived = lives(schedule, kills, checkpoint={"every": 1}, **sections)
+        # Saved at rest: rollout that is ahead is killed only where there is no rest between two steps.
+        lived = lives(schedule, kills, checkpoint={"every": 2 if kind == "ahead" else 1}, **sections)
         seen["kills"] += len(lived) - 1
         check_equal(lived, undisturbed(schedule, **sections), schedule)
 

@@ -22,6 +22,7 @@ from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.evaluate import Evaluator
 from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import Parts
@@ -93,10 +94,12 @@ def wire(
         for policy, trainer in world.trainers.items()
     }
     rollout = settings.rollout
+    generate = partial(world.pool.generate, timeout_s=rollout.call_timeout_s)
+    gate = Gate() if settings.pipeline.ahead and settings.mode.synchronous else None
     player = partial(
         Player,
         team=team,
-        generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
+        generate=gate.around(generate) if gate else generate,
         run_seed=settings.seed,
         timeout_s=rollout.episode_timeout_s,
     )
@@ -145,7 +148,7 @@ def wire(
     )
     orchestrator = Orchestrator(
         parts,
-        pipeline_of(settings, parts, store),
+        pipeline_of(settings, parts, store, gate),
         steps=settings.steps,
         evaluate=settings.evaluate,
         checkpoint=settings.checkpoint,
@@ -154,10 +157,10 @@ def wire(
     return orchestrator, monitor
 
 
-def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore) -> Pipeline:
+def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore, gate: Gate | None) -> Pipeline:
     """How the run's mode makes steps."""
     if settings.mode.synchronous:
-        return Synchronous(parts, colocated=settings.mode is Mode.COLOCATED)
+        return Synchronous(parts, colocated=settings.mode is Mode.COLOCATED, gate=gate)
     stream = Stream(
         feed=parts.feed,
         rollout=parts.rollout,

@@ -141,6 +141,11 @@ class RunSettings(BaseModel):
         mode = self.mode.value
         if self.credit.ready == "trajectory" and not self.mode.synchronous:
             yield f"credit.ready is 'trajectory', but mode '{mode}' takes whole groups; use credit.ready=group"
+        if self.pipeline.ahead and self.mode is Mode.COLOCATED:
+            yield (
+                "pipeline.ahead is true, but in mode 'colocated' engines sleep while policies update; "
+                "use mode=microbatch, or pipeline.ahead=false"
+            )
         if self.pipeline.updates == "together":
             return
         if self.mode.synchronous:

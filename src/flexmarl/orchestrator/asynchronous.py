@@ -47,7 +47,7 @@ class Asynchronous:
                 session.close_step()
             if parts.balancer:
                 parts.balancer.rollout_ended(pauses=False)
-        trained = parts.collector.settle_trained()
+        trained = parts.collector.settle_trained(parts.collector.kept)
         parts.feed.look_again()
         return trained
 
@@ -56,13 +56,13 @@ class Asynchronous:
         if parts.crediting.batch_wide:
             await self._add([await self._stream.next(step) for _ in range(groups)])
         else:
-            while parts.collector.num_kept < groups:
+            while len(parts.collector.kept) < groups:
                 await self._add([await self._stream.next(step)])
 
     async def _add(self, groups: Sequence[GroupRecord]) -> None:
-        parts, before = self._parts, self._parts.collector.num_kept
+        parts, before = self._parts, len(self._parts.collector.kept)
         await parts.collector.add(groups, max_staleness=parts.admission.law.max_staleness)
-        self._stream.taken(kept=parts.collector.num_kept > before)
+        self._stream.taken(kept=len(parts.collector.kept) > before)
         for group in groups:
             parts.monitor.taken(group)
             for policy in parts.sessions:

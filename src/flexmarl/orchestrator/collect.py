@@ -106,15 +106,15 @@ class Collector:
         return self._divisors
 
     @property
-    def num_kept(self) -> int:
+    def kept(self) -> Sequence[GroupId]:
         """Groups of this batch that have samples."""
-        return len(self._samples)
-
-    def settle_trained(self) -> Sequence[GroupId]:
-        """The batch's groups that went into the update end as TRAINED."""
-        for group in self._samples:
-            self._admission.move(group, GroupState.TRAINED)
         return list(self._samples)
+
+    def settle_trained(self, groups: Sequence[GroupId]) -> Sequence[GroupId]:
+        """What a batch kept, and is in an update now, ends as TRAINED; the next batch may be open already."""
+        for group in groups:
+            self._admission.move(group, GroupState.TRAINED)
+        return groups
 
     async def _collect(self, groups: Sequence[GroupRecord]) -> None:
         """Filter, credit, READY. Groups are judged one by one, so what came together makes no difference."""

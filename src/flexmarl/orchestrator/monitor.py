@@ -93,8 +93,8 @@ class Monitor:
         return self._metrics.time(phase)
 
     @contextmanager
-    def rollout(self) -> Iterator[None]:
-        """Counts the block's time as rollout: training in it is hidden."""
+    def rollout(self, step: int | None = None) -> Iterator[None]:
+        """Counts the block's time as rollout, of one step or of many: training in it is hidden."""
         began = self._playing_since = self._journal.now()
         try:
             with self._metrics.time("rollout"):
@@ -102,7 +102,9 @@ class Monitor:
         finally:
             self._rollout.append((self._playing_since, self._journal.now()))
             self._playing_since = None
-            self._journal.event("rollout_ended", process="controller", began=began, step=self._step)
+            self._journal.event(
+                "rollout_ended", process="controller", began=began, step=self._step if step is None else step
+            )
 
     def begin(self, step: int, phase: str) -> None:
         """What goes on from now."""

@@ -31,10 +31,15 @@ class Mode(StrEnum):
 
 
 class PipelineSettings(BaseModel):
-    """Pace of the asynchronous modes; the others ignore it. `batch.groups` groups make a step."""
+    """How far rollout may be ahead of training. `batch.groups` groups make a step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    ahead: bool = Field(
+        default=False,
+        description="sync, microbatch: the next step's rollout begins when this one's has ended, and each call waits "
+        "for its own policy's new version; on-policy still. The other keys are for the asynchronous modes.",
+    )
     lag: int = Field(
         default=1,
         ge=1,

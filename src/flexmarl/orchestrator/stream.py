@@ -55,7 +55,8 @@ class Stream:
         self._settings = settings
         self._journal = journal
         self._monitor = monitor
-        self._window = Window(admission.law.window)
+        law = admission.law
+        self._window = Window(law.window, step=law.groups if law.steps_in_order else None)
         self._done: dict[GroupId, GroupRecord] = {}
         """Finished, kept and not taken."""
         self._late: dict[GroupId, str] = {}
@@ -83,7 +84,9 @@ class Stream:
 
         Raises SourceExhausted if none will come, EpisodeError if groups come but none of many has samples.
         """
-        self._step = step
+        if step != self._step:
+            self._step = step
+            self._window.begin_step()
         while (taken := self._window.take()) is None:
             self._check_alive()
             self._stop_late_head()
@@ -100,6 +103,7 @@ class Stream:
         if kept:
             self._barren.clear()
         else:
+            self._window.lacks_one()
             self._note_barren("no row has weight")
         self._feed.look_again()
 

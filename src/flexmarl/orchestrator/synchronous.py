@@ -6,6 +6,8 @@
   sync         rows become ready when rollout has ended
   microbatch   as groups complete: training is hidden behind rollout
   colocated    as sync, and engines sleep while trainers hold the devices, and the other way round
+  ahead        with a gate (gate.py): the next step's rollout begins when this one's has ended, and each of its calls
+               waits for its own policy's new version
 
 consumes    the step's tasks
 waits for   its groups to end; each policy for its own rows and instances only
@@ -14,10 +16,11 @@ unblocked by every part in turn; any failure ends the step as an exception
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from flexmarl.errors import EpisodeError
+from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.publish import NewWeights
 from flexmarl.orchestrator.update import serve, update
@@ -28,40 +31,62 @@ Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
 
 
 class Synchronous:
-    """Steps of which nothing reaches into the next."""
+    """Steps whose tokens are all sampled at the step's version."""
 
-    def __init__(self, parts: Parts, *, colocated: bool) -> None:
+    def __init__(self, parts: Parts, *, colocated: bool = False, gate: Gate | None = None) -> None:
+        """With a gate, rollout is ahead of the updates: the gate is around the calls of all episodes."""
         self._parts = parts
         self._colocated = colocated
+        self._gate = gate
         self._failures: list[str] = []
         self._unserved: list[NewWeights] = []
+        self._beside: asyncio.TaskGroup
+        self._rollout: asyncio.Task[None] | None = None
+        """Of the next step to be made, once it has begun."""
 
-    def playing(self) -> AbstractAsyncContextManager[None]:
-        """Between two steps nothing plays."""
-        return nullcontext()
+    @asynccontextmanager
+    async def playing(self) -> AsyncIterator[None]:
+        """Rollout plays in this block."""
+        async with asyncio.TaskGroup() as self._beside:
+            yield
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
-        """Makes one step; the groups that were trained in it. It always comes to rest."""
-        parts = self._parts
-        parts.collector.open()
-        self._failures = []
+        """Makes one step; the groups that were trained in it."""
+        parts, rollout = self._parts, self._rollout or self._play(step)
         closed: Closed = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
             for policy in parts.sessions:
                 tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
-            with parts.monitor.rollout():
-                await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
+            await rollout
             if parts.balancer:
                 parts.balancer.rollout_ended()
             self._check_alive(step)
             if self._colocated:
                 await parts.pool.sleep()
-            closed.set_result(await parts.collector.close())
+            divisors, kept = await parts.collector.close(), parts.collector.kept
+            self._rollout = self._play_ahead(step + 1) if self._gate and not rest else None
+            closed.set_result(divisors)
             for session in parts.sessions.values():
                 session.close_step()
         if self._colocated:
             await self._change_places()
-        return parts.collector.settle_trained()
+        return parts.collector.settle_trained(kept)
+
+    def _play(self, step: int) -> asyncio.Task[None]:
+        """Begins a step's rollout; what it finishes is collected for that step."""
+        self._parts.collector.open()
+        self._failures = []
+        return self._beside.create_task(self._roll_out(step), name=f"rollout/step-{step}")
+
+    def _play_ahead(self, step: int) -> asyncio.Task[None]:
+        assert self._gate is not None
+        self._gate.shut(self._parts.sessions)
+        return self._play(step)
+
+    async def _roll_out(self, step: int) -> None:
+        parts = self._parts
+        with parts.monitor.rollout(step):
+            await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
 
     async def _train(self, policy: PolicyName, closed: Closed) -> None:
         """One policy's chain: it waits for its own rows, and for no other policy."""
@@ -71,6 +96,8 @@ class Synchronous:
             self._unserved.append(weights)
         elif weights:
             await serve(self._parts, weights)
+        if self._gate:
+            self._gate.open(policy)
 
     async def _change_places(self) -> None:
         """Trainers leave the devices, engines come back and load what was trained."""

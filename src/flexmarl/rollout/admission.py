@@ -16,7 +16,7 @@ from flexmarl.records import GROUP_MOVES, GROUP_TERMINAL, GroupId, GroupState
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLaw:
-    """The three numbers that every mode is a setting of (docs/math.md, section 9)."""
+    """The numbers that every mode is a setting of (docs/math.md, section 9)."""
 
     groups: int
     """P: groups that make a step."""
@@ -24,15 +24,25 @@ class AdmissionLaw:
     """S: steps that rollout may be ahead."""
     window: int | None
     """W: groups, from the oldest that was not taken, among which the next one is; None: no window."""
+    steps_in_order: bool = False
+    """Whether each step is the P oldest groups, whichever of them comes first."""
+    ahead: bool = False
+    """Whether a step's groups may play while the policies of the step before make their versions: each call waits for
+    its own, so that nothing is staler by it."""
 
     @property
     def slots(self) -> int:
-        """B = (S + 1) P: groups that may be active."""
-        return (self.lag + 1) * self.groups
+        """B = (S + 1) P: groups that may be active; P more if rollout is ahead of the updates."""
+        return (self.lag + 1 + self.ahead) * self.groups
 
     @property
     def max_staleness(self) -> int | None:
-        """S + ceil((W - 1) / P): versions between sampling a token and training on it; None: unbounded."""
+        """S + ceil((W - 1) / P): versions between sampling a token and training on it; None: unbounded.
+
+        S if steps are in order.
+        """
+        if self.steps_in_order:
+            return self.lag
         return None if self.window is None else self.lag + -(-(self.window - 1) // self.groups)
 
 

@@ -49,6 +49,13 @@ def test_one_step_off_plays_a_step_while_the_one_before_trains():
     assert [entry["trained"] for entry in run.events("step_ended")] == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_one_step_off_trains_what_has_finished_of_a_step_before_the_rest_has() -> None:
+    run = run_of("one_step_off", lambda number: 5.0 if number == 0 else 0.8).play()
+    assert numbers(run, "group_taken") == [1, 0, 2, 3, 4, 5]
+    assert at(run, "updated")[0] == 6.2  # 1 s of training after the straggler, not 2: group 1 was trained before
+    assert run.metrics[3]["staleness/solver/max"] == 1.0
+
+
 def test_a_straggler_holds_up_its_window_only_and_greedy_passes_it():
     straggler = lambda number: 30.0 if number == 0 else 0.8  # noqa: E731
     taken = {mode: numbers(run_of(mode, straggler).play(), "group_taken") for mode in ("async", "fifo", "greedy")}

@@ -107,7 +107,7 @@ def test_a_filtered_group_ends_with_its_rows_and_a_reason_and_counts_in_no_divis
         assert (await bench.collector.close())[SOLVER] == Divisors(
             num_tokens=4.0, num_sequences=2.0, num_trajectories=2.0
         )
-        assert bench.collector.settle_trained() == [1]
+        assert bench.collector.settle_trained(bench.collector.kept) == [1]
         assert bench.admission.active == ()
 
     run_virtual(scenario())
@@ -122,7 +122,7 @@ def test_a_lone_row_without_weight_is_filtered_and_so_is_a_group_of_nothing_else
         assert row.reason == "weight 0: nothing was sampled, or there is nothing to compare with"
         assert bench.journal.events("group_filtered")[0]["because"] == "no row has weight"
         assert await bench.collector.close() == {SOLVER: Divisors()}
-        assert bench.collector.settle_trained() == []
+        assert bench.collector.settle_trained(bench.collector.kept) == []
         assert bench.admission.ended == {GroupState.FILTERED: 1}
 
     run_virtual(scenario())
@@ -181,7 +181,7 @@ def test_divisors_count_each_step_anew():
         bench = Bench(groups=1)
         await bench.take(group_of(0, [0.0, 1.0]))
         await bench.collector.close()
-        bench.collector.settle_trained()
+        bench.collector.settle_trained(bench.collector.kept)
         bench.collector.open()
         bench.admission.admit()
         await bench.take(group_of(1, [0.0, 0.5, 1.0], tokens=5))

@@ -12,7 +12,7 @@ from flexmarl.orchestrator.settings import Mode, PipelineSettings
         ("sync", 8, 1, 0),
         ("microbatch", 8, 1, 0),
         ("colocated", 8, 1, 0),
-        ("one_step_off", 16, 1, 1),
+        ("one_step_off", 16, 8, 1),
         ("async", 24, 8, 3),  # 0.3 of 24 slots, rounded up: S + ceil(7 / 8)
         ("fifo", 24, 1, 2),
         ("greedy", 24, None, None),

@@ -99,7 +99,7 @@ def test_an_episode_is_ready_when_it_ends_and_its_group_still_ends_once():
         assert ready["samples"] == {SOLVER: 2}
         divisors = await bench.collector.close()
         assert divisors[SOLVER] == Divisors(num_tokens=4.0, num_sequences=2.0, num_trajectories=2.0)
-        assert bench.collector.settle_trained() == [0]
+        assert bench.collector.settle_trained(bench.collector.kept) == [0]
         assert bench.admission.ended == {GroupState.TRAINED: 1}
 
     run_virtual(scenario())
@@ -183,3 +183,37 @@ def test_an_episode_of_one_group_is_refused_at_another_version():
             await bench.collector.take_episode(group_of(0, [1.0]), episode_of(0, 0, 1.0))
 
     run_virtual(scenario())
+
+
+def two_steps(**pipeline):
+    run = ScriptedRun(agents=TWO, steps=2, seconds_per_token=0.1, pipeline=pipeline)
+    slow_step(run, SOLVER, 5.0)
+    slow_step(run, VERIFIER, 7.0)
+    return run.play()
+
+
+def test_ahead_the_next_rollout_begins_at_once_and_a_call_waits_for_its_own_policy_only():
+    behind, ahead = two_steps(), two_steps(ahead=True)
+    assert behind.events("step_ended")[1]["t"] == pytest.approx(14.8)
+    began = [event["began"] for event in ahead.events("rollout_ended")]
+    assert began == [0.0, 0.4]
+    second = [(event["policy"], event["began"]) for event in ahead.events("call") if event["version"] == 1]
+    assert {began for policy, began in second if policy == SOLVER} == {5.4}
+    assert {began for policy, began in second if policy == VERIFIER} == {7.4}
+    assert ahead.events("step_ended")[1]["t"] == pytest.approx(14.6)
+
+
+def test_ahead_every_token_is_of_its_step_and_what_is_trained_is_the_same():
+    behind, ahead = two_steps(), two_steps(ahead=True)
+    assert [(row.sample_id, row.version, row.settled_version) for row in ahead.rows()] == [
+        (row.sample_id, row.version, row.settled_version) for row in behind.rows()
+    ]
+    assert {name: trainer.weight for name, trainer in ahead.trainers.items()} == {
+        name: trainer.weight for name, trainer in behind.trainers.items()
+    }
+
+
+def test_before_a_save_rollout_is_not_ahead(tmp_path):
+    run = ScriptedRun(agents=TWO, steps=2, pipeline={"ahead": True}, checkpoint={"every": 1}, folder=tmp_path).play()
+    ended = run.events("step_ended")[0]["t"]
+    assert all(event["t"] >= ended for event in run.events("group_admitted") if event["step"] == 1)
