@@ -5,12 +5,14 @@
              ^head           ^taken next             ^outside [12, 15]: waits for the head, as 16 does
 
 W = 1 is strict first in, first out; no window at all takes whatever has finished. A group that ends without being taken
-leaves a tombstone: the head passes it.
+leaves a tombstone: the head passes it. Steps in order: within its step a group may overtake others, but no step takes a
+group before all older ones have gone into it or into earlier ones.
 """
 
 import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 from flexmarl.errors import TransitionError
 from flexmarl.records import GroupId
@@ -33,13 +35,19 @@ class _Open:
 
 
 class Window:
-    """Groups between admission and consumption. Every call is O(log n) at most, amortised."""
+    """Groups between admission and consumption. Every call is O(log n) at most, amortised; in steps, O(P)."""
 
-    def __init__(self, size: int | None) -> None:
-        """`size` is W, in ids from the head on, taken and ended ones included; None: no window."""
+    def __init__(self, size: int | None, *, step: int | None = None) -> None:
+        """`size` is W, in ids from the head on, taken and ended ones included; None: no window.
+
+        `step` is P where steps are in order: each is the P oldest groups. None: they need not be.
+        """
         if size is not None and size < 1:
             raise ValueError(f"a window holds at least 1 group, got {size}; use 1 for strict order, None for no window")
         self._size = size
+        self._step = step
+        self._missing = 0
+        """Groups that the step still lacks; 0: the next one begins."""
         self._open: OrderedDict[GroupId, _Open] = OrderedDict()
         self._finished: list[GroupId] = []
         """A heap; groups that ended since are skipped."""
@@ -79,6 +87,14 @@ class Window:
         self._find(group)
         del self._open[group]
 
+    def begin_step(self) -> None:
+        """What is taken from now on goes into the next step; taking as many as make a step does the same."""
+        self._missing = 0
+
+    def lacks_one(self) -> None:
+        """A group that was taken goes into no step: its step takes another one."""
+        self._missing += 1
+
     def take(self) -> Taken | None:
         """The oldest finished group inside the window, which leaves it; None: wait, whatever finished beyond it."""
         group, head = self._oldest_finished(), self.head
@@ -86,9 +102,12 @@ class Window:
             return None
         heapq.heappop(self._finished)
         del self._open[group]
+        if self._step is not None:
+            self._missing = (self._missing or self._step) - 1
         if group == head:
             return Taken(group, "it is the oldest")
         scope = "there is no window" if self._size is None else f"it is among {self._size} from there on"
+        scope += "" if self._step is None else ", of the same step"
         return Taken(group, f"the oldest finished one; group {head} plays, and {scope}")
 
     def overdue(self, now: float, deadline_s: float) -> GroupId | None:
@@ -99,7 +118,8 @@ class Window:
         return head if now - self._open[head].at > deadline_s else None
 
     def _reaches(self, group: GroupId, head: GroupId) -> bool:
-        return self._size is None or group < head + self._size
+        inside = self._size is None or group < head + self._size
+        return inside and (self._step is None or group in islice(self._open, self._missing or self._step))
 
     def _oldest_finished(self) -> GroupId | None:
         while self._finished and self._finished[0] not in self._open:

@@ -36,9 +36,19 @@ class Books:
 class Schedule:
     """One run; `step` makes one random move that is possible."""
 
-    def __init__(self, law: AdmissionLaw, rng: random.Random, *, retries: int = 1, deadline: float = 40.0) -> None:
+    def __init__(
+        self,
+        law: AdmissionLaw,
+        rng: random.Random,
+        *,
+        retries: int = 1,
+        deadline: float = 40.0,
+        weightless: float = 0.0,
+    ) -> None:
+        """`weightless`: how often a group that was taken turns out to have nothing to train on."""
         self.law, self.retries, self.deadline, self._rng = law, retries, deadline, rng
-        self.admission, self.window, self.books = Admission(law), Window(law.window), Books()
+        self.weightless = weightless
+        self.admission, self.window, self.books = Admission(law), self._window(), Books()
         self.batch: list[GroupId] = []
         self.trained: list[GroupId] = []
         """Updated, not yet published: their slots are not free."""
@@ -104,6 +114,8 @@ class Schedule:
         while len(self.batch) < self.law.groups and self.take():
             pass
         if len(self.batch) == self.law.groups and not self.trained:
+            if self.law.steps_in_order:
+                assert not self.books.open or max(self.batch) < min(self.books.open), "I2: a step is the oldest groups"
             self.trained, self.batch = self.batch, []
 
     def take(self) -> bool:
@@ -111,6 +123,9 @@ class Schedule:
         assert self.window.head == head
         reach = len(self.books.born) + 1 if self.law.window is None else self.law.window
         eligible = [group for group in sorted(self.books.done) if head is not None and group < head + reach]
+        if self.law.steps_in_order:
+            oldest = sorted(self.books.open)[: self.law.groups - len(self.batch)]
+            eligible = [group for group in eligible if group in oldest]
         taken = self.window.take()
         if taken is None:
             assert not eligible, f"I4: groups {eligible} wait while a consumer does"
@@ -121,6 +136,12 @@ class Schedule:
         assert group == eligible[0], "I2: the oldest that may be taken"
         self.books.open.remove(group)
         self.books.done.remove(group)
+        if self._rng.random() < self.weightless:
+            self.seen.add("weightless")
+            self.admission.move(group, GroupState.FILTERED)
+            self.window.lacks_one()
+            self.books.ends.append(group)
+            return True
         self.batch.append(group)
         version = self.books.published + bool(self.trained)
         lag = version - self.books.born[group]
@@ -153,7 +174,7 @@ class Schedule:
         state, books = self._saved
         self.admission, self.window, self.books = (
             Admission.resumed(self.law, state),
-            Window(self.law.window),
+            self._window(),
             books.copy(),
         )
         self.batch, self.trained = [], []
@@ -173,6 +194,9 @@ class Schedule:
         ended = sorted(self.books.ends)
         assert ended == list(range(self.admission.next_group)), "I5: every admitted group ends once"
         assert not self.admission.active
+
+    def _window(self) -> Window:
+        return Window(self.law.window, step=self.law.groups if self.law.steps_in_order else None)
 
     def _end(self, group: GroupId, state: GroupState) -> None:
         self.admission.move(group, state)

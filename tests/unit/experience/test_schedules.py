@@ -19,14 +19,17 @@ def test_in_ten_thousand_random_schedules_no_law_of_the_window_is_broken() -> No
         rng = random.Random(seed)
         groups, lag = rng.randint(1, 4), rng.randint(0, 2)
         window = rng.choice([1, 2, rng.randint(1, 2 * (lag + 1) * groups), None])
-        schedule = Schedule(AdmissionLaw(groups=groups, lag=lag, window=window), rng)
+        law = AdmissionLaw(groups=groups, lag=lag, window=window)
+        if rng.random() < 0.2:
+            law = AdmissionLaw(groups=groups, lag=lag, window=groups, steps_in_order=True)
+        schedule = Schedule(law, rng, weightless=0.03)
         try:
             schedule.run(rng.randint(20, 160))
         except AssertionError as broken:
             raise AssertionError(f"seed {seed}, {schedule.law}: {broken}") from broken
         seen |= schedule.seen
         reached += schedule.largest_lag == schedule.law.max_staleness
-    assert seen == {"done", "failed", "filtered", "expired", "restarted"}
+    assert seen == {"done", "failed", "filtered", "weightless", "expired", "restarted"}
     assert reached > SCHEDULES // 20, "schedules that never come near the bound prove little"
 
 
@@ -56,6 +59,20 @@ def test_a_group_that_everyone_may_overtake_is_trained_exactly_as_late_as_the_bo
                 schedule.play("done", straggler)
             schedule.consume()
     assert schedule.largest_lag == law.max_staleness
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_where_steps_are_in_order_a_straggler_is_trained_as_late_as_the_lag_and_not_later(lag: int) -> None:
+    schedule = Schedule(AdmissionLaw(groups=2, lag=lag, window=2, steps_in_order=True), random.Random(0))
+    while schedule.admission.may_admit().allowed:
+        schedule.admit()
+    youngest = max(schedule.books.open)
+    for group in [*sorted(schedule.books.open - {youngest}), youngest]:
+        for _ in ("begins", "ends"):
+            schedule.play("done", GroupId(group))
+        schedule.consume()
+        schedule.publish()
+    assert schedule.largest_lag == lag == schedule.law.max_staleness
 
 
 def test_without_a_window_a_straggler_has_no_bound() -> None:

@@ -54,6 +54,39 @@ def test_the_head_passes_a_group_that_ended_without_being_taken(finished: bool) 
     assert taken(window) == [2]
 
 
+def steps_of(size: int, groups: int, *, finished: tuple[int, ...]) -> Window:
+    window = Window(size, step=size)
+    for group in range(groups):
+        window.submitted(GroupId(group), at=float(group))
+    for group in finished:
+        window.finished(GroupId(group))
+    return window
+
+
+def test_where_steps_are_in_order_a_group_overtakes_those_of_its_step_only() -> None:
+    window = steps_of(3, 7, finished=(3, 2, 1))
+    because = "the oldest finished one; group 0 plays, and it is among 3 from there on, of the same step"
+    assert window.take() == Taken(GroupId(1), because)
+    assert taken(window) == [2]
+    assert window.overdue(10.0, 5.0) == 0, "group 3 is held up: it is of the next step"
+    window.finished(GroupId(0))
+    window.finished(GroupId(5))
+    assert taken(window) == [0, 3, 5], "then the next step is 3, 4 and 5"
+
+
+def test_a_step_in_order_takes_another_group_for_one_that_goes_into_no_step() -> None:
+    window = steps_of(2, 6, finished=(0, 1))
+    assert taken(window) == [0, 1]
+    window.lacks_one()
+    window.finished(GroupId(3))
+    assert taken(window) == [], "the first step lacks the oldest, group 2"
+    window.begin_step()
+    assert taken(window) == [3], "nothing is lacking: the next step is 2 and 3"
+    window.ended(GroupId(2))
+    window.finished(GroupId(4))
+    assert taken(window) == [4], "group 2 goes into no step either"
+
+
 def test_an_empty_window_has_no_head_and_gives_nothing() -> None:
     window = window_of(4, 1, finished=(0,))
     assert taken(window) == [0]

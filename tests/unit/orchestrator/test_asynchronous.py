@@ -50,7 +50,8 @@ def test_one_step_off_plays_a_step_while_the_one_before_trains():
 
 
 def test_one_step_off_trains_what_has_finished_of_a_step_before_the_rest_has() -> None:
-    run = run_of("one_step_off", lambda number: 5.0 if number == 0 else 0.8).play()
+    training = {"solver": {"training": {"micro_batch": 2}}}
+    run = run_of("one_step_off", lambda number: 5.0 if number == 0 else 0.8, policies=training).play()
     assert numbers(run, "group_taken") == [1, 0, 2, 3, 4, 5]
     assert at(run, "updated")[0] == 6.2  # 1 s of training after the straggler, not 2: group 1 was trained before
     assert run.metrics[3]["staleness/solver/max"] == 1.0
