@@ -15,7 +15,6 @@ from flexmarl.assemble.wiring import journal_start, wire
 from flexmarl.assemble.world import open_world
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, boundary
-from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
@@ -23,6 +22,7 @@ from flexmarl.observability.progress import NullProgress
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.simulator.store import SimulatedStore
 from flexmarl.simulator.tools import twinned
 from flexmarl.simulator.virtual_time import run_virtual
 
@@ -61,7 +61,7 @@ def as_simulated(settings: RunSettings) -> RunSettings:
 async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say) -> None:
     clock, settings = asyncio.get_running_loop().time, blueprint.settings
     async with AsyncExitStack() as stack:
-        store = SqliteStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
+        store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
         stack.push_async_callback(store.close)
         journal = Journal(folder.journal, clock)
         stack.callback(journal.close)

@@ -7,16 +7,31 @@ The table of moves is `records.lifecycle`. Only `claim` makes a row CLAIMED; `se
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexmarl.errors import StoreError, TransitionError
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.schema import Stored
-from flexmarl.records import ROW_MOVES, RowState, SampleId, Version
+from flexmarl.records import ROW_MOVES, ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId, Version
 
 _SAMPLE_ID = re.compile(r"[^\0]*_(\d+)_g(\d+)e(\d+)a(\d+)", re.ASCII)
 """As `records.split_sample_id` and `split_trajectory_id` read it, in one go: every row that opens is read so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row is in its life, and who has it there."""
+
+    state: RowState
+    holder: str | None = None
+    """While CLAIMED."""
+    cache: str | None = None
+    """While ACCUMULATED."""
+    settled_version: Version | None = None
+    """Once TRAINED."""
+    reason: str = ""
 
 
 class ClaimOrder(NamedTuple):
@@ -80,4 +95,38 @@ def check_move(table: str, sample_id: SampleId, state: RowState, version: Versio
         raise TransitionError(
             f"table {table!r}, row {sample_id!r} has no policy version, so no response: it cannot become ready; "
             f"put the response first or settle it as failed"
+        )
+
+
+def check_known(ids: Sequence[SampleId], known: Container[SampleId]) -> None:
+    """Refuses ids of rows that no table has."""
+    unknown = [sample_id for sample_id in ids if sample_id not in known]
+    if unknown:
+        raise StoreError(f"no table has row {unknown[0]!r} ({len(unknown)} of {len(ids)} ids are unknown)")
+
+
+def check_owner(table: AgentName, sample_id: SampleId, owner: str) -> None:
+    """Checks that the table that has the row already is this one: an id is in one table only."""
+    if owner != table:
+        raise StoreError(f"table {table!r}: row {sample_id!r} is in table {owner!r} already")
+
+
+def check_claim(policy: PolicyName, n: int) -> None:
+    """Checks how many rows are asked for."""
+    if n < 0:
+        raise StoreError(f"claim of {n} rows of policy {policy!r}; n must be at least 0")
+
+
+def check_released(holder: str | None, cache: str | None) -> None:
+    """Checks that a release names who lost the rows, once."""
+    if (holder is None) == (cache is None):
+        raise StoreError(f"release takes a holder or a cache, got holder={holder!r} and cache={cache!r}")
+
+
+def check_rewound(table: str, sample_id: SampleId, state: RowState, next_group: GroupId) -> None:
+    """Checks a row that a rewind to this group leaves: in the checkpoint, it had ended."""
+    if state not in ROW_TERMINAL:
+        raise StoreError(
+            f"table {table!r}, row {sample_id!r} is {state}, but groups before {next_group} have ended in the "
+            f"checkpoint: the store is of another run, or has lost what came after it"
         )

@@ -53,6 +53,10 @@ class Statements:
             f"UPDATE {self._name} SET state = ?, holder = NULL, cache = ?, settled_version = ?, reason = ? "
             f"WHERE sample_id {AMONG}"
         )
+        self.place = (
+            f"UPDATE {self._name} SET state = ?, holder = ?, cache = ?, settled_version = ?, reason = ? "
+            f"WHERE sample_id = ?"
+        )
         ready = f"UPDATE {self._name} SET state = 'ready', holder = NULL, cache = NULL, reason = ''"
         self.release_holder = f"{ready} WHERE holder = ? RETURNING sample_id"
         self.release_cache = f"{ready} WHERE cache = ? RETURNING sample_id"

@@ -14,7 +14,18 @@ from typing import Any
 from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.backends.statements import COUNT_OPENED, OWNERS, SHARED_LAYOUT, Statements, claimable
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
-from flexmarl.experience.ledger import check_move, check_outcome, claim_order, set_once
+from flexmarl.experience.ledger import (
+    Place,
+    check_claim,
+    check_known,
+    check_move,
+    check_outcome,
+    check_owner,
+    check_released,
+    check_rewound,
+    claim_order,
+    set_once,
+)
 from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
@@ -70,10 +81,15 @@ class Tables:
         self._open(db, payloads, rows, [sample_id for sample_id in rows.cells if sample_id not in known])
         payloads.write()
 
+    def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, Place]) -> None:
+        """New rows from another store, wherever they are in their life."""
+        self.put(db, rows)
+        cells = [(p.state.value, p.holder, p.cache, p.settled_version, p.reason, i) for i, p in places.items()]
+        db.executemany(self._table(rows.agent).place, cells)
+
     def claim(self, db: sqlite3.Connection, policy: PolicyName, n: int, holder: str) -> list[SampleId]:
         """Leases up to n READY rows of the policy, over all its agents' tables, in the order of `ClaimOrder`."""
-        if n < 0:
-            raise StoreError(f"claim of {n} rows of policy {policy!r}; n must be at least 0")
+        check_claim(policy, n)
         found = db.execute(self._claimable, {"policy": policy, "n": n}).fetchall()
         for agent, ids in _by_agent(found).items():
             db.execute(self._table(agent).claim, (holder, json.dumps(ids)))
@@ -91,8 +107,7 @@ class Tables:
 
     def release(self, db: sqlite3.Connection, holder: str | None, cache: str | None) -> list[SampleId]:
         """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
-        if (holder is None) == (cache is None):
-            raise StoreError(f"release takes a holder or a cache, got holder={holder!r} and cache={cache!r}")
+        check_released(holder, cache)
         released: list[SampleId] = []
         for table in self._tables.values():
             statement, owner = (table.release_holder, holder) if cache is None else (table.release_cache, cache)
@@ -105,10 +120,7 @@ class Tables:
         for agent, table in self._tables.items():
             not_ended = db.execute(table.not_ended, which).fetchone()
             if not_ended:
-                raise StoreError(
-                    f"table {agent!r}, row {not_ended[0]!r} is {not_ended[1]}, but groups before {next_group} have "
-                    f"ended in the checkpoint: the store is of another run, or has lost what came after it"
-                )
+                check_rewound(agent, not_ended[0], RowState(not_ended[1]), next_group)
         db.execute("UPDATE pruned SET before_group = min(before_group, ?)", (min([next_group, *replay]),))
         dropped = 0
         for table in self._tables.values():
@@ -166,8 +178,7 @@ class Tables:
         """Which of the rows the table has already; refuses those that another table has."""
         owners = dict(db.execute(OWNERS, (json.dumps([*rows.cells]),)))
         for sample_id, owner in owners.items():
-            if owner != rows.agent:
-                raise StoreError(f"table {rows.agent!r}: row {sample_id!r} is in table {owner!r} already")
+            check_owner(rows.agent, sample_id, owner)
         return [sample_id for sample_id in rows.cells if sample_id in owners]
 
     def _fill(self, db: sqlite3.Connection, payloads: "_Payloads", rows: EncodedRows, sample_id: SampleId) -> None:
@@ -196,9 +207,7 @@ class Tables:
     def _locate(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[tuple[str, SampleId]]:
         """(agent, sample id) in the order asked."""
         found = dict(db.execute(OWNERS, (json.dumps([*ids]),)))
-        unknown = [sample_id for sample_id in ids if sample_id not in found]
-        if unknown:
-            raise StoreError(f"no table has row {unknown[0]!r} ({len(unknown)} of {len(ids)} ids are unknown)")
+        check_known(ids, found)
         return [(found[sample_id], sample_id) for sample_id in ids]
 
     def _row(self, agent: AgentName, cells: Sequence[Any]) -> Row:
