@@ -2,15 +2,13 @@
 
 generate ──► on the way (call_s) ──► waiting ──► batch (slots) ──► each call's answers
                                                    │ one timer: when the next request ends
-                                       replies.py says what, decoding.py says when
+                  replies.py says what, decoding.py says when, loads.py by which version; health.py whether at all
 """
 
 import asyncio
 import math
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,37 +19,20 @@ from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksu
 from flexmarl.records import (
     EngineUse,
     FinishReason,
-    FloatArray,
     Generation,
     GenerationRequest,
-    IntArray,
     PolicyName,
     Version,
     VersionRun,
     unserved,
 )
+from flexmarl.simulator.calls import Answers, Call, problem_of
 from flexmarl.simulator.costs import EngineCosts
-from flexmarl.simulator.decoding import Batch, Place
+from flexmarl.simulator.decoding import Batch
+from flexmarl.simulator.health import Health
 from flexmarl.simulator.host import Host
+from flexmarl.simulator.loads import Loads
 from flexmarl.simulator.replies import Responder, reply_to
-
-_Answers = asyncio.Queue[Generation | EngineError]
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request, from its arrival to its answer."""
-
-    request: GenerationRequest
-    ids: IntArray
-    """What it will have said at its end."""
-    finish: FinishReason
-    answers: _Answers
-    place: Place["_Call"] | None = None
-    """In the batch."""
-    reused: int = 0
-    over: bool = False
-    """Answered, or nobody waits for it."""
 
 
 class SimulatedEngine:
@@ -73,12 +54,11 @@ class SimulatedEngine:
         self._respond, self._objects = respond, objects
         self._host = host or Host()
         self._costs_of = costs_of or (lambda _: costs)
-        self._batch: Batch[_Call] = Batch(costs)
-        self._calls: dict[str, _Call] = {}
-        self._waiting: OrderedDict[str, _Call] = OrderedDict()
+        self._batch: Batch[Call] = Batch(costs)
+        self._calls: dict[str, Call] = {}
+        self._waiting: OrderedDict[str, Call] = OrderedDict()
         self._kept = _prefix_memory(costs)
-        self._loads: list[tuple[int, Version]] = [(0, version)]
-        """From this step of the batch on, tokens are of this version."""
+        self._loads = Loads(version)
         self._timer: asyncio.TimerHandle | None = None
         self._busy_since: float | None = None
         self._busy_s = 0.0
@@ -86,9 +66,7 @@ class SimulatedEngine:
         """Sampled in all its answers."""
         self._slow = 1.0
         self._asleep = False
-        self._mute: asyncio.Event | None = None
-        """Set when a mute engine is gone for good."""
-        self._gone = self._refuses = ""
+        self._health = Health()
 
     @property
     def costs(self) -> EngineCosts:
@@ -102,8 +80,8 @@ class SimulatedEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
         """Yields one Generation per request, in completion order."""
-        await self._reached()
-        answers: _Answers = asyncio.Queue()
+        await self._health.reached()
+        answers: Answers = asyncio.Queue()
         calls = {request.request_id: call for request in requests if (call := self._take(request, answers))}
         if calls and self.costs.call_s:
             asyncio.get_running_loop().call_later(self.costs.call_s, self._arrive, calls)
@@ -120,12 +98,12 @@ class SimulatedEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests at the next token boundary; a mute engine does not hear it."""
-        if self._mute is None:
+        if not self._health.mute:
             self._end([call for request_id in request_ids if (call := self._calls.get(request_id))])
 
     async def usage(self) -> EngineUse:
         """The load right now."""
-        await self._reached()
+        await self._health.reached()
         sampled = self._sampled()
         return EngineUse(
             queued=len(self._calls) - len(sampled),
@@ -141,19 +119,20 @@ class SimulatedEngine:
 
         What still runs for the old policy when it moves ends with finish `abort`.
         """
-        await self._reached()
+        await self._health.reached()
         costs, moves = (self.costs, False) if policy == self.policy else (self._costs_of(policy), True)
         await asyncio.sleep(costs.move_s if moves else costs.load_s)
-        await self._reached()
-        if self._refuses:
-            raise EngineError(self._refuses)
+        await self._health.reached()
+        self._health.check_load()
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             held = checksum(await self._objects.get(key))
         self._batch.settle(_now())
         if moves:
             self._end(list(self._calls.values()))
             self.policy, self._batch.costs, self._kept = policy, costs, _prefix_memory(costs)
-        self._loads = [*(self._loads if self._calls else ()), (self._batch.steps, version)]
+        if not self._calls:
+            self._loads.forget()
+        self._loads.add(self._batch.steps, version)
         self.version = version
         self._kept.clear()
         self._go_on()
@@ -161,7 +140,7 @@ class SimulatedEngine:
 
     async def sleep(self) -> None:
         """Stands still until `wake`, with the requests that it has; the step under way is its last."""
-        await self._reached()
+        await self._health.reached()
         if not self._asleep:
             self._batch.stop(_now())
             self._asleep = True
@@ -171,7 +150,7 @@ class SimulatedEngine:
 
     async def wake(self) -> None:
         """Goes on; one that is awake is no error."""
-        await self._reached()
+        await self._health.reached()
         if self._asleep:
             await asyncio.sleep(self.costs.wake_s)
             self._asleep = False
@@ -180,7 +159,7 @@ class SimulatedEngine:
 
     async def close(self) -> None:
         """Ends what runs with finish `abort`."""
-        if not self._gone:
+        if not self._health.gone:
             for call in list(self._calls.values()):
                 self._answer(call, FinishReason.ABORT)
             self._lose(f"the engine of '{self.policy}' is closed")
@@ -199,51 +178,34 @@ class SimulatedEngine:
 
     def mute(self) -> None:
         """Never answers again, until it is closed or fails."""
-        self._mute = asyncio.Event()
+        self._health.fall_mute()
         self._stand_still()
 
     def refuse_load(self, because: str) -> None:
         """From now on, no weights can be loaded; "" ends it."""
-        self._refuses = because
+        self._health.refuses_load = because
 
-    async def _reached(self) -> None:
-        """Returns if the engine is there; a call to a mute one waits until it is gone."""
-        if self._mute is not None:
-            await self._mute.wait()
-        if self._gone:
-            raise EngineError(self._gone)
-
-    def _take(self, request: GenerationRequest, answers: _Answers) -> _Call | None:
+    def _take(self, request: GenerationRequest, answers: Answers) -> Call | None:
         """The call of a request; None if it cannot be served, which it is told at once."""
-        problem = self._problem(request)
+        in_use = request.request_id in self._calls
+        problem = problem_of(request, self.policy, in_use=in_use)
         if not problem:
             try:
                 ids, finish = reply_to(request, self._respond)
-                call = self._calls[request.request_id] = _Call(request, ids, finish, answers)
+                call = self._calls[request.request_id] = Call(request, ids, finish, answers)
                 return call
             except EngineError as error:
                 problem = str(error)
         answers.put_nowait(unserved(request, self.version, FinishReason.ERROR, problem))
         return None
 
-    def _problem(self, request: GenerationRequest) -> str:
-        if request.policy != self.policy:
-            return f"this engine serves policy '{self.policy}', not '{request.policy}'"
-        if request.request_id in self._calls:
-            return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
-        if not len(request.prompt_ids):
-            return "the prompt must have at least 1 token, got none"
-        if request.sampling.max_tokens < 1:
-            return f"sampling.max_tokens must be at least 1, got {request.sampling.max_tokens}"
-        return ""
-
-    def _arrive(self, calls: Mapping[str, _Call]) -> None:
+    def _arrive(self, calls: Mapping[str, Call]) -> None:
         self._waiting.update((name, call) for name, call in calls.items() if not call.over)
         self._go_on()
 
     def _go_on(self) -> None:
         """After anything that has happened: requests join, and the timer is set for the next one that ends."""
-        if self._gone or self._mute is not None:
+        if self._health.gone or self._health.mute:
             return
         self._note_work()
         if not self._asleep and self._waiting and len(self._batch) < self.costs.slots:
@@ -281,7 +243,7 @@ class SimulatedEngine:
         for place in self._batch.pop_ended():
             self._answer(place.item, place.item.finish)
 
-    def _end(self, calls: Sequence[_Call], *, heard: bool = True) -> None:
+    def _end(self, calls: Sequence[Call], *, heard: bool = True) -> None:
         """Ends calls: those that wait or sleep at once, those that decode at the next token boundary."""
         self._batch.settle(_now())
         for call in calls:
@@ -297,44 +259,22 @@ class SimulatedEngine:
         if calls:
             self._go_on()
 
-    def _answer(self, call: _Call, finish: FinishReason) -> None:
+    def _answer(self, call: Call, finish: FinishReason) -> None:
         place, ids = call.place, call.ids
         if finish is FinishReason.ABORT:
             ids = ids[: place.sampled_at(self._batch.steps)] if place else ids[:0]
-        versions = self._versions(place, len(ids)) if place else (VersionRun(0, self.version),)
-        logprobs = _logprobs(len(ids))
+        versions = self._loads.runs(place.first, len(ids)) if place else (VersionRun(0, self.version),)
         self._forget(call)
         self.answered_tokens += len(ids)
         if self.costs.prefill_token_s and call.request.conversation is not None and len(versions) == 1:
             self._kept.keep(call.request.conversation, np.concatenate((call.request.prompt_ids, ids[:-1])))
-        call.answers.put_nowait(
-            Generation(
-                request_id=call.request.request_id,
-                response_ids=ids,
-                logprobs=logprobs,
-                raw_logprobs=logprobs,
-                versions=versions,
-                finish=finish,
-                reused_tokens=call.reused,
-            )
-        )
+        call.answers.put_nowait(call.generation(ids, finish, versions))
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: Call) -> None:
         """Its id may be used again: it is answered, or nobody waits for it."""
         call.over = True
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
-
-    def _versions(self, place: Place[_Call], num_tokens: int) -> tuple[VersionRun, ...]:
-        """The loads since its first token are the borders of its version runs."""
-        if place.first >= self._loads[-1][0]:
-            return (VersionRun(0, self._loads[-1][1]),)
-        began = bisect_right(self._loads, place.first, key=lambda load: load[0]) - 1
-        later = ((math.ceil(step - place.first), version) for step, version in self._loads[began + 1 :])
-        return (
-            VersionRun(0, self._loads[began][1]),
-            *(VersionRun(start, version) for start, version in later if start < num_tokens),
-        )
 
     def _sampled(self) -> list[int]:
         """Tokens of each request in the batch, the step under way included."""
@@ -369,12 +309,10 @@ class SimulatedEngine:
         self._set_timer()
 
     def _lose(self, because: str) -> None:
-        self._gone = because
         self._stand_still()
         for call in list(self._calls.values()):
             self._forget(call)
-        if self._mute is not None:
-            self._mute.set()
+        self._health.lose(because)
 
 
 def _now() -> float:
@@ -384,12 +322,3 @@ def _now() -> float:
 def _prefix_memory(costs: EngineCosts) -> KeptPrefixes:
     """What it remembers of past prompts; nothing where prompts are free."""
     return KeptPrefixes(range(costs.kept_prefixes if costs.prefill_token_s else 0))
-
-
-def _logprobs(num_tokens: int) -> FloatArray:
-    """[num_tokens] -1 everywhere: a view of one array, since a simulation answers a hundred thousand calls."""
-    return _MINUS_ONE[:num_tokens] if num_tokens <= len(_MINUS_ONE) else np.full(num_tokens, -1.0, np.float32)
-
-
-_MINUS_ONE: FloatArray = np.full(1 << 16, -1.0, np.float32)
-_MINUS_ONE.flags.writeable = False
