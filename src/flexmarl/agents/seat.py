@@ -9,6 +9,7 @@ The tool-integrated loop of an act, its budget being `max_tool_calls`:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,6 @@ class Seat:
         self._renderer = agent.renderer
         self._context = context
         self._ledger = ledger
-        self._sampling = agent.full_sampling(context.sampling)
         self._acts: list[tuple[Message, ...]] = []
         self._conversation: Conversation | None = None
         self._branches = 0
@@ -140,6 +140,11 @@ class Seat:
     def reward(self, reward: float) -> None:
         """Adds to the reward of each turn that this agent has at the end of the episode."""
         self._ledger.reward_agent(self.name, reward)
+
+    @cached_property
+    def _sampling(self) -> Sampling:
+        # At the first act: of a large team, most seats of an episode never speak.
+        return self._agent.full_sampling(self._context.sampling)
 
     def _open(self) -> Conversation:
         """The conversation so far, or a new one if something of it must be forgotten."""

@@ -19,6 +19,8 @@ class Call:
     number: int
     """Its place in the line; no other call of the pool has it."""
     answer: asyncio.Future[Generation]
+    asked_at: float
+    """When it lined up first."""
     instance: Instance | None = None
     """None while it waits for one."""
     sent_at: float = 0.0
@@ -52,6 +54,7 @@ class Call:
             policy=self.request.policy,
             request_id=self.request.request_id,
             sent_at=self.sent_at,
+            waited_s=self.sent_at - self.asked_at if self.part is None else 0.0,
             answered_at=asyncio.get_running_loop().time(),
             prompt_tokens=len(self.request.prompt_ids) - kept,
             sampled_tokens=len(whole.response_ids),

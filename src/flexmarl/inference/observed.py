@@ -16,6 +16,8 @@ class CallRecord:
     request_id: str
     sent_at: float
     """When this instance was given it; an earlier one may have been lost with it."""
+    waited_s: float
+    """Since it was asked; 0 for one that goes on after an earlier part."""
     answered_at: float
     prompt_tokens: int
     sampled_tokens: int

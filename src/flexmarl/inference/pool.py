@@ -112,7 +112,8 @@ class InferencePool(PoolObservers):
         aborts the request. Raises EngineError when no instance of the policy is left.
         """
         self._instances_of(request.policy)
-        call = Call(request, next(self._numbers), asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        call = Call(request, next(self._numbers), loop.create_future(), asked_at=loop.time())
         dispatch = self._dispatches[request.policy]
         dispatch.add(call)
         self._under_way += 1

@@ -6,8 +6,6 @@ produces    `call`, `loaded`, `instance_lost`, `instance_replaced`, `moved`; tho
 unblocked by nothing
 """
 
-from typing import Any
-
 from flexmarl.inference.observed import CallRecord, LoadRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
@@ -18,7 +16,7 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
     """From now on the pool reports to the journal. Called inside the event loop."""
 
     def called(call: CallRecord) -> None:
-        kept: dict[str, Any] = {"kept_tokens": call.kept_tokens} if call.kept_tokens else {}
+        seldom = {"kept_tokens": call.kept_tokens, "waited_s": round(call.waited_s, 6)}
         journal.event(
             "call",
             process=process_of(call.instance),
@@ -30,7 +28,7 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
             reused_tokens=call.reused_tokens,
             sampled_tokens=call.sampled_tokens,
             finish=call.finish,
-            **kept,
+            **{name: figure for name, figure in seldom.items() if figure},
         )
 
     def loaded(load: LoadRecord) -> None:
