@@ -44,7 +44,7 @@ def test_groups_and_rows_end_once_and_every_ready_sample_is_trained_at_its_own_v
             made_ready.update(event["samples"])
         for policy, trainer in run.trainers.items():
             trained = [row for row in run.rows() if row.policy == policy and row.state is RowState.TRAINED]
-            assert all(row.settled_version == row.version + 1 for row in trained)
+            assert all(row.version is not None and row.settled_version == row.version + 1 for row in trained)
             if whole_steps(run) == 2:
                 used = trained_ids_of(trainer)
                 assert len(used) == len(set(used)) == len(trained) == made_ready[policy]

@@ -7,7 +7,7 @@ unblocked by rollout, which asks when it has a free query slot; and by `look_aga
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from flexmarl.observability.journal import Journal
 from flexmarl.records import GroupId, GroupRecord, GroupState
@@ -29,12 +29,12 @@ class Feed:
         self.exhausted: SourceExhausted | None = None
         """Why no new task will come; one that is admitted again may."""
 
-    async def groups(self, step: int) -> AsyncIterator[GroupRecord]:
+    async def groups(self, step: int) -> AsyncGenerator[GroupRecord, None]:
         """The groups of one step. Raises SourceExhausted, naming the position, when a finite source ends."""
         for _ in range(self.num_groups):
             yield self._admit(step)
 
-    async def endless(self, step: Callable[[], int]) -> AsyncIterator[GroupRecord]:
+    async def endless(self, step: Callable[[], int]) -> AsyncGenerator[GroupRecord, None]:
         """Groups as slots become free, first those that were active when the run was saved.
 
         Ends after `end`, and when the source has ended and no task can come again; `step` is the one being made.
