@@ -28,6 +28,7 @@ from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import AgentName, GroupRecord, GroupState, PolicyName, Task, Version
@@ -92,15 +93,21 @@ class Learner:
         self.session = TrainingSession(
             SOLVER, self.store, self.trainer, micro_batch=options.micro_batch, version=Version(0)
         )
-        self.collector = Collector(
+        journal = MemoryJournal()
+        crediting = Crediting(
             store=self.store,
             credit=CreditSettings.model_validate({"filter": None, "estimator": {"type": estimator}}),
             trained=[SOLVER],
             admission=self.admission,
+            journal=journal,
+        )
+        self.collector = Collector(
+            crediting=crediting,
+            admission=self.admission,
             versions=self.versions,
             release=release,
             on_ready=lambda policy: self.session.notify_ready(),
-            journal=MemoryJournal(),
+            journal=journal,
         )
 
     async def step(self, arrivals: Arrivals) -> Version:
@@ -117,7 +124,7 @@ class Learner:
             self.session.close_step()
         version = await self.session.finish(divisors[SOLVER])
         self.versions.acknowledged(SOLVER, version)
-        self.collector.settle_trained()
+        self.collector.settle_trained(self.collector.kept)
         return version
 
     async def _arrive(self, at: float, group: GroupRecord) -> None:
