@@ -237,13 +237,13 @@ def arrivals(draw: st.DrawFn) -> list[list[tuple[float, GroupRecord]]]:
 
 
 @given(
-    release=st.sampled_from(Release),
+    release=st.sampled_from([Release.AT_ONCE, Release.IN_ORDER, Release.AT_END]),  # These estimators compare a group.
     micro_batch=st.sampled_from([1, 3, 8, 40]),
     estimator=st.sampled_from(["default", "drmas"]),
     aggregation=st.sampled_from(["token-mean", "seq-mean-token-mean", "traj-mean-token-mean"]),
     data=st.data(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_recorded_episodes_make_the_same_weights_in_any_order_and_mode(
     release: Release, micro_batch: int, estimator: str, aggregation: str, data: st.DataObject
 ) -> None:
