@@ -39,11 +39,17 @@ $(VENV)/.installed-bench: $(VENV)/.installed requirements-bench.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-bench.lock
 	@touch $@
 
-bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (half an hour)
+bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour)
 	$(BIN)/python benchmarks/engine.py --json
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
+	$(BIN)/python benchmarks/paper_tables.py --json
+	$(BIN)/python benchmarks/paper_tables.py --rules ours --seed 2 --json
+	$(BIN)/python benchmarks/async_modes.py --json
+	$(BIN)/python benchmarks/simulator.py --json
+	$(BIN)/python benchmarks/prediction.py --json
+	$(BIN)/python benchmarks/device_costs.py --json
 
 docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs

@@ -219,8 +219,12 @@ def main() -> None:
         for name, value in found.model_dump(exclude_unset=True).items()
     }
     rows = [(name, f"{value:.3g}") for name, value in costs.items()]
-    microseconds = {name: value * 1e6 for name, value in costs.items() if name.endswith("_s")}
-    report(f"costs of {arguments.model.name}, seconds", ("cost", "value"), rows, microseconds, as_json=arguments.json)
+    figures = {
+        "decode_step_us": costs["engine.decode_s"] * 1e6,
+        "prefill_token_us": costs["engine.prefill_token_s"] * 1e6,
+        "train_token_us": costs["trainer.token_s"] * 1e6,
+    }
+    report(f"costs of {arguments.model.name}, seconds", ("cost", "value"), rows, figures, as_json=arguments.json)
 
 
 if __name__ == "__main__":

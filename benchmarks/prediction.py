@@ -7,11 +7,12 @@ cores. Its journal is fitted; then one setting at a time is changed, simulated w
 replies, and run for real. The first step of every run is left out: models and caches are warm only after it. Real runs
 are played in turns, so that a noisy neighbour disturbs all of them alike.
 
-    predicted_vs_measured   largest relative error of a mean step time over the changed settings
+    predicted_vs_measured   predicted by measured mean step time; of the changed settings, the one farthest from 1
 """
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from math import log
 from pathlib import Path
 from statistics import fmean, median
 
@@ -34,7 +35,8 @@ CHANGES: Mapping[str, Sequence[str]] = {
     "micro_batch 128 to 32": MICRO_BATCH,
     "both": ("rollout.inter_query=4", *MICRO_BATCH),
 }
-WANTED_AT_MOST = {"predicted_vs_measured": 0.15}
+WANTED = {"predicted_vs_measured": 0.85}
+WANTED_AT_MOST = {"predicted_vs_measured": 1.15}
 
 
 def measured(overrides: Sequence[str]) -> RunFolder:
@@ -63,7 +65,7 @@ def main() -> None:
                 folders[change].append(measured([*common, *overrides]))
         base = folders["as fitted"]
         fits = [(fitted(load_run(folder.config), folder), folder) for folder in base]
-        rows, errors = [], {}
+        rows, ratios = [], {}
         for change, overrides in CHANGES.items():
             predictions = [
                 fmean(warm_steps(RunFolder(simulate(load_run(CONFIG, [*common, *overrides, *as_overrides(*fit)])))))
@@ -71,15 +73,16 @@ def main() -> None:
             ]
             steps = [step for folder in folders[change] for step in warm_steps(folder)]
             predicted, real = fmean(predictions), fmean(steps)
-            errors[change] = abs(predicted / real - 1)
+            ratios[change] = predicted / real
             cells = (predicted, real, median(steps), min(steps), max(steps))
             rows.append([change, *(f"{cell:.2f}" for cell in cells), f"{predicted / real - 1:+.0%}"])
     report(
         f"Step time of the math team, {chosen.repeats} runs of {chosen.steps} steps each",
         ["", "predicted, s", "measured, s (mean)", "median", "fastest", "slowest", "error"],
         rows,
-        {"predicted_vs_measured": max(error for change, error in errors.items() if change != "as fitted")},
+        {"predicted_vs_measured": max((ratios[c] for c in CHANGES if CHANGES[c]), key=lambda ratio: abs(log(ratio)))},
         as_json=chosen.json,
+        wanted=WANTED,
         wanted_at_most=WANTED_AT_MOST,
     )
 

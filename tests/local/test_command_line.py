@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,6 +81,14 @@ def test_a_run_is_not_resumed_with_other_settings(flexmarl, config):
     folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
     (line,) = flexmarl("train", config, "seed=4", "--resume", folder, code=1)
     assert "settings: seed was 3, is 4; resume with" in line
+
+
+def test_a_run_goes_on_whose_config_lacks_a_setting_that_came_later(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
+    written = folder / "config.yaml"
+    older = {key: value for key, value in yaml.safe_load(written.read_text()).items() if key != "pipeline"}
+    written.write_text(yaml.safe_dump(older))
+    assert Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0", "--resume", folder)[-1]) == folder
 
 
 def test_eval_plays_the_run_and_the_models_as_they_are(flexmarl, config):

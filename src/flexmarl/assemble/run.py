@@ -18,8 +18,7 @@ from rich.console import Console
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.wiring import initial_versions, journal_start, make_evaluator, watch_workers, wire
 from flexmarl.assemble.world import World, open_world, settle_memory
-from flexmarl.config import RunSettings
-from flexmarl.config.load import read_yaml
+from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
 from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.sqlite import SqliteStore
@@ -200,7 +199,8 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     """
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
-    then, now = read_yaml(folder.config), settings.model_dump(mode="json")
+    # Loaded, not read: a setting that came after the run was begun is what it was then, its default.
+    then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
         told = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))

@@ -42,7 +42,9 @@ def lag_and_window(schedule: Schedule) -> tuple[int, int | None]:
 
 
 def staleness_bound(schedule: Schedule) -> int | None:
-    """S + ceil((W - 1) / P); None where there is no window."""
+    """S + ceil((W - 1) / P), S where steps are in order; None where there is no window."""
+    if Mode(schedule.sections["mode"]) is Mode.ONE_STEP_OFF:
+        return 1  # Its window does not slide within a step.
     lag, window = lag_and_window(schedule)
     return None if window is None else lag + math.ceil((window - 1) / schedule.groups)
 
