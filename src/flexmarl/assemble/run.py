@@ -174,6 +174,11 @@ def run_clock() -> Callable[[], float]:
 
 def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
     """A new run in a folder of its own, or the one in `going_on`, resumed."""
+    if settings.cluster.backend == "simulated":
+        raise ConfigError(
+            "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
+            "cluster.backend=inline or ray"
+        )
     if not settings.trained:
         raise ConfigError(
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "

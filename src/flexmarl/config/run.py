@@ -141,10 +141,10 @@ class RunSettings(BaseModel):
         mode = self.mode.value
         if self.credit.ready == "trajectory" and not self.mode.synchronous:
             yield f"credit.ready is 'trajectory', but mode '{mode}' takes whole groups; use credit.ready=group"
-        if self.pipeline.ahead and self.mode is Mode.COLOCATED:
+        if self.pipeline.ahead and self.mode not in (Mode.SYNC, Mode.MICROBATCH):
             yield (
-                "pipeline.ahead is true, but in mode 'colocated' engines sleep while policies update; "
-                "use mode=microbatch, or pipeline.ahead=false"
+                f"pipeline.ahead is true, but in mode '{mode}' rollout does not wait for updates, or engines sleep "
+                f"meanwhile; use mode=microbatch, or pipeline.ahead=false"
             )
         if self.pipeline.updates == "together":
             return
@@ -165,6 +165,11 @@ class RunSettings(BaseModel):
                 f"deterministic is true, but mode is '{self.mode.value}', in which what a batch holds depends on time; "
                 f"use mode=microbatch, or deterministic=false"
             )
+        if self.deterministic and self.credit.ready == "trajectory":
+            yield (
+                "deterministic is true, but credit.ready is 'trajectory', and which trajectory ends first depends on "
+                "time; use credit.ready=group, or deterministic=false"
+            )
 
     def _devices_can_change_hands(self) -> Iterator[str]:
         if self.cluster.backend == "simulated":
@@ -176,11 +181,14 @@ class RunSettings(BaseModel):
                 f"another policy so far; use cluster.backend=simulated, or balance.{key}="
                 f"{type(self.balance).model_fields[key].default}"
             )
-        if self.process_groups.at_once is not None:
-            yield (
-                f"process_groups.at_once is {self.process_groups.at_once}, but only simulated trainers can leave their "
-                f"devices so far; use cluster.backend=simulated, or process_groups.at_once=null"
-            )
+        for key in sorted(self.process_groups.model_fields_set):
+            value, default = getattr(self.process_groups, key), type(self.process_groups).model_fields[key].default
+            if value != default:
+                yield (
+                    f"process_groups.{key} is {value!r}, but only simulated trainers can leave their devices so far; "
+                    f"use cluster.backend=simulated, or process_groups.{key}="
+                    f"{'null' if default is None else str(default).lower()}"
+                )
 
     def _processes_can_share(self) -> Iterator[str]:
         if self.cluster.backend != "ray":

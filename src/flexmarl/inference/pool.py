@@ -128,7 +128,10 @@ class InferencePool(PoolObservers):
                     await dispatch.abort(call)
                     return await asyncio.shield(call.answer)
             call.answer.cancel()
-            return call.whole(dispatch.unserved(call))
+            nothing = call.whole(dispatch.unserved(call))
+            if call.instance is not None:  # Else every later call that it is given would wait as long.
+                self.lose(call.instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
+            return nothing
         except asyncio.CancelledError:
             call.answer.cancel()
             if self._open:

@@ -173,7 +173,9 @@ def moves_back(configured: Mapping[PolicyName, int], loads: Loads) -> Sequence[M
 
 
 def _moves_to(wanted: Mapping[PolicyName, int], loads: Loads, because: Callable[[PolicyName], str]) -> Sequence[Move]:
-    """As few as lead there; the idlest instances go."""
+    """As few as lead there; the idlest instances go. None while a policy waits for the replacement of its last one."""
+    if not all(load.instances for load in loads.values()):
+        return ()
     missing = {policy: wanted[policy] - len(load.instances) for policy, load in loads.items()}
     spare = [name for policy, load in loads.items() for name in idlest(load)[: max(0, -missing[policy])]]
     return [

@@ -78,7 +78,9 @@ class PoolSettings(BaseModel):
     )
 
     load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is given up.")
-    abort_grace_s: float = Field(default=5.0, gt=0, description="How long an aborted request may take to come back.")
+    abort_grace_s: float = Field(
+        default=5.0, gt=0, description="An instance that leaves an abort unanswered for longer is given up."
+    )
     replacements: int = Field(
         default=3, ge=0, description="Instances that a run may start in place of lost ones, per policy; 0: none."
     )

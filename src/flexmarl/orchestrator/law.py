@@ -1,6 +1,7 @@
 """Decides the admission law of a mode (docs/math.md, section 9)."""
 
 import math
+from decimal import Decimal
 
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.rollout.admission import AdmissionLaw
@@ -18,7 +19,8 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
     lag = 1 if one_step_off else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
-        Mode.ASYNC: math.ceil(pipeline.window * (lag + 1) * groups),
+        # As a decimal: 0.4 of 15 groups are 6, and in floats a little more.
+        Mode.ASYNC: math.ceil(Decimal(str(pipeline.window)) * (lag + 1) * groups),
         Mode.FIFO: 1,
         Mode.GREEDY: None,
     }

@@ -14,7 +14,7 @@ class Mode(StrEnum):
     MICROBATCH = "microbatch"
     """Complete groups train while others still play; one update at the end (FlexMARL section 4.3)."""
     COLOCATED = "colocated"
-    """As `sync`, on shared devices: engines sleep while trainers train, and the other way round."""
+    """As `sync`, on shared devices: engines sleep while trainers train. Simulated trainers leave them, too."""
     ONE_STEP_OFF = "one_step_off"
     """Step k trains while step k + 1 plays."""
     ASYNC = "async"

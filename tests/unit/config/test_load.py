@@ -312,3 +312,18 @@ def test_what_takes_whole_groups_needs_whole_groups(config):
         "pipeline.updates is 'per_policy', but in mode 'microbatch' all policies end a step together; use mode=async, "
         "or pipeline.updates=together"
     ]
+
+
+def test_what_depends_on_time_is_no_part_of_a_deterministic_run(config):
+    alone = ["credit={estimator: {type: reinforce}, filter: null, ready: trajectory}"]
+    assert refused(config, "deterministic=true", *alone) == [
+        "deterministic is true, but credit.ready is 'trajectory', and which trajectory ends first depends on time; "
+        "use credit.ready=group, or deterministic=false"
+    ]
+
+
+def test_rollout_is_ahead_only_where_it_would_wait(config):
+    assert refused(config, "mode=async", "pipeline.ahead=true") == [
+        "pipeline.ahead is true, but in mode 'async' rollout does not wait for updates, or engines sleep meanwhile; "
+        "use mode=microbatch, or pipeline.ahead=false"
+    ]

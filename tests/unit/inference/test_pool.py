@@ -63,11 +63,12 @@ class Deaf(ScriptedEngine):
         self.aborted = list(request_ids)
 
 
-def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period():
+def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period_and_is_lost():
     async def scenario():
         engine = Deaf(lambda one: "")
         async with InferencePool({POLICY: [engine]}, PoolSettings(abort_grace_s=2.0)) as pool:
             answer = await pool.generate(request("r"), timeout_s=3.0)
+            assert pool.lost == {"solver/0": "it left an abort unanswered for 2 s"}
         assert (answer.finish, answer.response_ids.size, now()) == (FinishReason.ABORT, 0, 5.0)
         assert engine.aborted == ["r"]
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import RowState
@@ -36,7 +37,7 @@ def lag_and_window(schedule: Schedule) -> tuple[int, int | None]:
     windows = {
         Mode.ONE_STEP_OFF: groups,
         Mode.FIFO: 1,
-        Mode.ASYNC: math.ceil(pipeline["window"] * (lag + 1) * groups),
+        Mode.ASYNC: math.ceil(Decimal(str(pipeline["window"])) * (lag + 1) * groups),
     }
     return lag, windows.get(mode)
 
