@@ -174,3 +174,9 @@ def test_instances_go_back_to_what_was_configured_and_of_fewer_in_proportion() -
     assert moves_back({SOLVER: 8, JUDGE: 2}, loads) == [], "five are left of ten"
     (move,) = moves_back({SOLVER: 3, JUDGE: 2}, loads)
     assert move.because == "each step begins as configured, 'judge' with 2"
+
+
+def test_while_a_policy_waits_for_the_replacement_of_its_last_instance_none_moves():
+    loads = {SOLVER: PolicyLoad(), JUDGE: PolicyLoad(instances={"judge/0": 0, "judge/1": 0})}
+    assert moves_back({SOLVER: 1, JUDGE: 1}, loads) == ()
+    assert start_moves({SOLVER: 5.0, JUDGE: 1.0}, loads) == ()
