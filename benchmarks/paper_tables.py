@@ -12,7 +12,7 @@ before are published. Single steps are not ordered as their means are. The workl
     order_kept         1 if on both data sets the systems stand in the paper's order of step times
     ours_vs_paper_*    mean step time under the paper's rules for instances and process groups, by that under ours; the
                        same steps, the same readiness of rows, and no lengths but those that were observed
-    bound_ratio_*      mean step time under ours by the mean of the lower bounds of the same steps
+    bound_ratio_*      mean step time under ours by the lower bound of the mean of the same steps
 """
 
 import argparse
@@ -38,7 +38,7 @@ from flexmarl.observability.journal import read_run
 from flexmarl.observability.overlap import seconds
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.bound import bounds_of
+from flexmarl.simulator.bound import bounds_of, mean_bound
 from flexmarl.simulator.costs import costs_of
 from flexmarl.simulator.facts import Facts, read_facts
 from flexmarl.simulator.report import Pools, report_of
@@ -71,8 +71,8 @@ class Played:
 
     step_s: Sequence[float]
     """Of each step, in order."""
-    bound_s: Sequence[float]
-    """No schedule is faster; of each step. Empty where engines and trainers have the same devices in turns."""
+    bound_s: float | None
+    """No schedule is faster on average. None where engines and trainers have the same devices in turns."""
     rollout_s: float
     training_s: float
     """Visible."""
@@ -99,7 +99,7 @@ def play(run: Run) -> Played:
     assert found.steps == run.steps
     return Played(
         step_s=[step.ended - step.began for step in facts.steps],
-        bound_s=[] if settings.mode is Mode.COLOCATED else lower_bounds(settings, facts),
+        bound_s=None if settings.mode is Mode.COLOCATED else lower_bound(settings, facts),
         rollout_s=found.rollout_s,
         training_s=found.training_s,
         tokens_per_s=found.tokens_per_s,
@@ -108,16 +108,19 @@ def play(run: Run) -> Played:
     )
 
 
-def lower_bounds(settings: RunSettings, facts: Facts) -> list[float]:
-    """Of each step."""
+def lower_bound(settings: RunSettings, facts: Facts) -> float:
+    """Of the mean step."""
     bounds = bounds_of(
         facts,
         settings.simulation.costs,
         instances=len(facts.instances),
         trainers_at_once=settings.process_groups.at_once,
         trained=settings.trained,
+        ahead=settings.pipeline.ahead,
     )
-    return [bound.total_s for bound in bounds]
+    mean = mean_bound(bounds)
+    assert mean is not None
+    return mean.total_s
 
 
 def device_seconds(settings: RunSettings, facts: Facts) -> float:
@@ -207,7 +210,7 @@ def show_rules(chosen: argparse.Namespace) -> None:
         figures[f"ours_vs_paper_{data}"] = paper.mean_s / ours.mean_s
         low, high = interval(paper.step_s, ours.step_s)
         figures |= {f"ours_vs_paper_{data}_low": low, f"ours_vs_paper_{data}_high": high}
-        figures[f"bound_ratio_{data}"] = ours.mean_s / fmean(ours.bound_s)
+        figures[f"bound_ratio_{data}"] = by_bound(ours)
         rows += [rule_row(name, played[name], paper) for name in rules if name.startswith(data)]
     report(
         f"The paper's rules and ours on the same {chosen.steps} steps; 95% intervals of the ratio of means, paired",
@@ -237,7 +240,6 @@ def rules_on(data: str, chosen: argparse.Namespace) -> dict[str, Run]:
 def rule_row(name: str, played: Played, paper: Played) -> list[str]:
     """One set of rules on one data set."""
     low, high = interval(paper.step_s, played.step_s)
-    bound_s = fmean(played.bound_s)
     return [
         name,
         f"{played.mean_s:.1f}",
@@ -246,9 +248,15 @@ def rule_row(name: str, played: Played, paper: Played) -> list[str]:
         f"{played.moves:.1f}",
         f"{paper.mean_s / played.mean_s:.3f}",
         f"{low:.2f}-{high:.2f}",
-        f"{bound_s:.1f}",
-        f"{played.mean_s / bound_s:.2f}",
+        f"{played.bound_s:.1f}",
+        f"{by_bound(played):.2f}",
     ]
+
+
+def by_bound(played: Played) -> float:
+    """Mean step time by its lower bound."""
+    assert played.bound_s
+    return played.mean_s / played.bound_s
 
 
 def interval(slower: Sequence[float], faster: Sequence[float]) -> tuple[float, float]:

@@ -194,7 +194,12 @@ def _report(settings: RunSettings, facts: Facts) -> SimulationReport | None:
     bound = None
     if settings.mode.synchronous and settings.cluster.backend == "simulated":
         bounds = bounds_of(
-            facts, costs, instances=len(facts.instances), trainers_at_once=at_once, trained=settings.trained
+            facts,
+            costs,
+            instances=len(facts.instances),
+            trainers_at_once=at_once,
+            trained=settings.trained,
+            ahead=settings.pipeline.ahead,
         )
         bound = mean_bound(bounds)
     return report_of(facts, pools, bound=bound)

@@ -7,6 +7,14 @@
 
 Times of tools are left out, so the bound holds whatever they take. After FlexMARL's workloads, where the longest
 trajectory binds: rollout at batch 1, since a batch only slows it down.
+
+With `pipeline.ahead`, a step's last training, update and publication lie beside the rollout of the next one, which may
+have trajectories ended before its trainers begin. Left are rollouts in a row, decode work, and training in a row:
+
+    max( longest trajectory, all decode work, all training )
+
+Then a single step may beat it, since what it left over is in the next one's time; the mean over a run cannot beat the
+mean of each part (`mean_bound`).
 """
 
 import math
@@ -28,11 +36,11 @@ class Bound:
     decode_s: float
     """All decode work by the capacity of all instances."""
     training_s: float
-    """The first trajectory, and then all training."""
+    """The first trajectory, and then all training; ahead: training alone."""
     share_s: float
-    """What must still be trained when the last trajectory ends."""
+    """What must still be trained when the last trajectory ends; ahead: 0."""
     end_s: float
-    """Update and publication."""
+    """Update and publication; ahead: 0."""
 
     @property
     def total_s(self) -> float:
@@ -60,9 +68,15 @@ def mean_bound(bounds: Sequence[Bound]) -> Bound | None:
 
 
 def bounds_of(
-    facts: Facts, costs: Costs, *, instances: int, trainers_at_once: int | None, trained: Iterable[str]
+    facts: Facts,
+    costs: Costs,
+    *,
+    instances: int,
+    trainers_at_once: int | None,
+    trained: Iterable[str],
+    ahead: bool,
 ) -> list[Bound]:
-    """One for each step of a synchronous run."""
+    """One for each step of a synchronous run; `ahead`: steps overlap, and only `mean_bound` of all is a bound."""
     calls: defaultdict[int, list[Call]] = defaultdict(list)
     for call in facts.calls:
         calls[facts.step_of[call.group]].append(call)
@@ -82,6 +96,7 @@ def bounds_of(
             instances=instances,
             trainers_at_once=trainers_at_once,
             trained=trained,
+            ahead=ahead,
         )
         for step in facts.steps
     ]
@@ -95,10 +110,12 @@ def step_bound(
     instances: int,
     trainers_at_once: int | None = None,
     trained: Iterable[str],
+    ahead: bool = False,
 ) -> Bound:
     """Of one step with these calls, whose rows were accumulated in these micro-batches.
 
-    `instances` of all policies together, since an instance may be moved; `trained` are the policies that are updated.
+    `instances` of all policies together, since an instance may be moved; `trained` are the policies that are updated;
+    `ahead`: what may lie beside the next rollout counts as nothing.
     """
     by_trajectory: defaultdict[str, list[Call]] = defaultdict(list)
     for call in calls:
@@ -109,9 +126,9 @@ def step_bound(
     return Bound(
         path_s=max(paths, default=0.0),
         decode_s=math.fsum(_capacity_s(call, costs_of(costs, call.policy).engine) for call in calls) / instances,
-        training_s=min(paths, default=0.0) + _spread_over(work, trainers_at_once),
-        share_s=_smallest_share(batches, costs) if all_trained else 0.0,
-        end_s=_end_s(work, costs),
+        training_s=(0.0 if ahead else min(paths, default=0.0)) + _spread_over(work, trainers_at_once),
+        share_s=_smallest_share(batches, costs) if all_trained and not ahead else 0.0,
+        end_s=0.0 if ahead else _end_s(work, costs),
     )
 
 

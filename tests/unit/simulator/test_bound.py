@@ -53,6 +53,13 @@ def test_trainers_that_take_turns_need_the_sum() -> None:
     assert [bound.training_s for bound in bounds] == [10.0, 5.0]
 
 
+def test_ahead_nothing_counts_that_may_lie_beside_the_next_rollout() -> None:
+    batches = [MicroBatch("solver", 40, 45, rows=2, tokens=16.0)]
+    bound = step_bound([call(0, 10, 10)], batches, ONE_SECOND, instances=1, trained=["solver"], ahead=True)
+    assert (bound.path_s, bound.training_s, bound.share_s, bound.end_s) == (10.0, 5.0, 0.0, 0.0)
+    assert bound.total_s == 10.0
+
+
 def test_no_steps_have_no_bound() -> None:
     assert mean_bound([]) is None
 
@@ -102,10 +109,42 @@ def test_no_simulated_step_beats_its_bound(
         rollout={"inter_query": parallel, "intra_query": parallel},
         policies={policy: {"instances": instances, "training": {"micro_batch": 4}} for policy in devices},
     )
-    bounds = bounds_of(facts, devices, instances=len(facts.instances), trainers_at_once=None, trained=list(devices))
+    bounds = bounds_of(
+        facts, devices, instances=len(facts.instances), trainers_at_once=None, trained=list(devices), ahead=False
+    )
     assert len(facts.instances) == 2 * instances
     for step, bound in zip(facts.steps, bounds, strict=True):
         assert step.ended - step.began >= bound.total_s - 1e-5  # The journal has microseconds.
     mean = mean_bound(bounds)
     assert mean is not None
     assert mean.total_s <= sum(bound.total_s for bound in bounds) / 2 + 1e-9
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    solver=costs,
+    verifier=costs,
+    instances=st.integers(1, 3),
+    mode=st.sampled_from(["sync", "microbatch"]),
+    episodes=st.integers(2, 4),
+    parallel=st.integers(1, 8),
+)
+def test_no_mean_step_beats_the_mean_bound_when_rollout_is_ahead(
+    solver: CostSettings, verifier: CostSettings, instances: int, mode: str, episodes: int, parallel: int
+) -> None:
+    devices = {"solver": solver, "verifier": verifier}
+    facts = simulated_run(
+        devices,
+        steps=4,
+        mode=mode,
+        pipeline={"ahead": True},
+        batch={"groups": 3, "episodes": episodes},
+        rollout={"inter_query": parallel, "intra_query": parallel},
+        policies={policy: {"instances": instances, "training": {"micro_batch": 4}} for policy in devices},
+    )
+    bounds = bounds_of(
+        facts, devices, instances=len(facts.instances), trainers_at_once=None, trained=list(devices), ahead=True
+    )
+    mean = mean_bound(bounds)
+    assert mean is not None
+    assert facts.makespan_s / len(facts.steps) >= mean.total_s - 1e-5
