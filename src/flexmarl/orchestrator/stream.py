@@ -28,6 +28,8 @@ from flexmarl.rollout.rollout import Rollout
 from flexmarl.tasks import SourceExhausted
 
 LAST = "the run's last step was done"
+FEWEST_BARREN = 64
+"""Groups without a sample, one after another, that say something: of few slots, all may fail by chance."""
 MARGIN_S = 0.001
 """Looked at so much after the deadline: the rule wants more than it, and a timer may come at the very instant."""
 
@@ -174,11 +176,11 @@ class Stream:
 
     def _check_alive(self) -> None:
         """What would never end is an error: tasks that are over, or groups that teach nothing, one after another."""
-        limit = 2 * self._admission.slots
+        limit = max(2 * self._admission.slots, FEWEST_BARREN)
         if len(self._barren) >= limit:
             raise EpisodeError(
                 f"step {self._step}: the last {len(self._barren)} groups gave no sample to train on, the last one "
-                f"because: {self._barren[-1]}; twice as many as may be active are taken for all that will come. "
+                f"because: {self._barren[-1]}; so many in a row are taken for all that will come. "
                 f"Mend the workflow, or choose tasks that are neither too easy nor too hard, or credit.filter=null"
             )
         if self._playing.done() and self._feed.exhausted:

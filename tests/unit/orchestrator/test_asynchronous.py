@@ -112,7 +112,7 @@ def test_groups_that_are_filtered_are_made_up_for_by_others():
 @pytest.mark.parametrize("updates", ["together", "per_policy"])
 def test_a_run_in_which_every_group_is_filtered_ends_with_the_reason(updates):
     run = ScriptedRun(say=lambda *_: "a", mode="async", steps=3, credit={}, pipeline={"updates": updates})
-    with pytest.raises(EpisodeError, match=r"step 0: the last 8 groups gave no sample .*it was filtered"):
+    with pytest.raises(EpisodeError, match=r"step 0: the last 64 groups gave no sample .*it was filtered"):
         run.play()
 
 
@@ -145,7 +145,7 @@ def test_a_poison_task_costs_its_group_and_a_broken_workflow_ends_the_run():
     async def broken(task, team):
         raise ValueError("the sandbox is down")
 
-    with pytest.raises(EpisodeError, match=r"the last 8 groups gave no sample .*the sandbox is down"):
+    with pytest.raises(EpisodeError, match=r"the last 64 groups gave no sample .*the sandbox is down"):
         run_of("async", workflow=broken).play()
 
 
