@@ -94,12 +94,11 @@ def wire(
         for policy, trainer in world.trainers.items()
     }
     rollout = settings.rollout
-    generate = partial(world.pool.generate, timeout_s=rollout.call_timeout_s)
     gate = Gate() if settings.pipeline.ahead and settings.mode.synchronous else None
     player = partial(
         Player,
         team=team,
-        generate=gate.around(generate) if gate else generate,
+        generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
         run_seed=settings.seed,
         timeout_s=rollout.episode_timeout_s,
     )
@@ -114,7 +113,7 @@ def wire(
         feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
         admission=admission,
         rollout=Rollout(
-            player=player(store=store),
+            player=player(store=store, holds=gate.holds) if gate else player(store=store),
             admission=admission,
             settings=rollout,
             episodes=settings.batch.episodes,

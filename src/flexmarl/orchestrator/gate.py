@@ -6,15 +6,14 @@
 
 consumes    calls
 waits for   the version that their policy makes in the step before
-produces    the same calls, each at the version of its own step
+produces    the same calls, each at the version of its own step; the time limit of their episode stands still meanwhile
 unblocked by `open`, when all instances of the policy serve it
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 
-from flexmarl.agents import Generate
-from flexmarl.records import Generation, GenerationRequest, PolicyName
+from flexmarl.records import PolicyName
 
 
 class Gate:
@@ -32,12 +31,6 @@ class Gate:
         if policy in self._shut:
             self._shut.pop(policy).set()
 
-    def around(self, generate: Generate) -> Generate:
-        """`generate` behind this gate."""
-
-        async def wait(request: GenerationRequest) -> Generation:
-            if request.policy in self._shut:
-                await self._shut[request.policy].wait()
-            return await generate(request)
-
-        return wait
+    def holds(self, policy: PolicyName) -> Awaitable[object] | None:
+        """What a call of the policy has to wait for before it is sent; None: nothing."""
+        return self._shut[policy].wait() if policy in self._shut else None

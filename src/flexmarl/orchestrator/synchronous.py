@@ -28,6 +28,8 @@ from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
 
 Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
 """The divisors of the step, known as soon as its collection is closed."""
+Rolling = asyncio.Task[Exception | None]
+"""A step's rollout, with the error that it ended of: the step's own, which may not have had its turn yet."""
 
 
 class Synchronous:
@@ -41,7 +43,7 @@ class Synchronous:
         self._failures: list[str] = []
         self._unserved: list[NewWeights] = []
         self._beside: asyncio.TaskGroup
-        self._rollout: asyncio.Task[None] | None = None
+        self._rollout: Rolling | None = None
         """Of the next step to be made, once it has begun."""
 
     @asynccontextmanager
@@ -57,7 +59,8 @@ class Synchronous:
         async with asyncio.TaskGroup() as tasks:
             for policy in parts.sessions:
                 tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
-            await rollout
+            if error := await rollout:
+                raise error
             if parts.balancer:
                 parts.balancer.rollout_ended()
             self._check_alive(step)
@@ -72,21 +75,25 @@ class Synchronous:
             await self._change_places()
         return parts.collector.settle_trained(kept)
 
-    def _play(self, step: int) -> asyncio.Task[None]:
+    def _play(self, step: int) -> Rolling:
         """Begins a step's rollout; what it finishes is collected for that step."""
         self._parts.collector.open()
         self._failures = []
         return self._beside.create_task(self._roll_out(step), name=f"rollout/step-{step}")
 
-    def _play_ahead(self, step: int) -> asyncio.Task[None]:
+    def _play_ahead(self, step: int) -> Rolling:
         assert self._gate is not None
         self._gate.shut(self._parts.sessions)
         return self._play(step)
 
-    async def _roll_out(self, step: int) -> None:
+    async def _roll_out(self, step: int) -> Exception | None:
         parts = self._parts
-        with parts.monitor.rollout(step):
-            await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
+        try:
+            with parts.monitor.rollout(step):
+                await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
+        except Exception as error:  # Raised here, it would end the updates of the step before, too.
+            return error
+        return None
 
     async def _train(self, policy: PolicyName, closed: Closed) -> None:
         """One policy's chain: it waits for its own rows, and for no other policy."""

@@ -36,6 +36,7 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
     duration_s: float = 0.0
+    """From its first moment to its last, waits for engines and for new versions (`pipeline.ahead`) included."""
 
     @property
     def finished(self) -> bool:

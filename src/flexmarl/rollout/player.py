@@ -7,14 +7,27 @@ unblocked by the end of the workflow, the time limit, or a stop of its group
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
 from flexmarl.errors import EpisodeError, FlexmarlError, StoreError, boundary
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.records import Episode, EpisodeStatus, GroupRecord, RowState, make_trajectory_id
+from flexmarl.records import (
+    Episode,
+    EpisodeStatus,
+    Generation,
+    GenerationRequest,
+    GroupRecord,
+    PolicyName,
+    RowState,
+    make_trajectory_id,
+)
 from flexmarl.rollout.recorder import StoreRecorder
+from flexmarl.rollout.time_limit import TimeLimit
+
+Holds = Callable[[PolicyName], Awaitable[object] | None]
+"""What a call of a policy has to wait for before it is sent; None: nothing."""
 
 
 class Stop:
@@ -60,13 +73,18 @@ class Player:
         timeout_s: float,
         store: ExperienceStore | None = None,
         temperature: float | None = None,
+        holds: Holds = lambda _: None,
     ) -> None:
-        """`store` None records nowhere; `temperature` replaces the agents' own. Evaluation uses both."""
+        """`store` None records nowhere; `temperature` replaces the agents' own. Evaluation uses both.
+
+        An episode's time limit stands still while a call of it is held.
+        """
         self._team = team
         self._generate = generate
         self._run_seed = run_seed
         self._timeout_s = timeout_s
         self._store = store
+        self._holds = holds
         self._sampling = {} if temperature is None else {"temperature": temperature}
 
     async def play(
@@ -78,12 +96,13 @@ class Player:
         """
         stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
+        limit = TimeLimit(self._timeout_s)
         context = EpisodeContext(
             task=group.task,
             group=group.group,
             trajectory_id=make_trajectory_id(group.group, index, group.attempt),
             run_seed=self._run_seed,
-            generate=generate or self._generate,
+            generate=self._held(generate or self._generate, limit),
             recorder=recorder or NoRecorder(),
             sampling=self._sampling,
             environment=self._team.environment,
@@ -91,7 +110,7 @@ class Player:
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
         started = clock()
-        status, reason = await self._run(team, context, stop)
+        status, reason = await self._run(team, context, stop, limit)
         episode = Episode(
             episode=context.episode,
             group=group.group,
@@ -112,10 +131,22 @@ class Player:
         """What the calls of its episodes go through."""
         return self._generate
 
-    async def _run(self, team: Team, context: EpisodeContext, stop: Stop) -> tuple[EpisodeStatus, str]:
+    def _held(self, generate: Generate, limit: TimeLimit) -> Generate:
+        async def send(request: GenerationRequest) -> Generation:
+            held = self._holds(request.policy)
+            if held is not None:
+                with limit.stands_still():
+                    await held
+            return await generate(request)
+
+        return send
+
+    async def _run(
+        self, team: Team, context: EpisodeContext, stop: Stop, limit: TimeLimit
+    ) -> tuple[EpisodeStatus, str]:
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                with stop.ends(limit), boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
+            async with limit.timeout:
+                with stop.ends(limit.timeout), boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
                     await self._team.run(context.task, team)
         except TimeoutError:
             return (

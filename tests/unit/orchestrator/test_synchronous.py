@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from flexmarl.errors import TrainingError
+from flexmarl.errors import EpisodeError, TrainingError
 from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName, RowState, Version
 from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import ScriptedRun
 from tests.unit.orchestrator.groups import SOLVER, Bench, episode_of, group_of
 
@@ -144,9 +145,13 @@ def test_the_first_episode_of_a_group_trains_while_the_second_one_plays():
 
 
 def test_deterministic_runs_wait_for_whole_groups_in_order():
-    credit = {**BY_ROW, "ready": "trajectory"}
     runs = [
-        ScriptedRun(credit=credit, deterministic=True, rollout={"inter_query": n}, batch={"groups": 4, "episodes": 2})
+        ScriptedRun(
+            credit=BY_ROW | {"ready": "group"},
+            deterministic=True,
+            rollout={"inter_query": n},
+            batch={"groups": 4, "episodes": 2},
+        )
         for n in (1, 4)
     ]
     one, two = [
@@ -185,15 +190,19 @@ def test_an_episode_of_one_group_is_refused_at_another_version():
     run_virtual(scenario())
 
 
-def two_steps(**pipeline):
-    run = ScriptedRun(agents=TWO, steps=2, seconds_per_token=0.1, pipeline=pipeline)
+def slow_updates(*workflow, **sections):
+    run = ScriptedRun(*workflow, agents=TWO, seconds_per_token=0.1, **{"steps": 2, **sections})
     slow_step(run, SOLVER, 5.0)
     slow_step(run, VERIFIER, 7.0)
-    return run.play()
+    return run
+
+
+def two_steps(**sections):
+    return slow_updates(**sections).play()
 
 
 def test_ahead_the_next_rollout_begins_at_once_and_a_call_waits_for_its_own_policy_only():
-    behind, ahead = two_steps(), two_steps(ahead=True)
+    behind, ahead = two_steps(), two_steps(pipeline={"ahead": True})
     assert behind.events("step_ended")[1]["t"] == pytest.approx(14.8)
     began = [event["began"] for event in ahead.events("rollout_ended")]
     assert began == [0.0, 0.4]
@@ -204,7 +213,7 @@ def test_ahead_the_next_rollout_begins_at_once_and_a_call_waits_for_its_own_poli
 
 
 def test_ahead_every_token_is_of_its_step_and_what_is_trained_is_the_same():
-    behind, ahead = two_steps(), two_steps(ahead=True)
+    behind, ahead = two_steps(), two_steps(pipeline={"ahead": True})
     assert [(row.sample_id, row.version, row.settled_version) for row in ahead.rows()] == [
         (row.sample_id, row.version, row.settled_version) for row in behind.rows()
     ]
@@ -217,3 +226,45 @@ def test_before_a_save_rollout_is_not_ahead(tmp_path):
     run = ScriptedRun(agents=TWO, steps=2, pipeline={"ahead": True}, checkpoint={"every": 1}, folder=tmp_path).play()
     ended = run.events("step_ended")[0]["t"]
     assert all(event["t"] >= ended for event in run.events("group_admitted") if event["step"] == 1)
+
+
+def test_ahead_an_episode_has_its_whole_time_after_its_policies_serve_the_new_version():
+    rollout = {"episode_timeout_s": 2.0}  # The updates take 5 and 7 s.
+    run = two_steps(rollout=rollout, pipeline={"ahead": True})
+    assert run.events("group_retried") == []
+    assert len(run.events("step_ended")) == 2
+
+
+def test_ahead_an_episode_that_hangs_still_ends_as_timed_out():
+    async def second_step_hangs(task, team):
+        (await team.solver.act(task.prompt)).reward(1.0)
+        (await team.verifier.act("?")).reward(1.0)
+        if task.input_id in ("task-2", "task-3"):
+            await asyncio.sleep(900.0)
+
+    rollout = {"episode_timeout_s": 2.0, "group_retries": 0}
+    run = slow_updates(second_step_hangs, rollout=rollout, pipeline={"ahead": True})
+    with pytest.raises(EpisodeError, match=r"step 1: none of its 2 groups .* took longer than .*episode_timeout_s=2"):
+        run.play()
+    assert [event["t"] for event in run.events("group_failed")] == pytest.approx([9.2, 9.2])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_when_the_tasks_are_over_the_steps_that_can_be_filled_are_done_and_then_it_is_an_error(ahead):
+    run = slow_updates(num_tasks=5, steps=3, pipeline={"ahead": ahead})
+    with pytest.raises(SourceExhausted, match="no training task at position 5 of 5"):
+        run.play()
+    assert len(run.events("step_ended")) == 2
+
+
+def test_an_update_that_fails_ends_the_rollout_that_is_ahead_of_it():
+    run = slow_updates(pipeline={"ahead": True})
+
+    async def fails(divisors):
+        await asyncio.sleep(1.0)
+        raise TrainingError("the device is gone")
+
+    run.trainers[SOLVER].step = fails
+    with pytest.raises(TrainingError, match="the device is gone"):
+        run.play()
+    assert run.events()[-1]["t"] == pytest.approx(1.4)
