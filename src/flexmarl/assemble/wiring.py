@@ -167,6 +167,7 @@ def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore, gat
         admission=parts.admission,
         store=store,
         settings=settings.pipeline,
+        retries=settings.rollout.group_retries,
         journal=parts.journal,
         monitor=parts.monitor,
     )

@@ -234,4 +234,5 @@ def _read_state(path: Path) -> RunState:
 
 def _admission_of(raw: dict[str, Any]) -> AdmissionState:
     active = tuple(ActiveGroup(**one) for one in raw.pop("active"))
-    return AdmissionState(again=tuple(raw.pop("again")), active=active, **raw)
+    expiries = tuple((position, count) for position, count in raw.pop("expiries", ()))
+    return AdmissionState(again=tuple(raw.pop("again")), active=active, expiries=expiries, **raw)

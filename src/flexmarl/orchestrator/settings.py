@@ -53,7 +53,8 @@ class PipelineSettings(BaseModel):
     )
     late: Literal["expire", "requeue"] = Field(
         default="expire",
-        description="What becomes of it: it ends as expired, or its task is admitted again, at the tail.",
+        description="What becomes of it: it ends as expired, or its task is admitted again, at the tail, "
+        "`rollout.group_retries` times at most.",
     )
     updates: Literal["together", "per_policy"] = Field(
         default="together", description="One update of all policies per step, or each policy as its own batch fills."

@@ -46,15 +46,18 @@ class Stream:
         admission: Admission,
         store: ExperienceStore,
         settings: PipelineSettings,
+        retries: int,
         journal: Journal,
         monitor: Monitor,
     ) -> None:
+        """`retries`: how often the task of a late group is admitted again, if `settings.late` says so."""
         self._feed = feed
         self._rollout = rollout
         self._crediting = crediting
         self._admission = admission
         self._store = store
         self._settings = settings
+        self._retries = retries
         self._journal = journal
         self._monitor = monitor
         law = admission.law
@@ -123,7 +126,7 @@ class Stream:
         if group.group in self._late:
             self._done[group.group] = group
             because = self._late.pop(group.group)
-            await self._expire(group.group, because, again=because != LAST and self._settings.late == "requeue")
+            await self._expire_late(group.group, because)
         elif not group.finished:
             self._window.ended(group.group)
             self._note_barren(group.episodes[-1].reason)
@@ -135,6 +138,14 @@ class Stream:
             self._note_barren("it was filtered")
         self._feed.look_again()
         self._changed.set()
+
+    async def _expire_late(self, group: GroupId, because: str) -> None:
+        """Ends a group that was stopped; a task that is late time after time is not admitted for ever."""
+        if because == LAST or self._settings.late == "expire":
+            await self._expire(group, because, again=False)
+        else:
+            verdict = self._admission.after_expiry(group, retries=self._retries)
+            await self._expire(group, f"{because}; {verdict.because}", again=verdict.allowed)
 
     async def _expire(self, group: GroupId, because: str, *, again: bool) -> None:
         """Ends a group that nobody will take; the rows of its unfinished episodes have ended already."""

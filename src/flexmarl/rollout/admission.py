@@ -2,7 +2,7 @@
 
     admit()   allowed iff fewer than B groups are active; a slot is freed by the end of a group, never by "taken"
     move()    along the life cycle; a group that is played again goes back to WAITING under the SAME id
-    expire()  ends a group that took too long; its task may be admitted again, at the tail, under a new id
+    expire()  ends a group that took too long; its task may be admitted again, at the tail, under a new id, not for ever
 
 B = (S + 1) P, for P groups a step and S steps of lag (docs/math.md, section 9).
 """
@@ -75,6 +75,8 @@ class AdmissionState:
     again: tuple[int, ...] = ()
     """Positions of tasks that wait to be admitted again."""
     active: tuple[ActiveGroup, ...] = ()
+    expiries: tuple[tuple[int, int], ...] = ()
+    """Positions of tasks that are or will be admitted again, and how often they took too long."""
 
 
 class Admission:
@@ -86,6 +88,8 @@ class Admission:
         """The id the next group gets."""
         self._new = next_group
         self._again: deque[int] = deque()
+        self._expiries: Counter[int] = Counter()
+        """By position."""
         self._active: dict[GroupId, GroupState] = {}
         self._attempts: dict[GroupId, int] = {}
         self._positions: dict[GroupId, int] = {}
@@ -97,6 +101,7 @@ class Admission:
         admission = cls(law, state.next_group)
         admission._new = state.next_position
         admission._again.extend(state.again)
+        admission._expiries.update(dict(state.expiries))
         for one in state.active:
             admission._enter(one.group, one.position, one.attempt)
         return admission
@@ -144,15 +149,25 @@ class Admission:
             self._attempts[group] += 1
         self._active[group] = state
         if state in GROUP_TERMINAL:
+            self._expiries.pop(self._positions[group], None)
             del self._active[group], self._attempts[group], self._positions[group]
             self.ended[state] += 1
 
     def expire(self, group: GroupId, *, again: bool) -> None:
         """Ends a group that took too long, wherever it is; if `again`, its task waits for a new group."""
         position = self.position(group)
+        expiries = self._expiries[position] + 1
         self.move(group, GroupState.EXPIRED)
         if again:
             self._again.append(position)
+            self._expiries[position] = expiries
+
+    def after_expiry(self, group: GroupId, *, retries: int) -> Verdict:
+        """Whether the task of a group that took too long is admitted again."""
+        before = self._expiries[self.position(group)]
+        if before < retries:
+            return Verdict(True, f"group {before + 1} of {retries + 1} of its task took too long")
+        return Verdict(False, f"all {before + 1} groups of its task took too long")
 
     def after_failure(self, group: GroupId, *, retries: int) -> Verdict:
         """Whether a group without a finished episode is played again."""
@@ -188,7 +203,11 @@ class Admission:
             for group in self.active
         ]
         return AdmissionState(
-            next_group=self.next_group, next_position=self._new, again=tuple(self._again), active=tuple(active)
+            next_group=self.next_group,
+            next_position=self._new,
+            again=tuple(self._again),
+            active=tuple(active),
+            expiries=tuple(sorted(self._expiries.items())),
         )
 
     def _enter(self, group: GroupId, position: int, attempt: int) -> None:

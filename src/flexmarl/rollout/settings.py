@@ -20,5 +20,8 @@ class RolloutSettings(BaseModel):
     episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
     group_retries: int = Field(
-        default=1, ge=0, description="How often a group without any finished episode is played again."
+        default=1,
+        ge=0,
+        description="How often a group without any finished episode is played again; and, with `pipeline.late: "
+        "requeue`, a task whose group was late.",
     )

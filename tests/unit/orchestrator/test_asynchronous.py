@@ -100,6 +100,22 @@ def test_a_late_group_that_is_requeued_comes_back_at_the_tail_under_a_new_id():
     assert tasks[again + 1] == f"task-{again}"  # and no new task is passed over
 
 
+def test_a_task_that_hangs_time_after_time_is_admitted_again_as_often_as_retries_allow_and_no_more():
+    run = run_of(
+        "fifo",
+        lambda number: 900.0 if number == 0 else 0.8,
+        pipeline={"head_deadline_s": 50.0, "late": "requeue"},
+        rollout={"group_retries": 2},
+        steps=20,
+    ).play()
+    expired = [entry for entry in run.events("group_expired") if "head_deadline_s=50" in entry["because"]]
+    assert [entry["again"] for entry in expired] == [True, True, False]
+    assert expired[-1]["because"].endswith("all 3 groups of its task took too long")
+    assert sum(entry["task"] == "task-0" for entry in run.events("group_admitted")) == 3
+    assert run.outcome is not None
+    assert run.outcome.wall_s < 4 * 50.0
+
+
 def test_groups_that_are_filtered_are_made_up_for_by_others():
     odd_teach = lambda prompt, request: "ab"[request.seed % 2] if int(prompt.split()[-1][:2].strip("<")) % 2 else "a"  # noqa: E731
     run = ScriptedRun(say=odd_teach, mode="async", steps=2, batch={"groups": 2, "episodes": 4}, credit={})

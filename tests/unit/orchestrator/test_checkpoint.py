@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,7 +17,8 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.retention import Drop
-from flexmarl.records import AgentName, PolicyName, Version
+from flexmarl.records import AgentName, GroupId, PolicyName, Version
+from flexmarl.rollout.admission import ActiveGroup, AdmissionState
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.orchestrator.groups import at_group
@@ -80,6 +82,15 @@ def test_what_was_saved_comes_back(tmp_path):
     assert run_virtual(checkpoints.load(restored)) == state(4)
     assert {(trainer.weight, trainer.version) for trainer in restored.values()} == {(4.0, 4)}
     assert names(tmp_path / "step-00004") == ["MANIFEST.json", "solver", "state.json", "verifier"]
+
+
+def test_groups_that_were_active_and_tasks_that_were_late_come_back(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
+    active = ActiveGroup(group=GroupId(40), position=7, attempt=1)
+    late = AdmissionState(next_group=41, next_position=38, again=(5,), active=(active,), expiries=((5, 1), (7, 2)))
+    left = replace(state(4), admission=late)
+    run_virtual(checkpoints.save(left, trainers(version=4)))
+    assert run_virtual(checkpoints.load(trainers())) == left
 
 
 def test_a_state_without_an_evaluation_comes_back_too(tmp_path):

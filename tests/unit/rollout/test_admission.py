@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import TransitionError
 from flexmarl.records import GROUP_MOVES, GROUP_TERMINAL, GroupId, GroupState
-from flexmarl.rollout.admission import ActiveGroup, Admission, AdmissionLaw, AdmissionState
+from flexmarl.rollout.admission import ActiveGroup, Admission, AdmissionLaw, AdmissionState, Verdict
 
 TO = {
     GroupState.WAITING: (),
@@ -121,11 +121,33 @@ def test_a_resumed_run_plays_active_groups_again_under_the_same_ids_tasks_and_at
             ActiveGroup(group=GroupId(41), position=41, attempt=0),
             ActiveGroup(group=GroupId(43), position=43, attempt=0),
         ),
+        expiries=((42, 1),),
     )
     resumed = Admission.resumed(law_of(2, lag=1), state)
     assert resumed.snapshot() == state
     assert [resumed.state(group) for group in resumed.active] == [GroupState.WAITING] * 3
     assert (resumed.admit(), resumed.position(GroupId(44)), resumed.next_position) == (44, 42, 44)
+
+
+def test_a_task_that_takes_too_long_again_and_again_is_given_up_even_across_checkpoints() -> None:
+    admission = Admission(law_of(1))
+    assert admission.after_expiry(admission.admit(), retries=1) == Verdict(
+        True, "group 1 of 2 of its task took too long"
+    )
+    admission.expire(GroupId(0), again=True)
+    assert admission.snapshot().expiries == ((0, 1),)
+    resumed = Admission.resumed(law_of(1), admission.snapshot())
+    assert resumed.after_expiry(resumed.admit(), retries=1) == Verdict(False, "all 2 groups of its task took too long")
+    resumed.expire(GroupId(1), again=False)
+    assert resumed.snapshot().expiries == ()
+
+
+def test_a_task_whose_group_ends_otherwise_is_late_no_more() -> None:
+    admission = Admission(law_of(1))
+    admission.expire(admission.admit(), again=True)
+    for state in (GroupState.RUNNING, GroupState.DONE, GroupState.TRAINED):
+        admission.move(GroupId(1) if admission.active else admission.admit(), state)
+    assert admission.snapshot().expiries == ()
 
 
 @pytest.mark.parametrize(
