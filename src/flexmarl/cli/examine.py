@@ -77,7 +77,8 @@ def _team(settings: RunSettings) -> Iterator[Finding]:
 
 
 def _run(settings: RunSettings) -> Iterator[Finding]:
-    if not settings.checkpoint.every:
+    simulated = settings.cluster.backend == "simulated"  # Nothing is saved, and `simulation.costs` stand for engines.
+    if not settings.checkpoint.every and not simulated:
         yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
     lone = isinstance(settings.credit.estimator, GroupRelative) and settings.batch.episodes == 1
     if lone and settings.credit.filter is not None:
@@ -86,7 +87,7 @@ def _run(settings: RunSettings) -> Iterator[Finding]:
             "keeps tasks whose rewards differ; batch.episodes is 1",
             "set credit.filter=null, unless an agent's rewards differ within one episode",
         )
-    for name, agent in settings.team.agents.items():
+    for name, agent in settings.team.agents.items() if not simulated else ():
         max_len = getattr(settings.policies[agent.policy].engine, "max_len", None)
         if max_len is not None and agent.sampling.max_tokens >= max_len:
             yield Finding(

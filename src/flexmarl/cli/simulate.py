@@ -109,7 +109,9 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
     fitted = simulations.fitted(settings, folder)
     console.print(simulations.fit_table(fitted))
     written = simulations.write_fit(fitted, folder)
-    console.print(f"written to {written}; use it in a config: `extends: [run.yaml, {written}]`", soft_wrap=True)
+    console.print(
+        f"written to {written}; use it in a config: `extends: [run.yaml, {written.absolute()}]`", soft_wrap=True
+    )
     replay = simulations.load(folder.config, [*overrides, *simulations.as_overrides(fitted, folder)])
     outcome = simulations.simulated(replay, console)
     measured = simulations.measured(settings, folder)

@@ -50,15 +50,17 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
     for override in overrides:
         if override.startswith("cluster.backend=") and parse_override(override)[1] != "simulated":
             raise ConfigError(f"{override}: `simulate` plays in the simulated world; use `flexmarl train` for others")
-    return load_run(config, [*overrides, "cluster.backend=simulated"])
+    settings = load_run(config, [*overrides, "cluster.backend=simulated"])
+    if not settings.steps:
+        raise ConfigError("steps is 0, and a simulation shows what steps take; use at least 1")
+    return settings
 
 
 def simulated(settings: RunSettings, console: Console, *, label: str = "") -> Outcome:
     """Plays it, and draws its pictures."""
     folder = RunFolder(simulate(settings, say=lambda text: console.print(f"{label}: {text}" if label else text)))
     facts = read_facts(read_run(folder.journal))
-    slots = {policy: costs_of(settings.simulation.costs, policy).engine.slots for policy in settings.policies}
-    facts.looks = facts.looks or looks_of(facts.calls, slots)
+    facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
     report = _report(settings, facts)
     if report is None:
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")
@@ -134,10 +136,9 @@ def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]
 
 def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
     """Costs under which the run's journal would be as it is. Raises ConfigError if it has too little."""
-    slots = {name: getattr(policy.engine, "slots", 64) for name, policy in settings.policies.items()}
     facts = read_facts(read_run(folder.journal))
     origin = f"fitted to the journal of {folder.path}"
-    return fit_costs(facts, slots, origin=origin, pauses=not settings.simulation.tools)
+    return fit_costs(facts, _slots(settings), origin=origin, pauses=not settings.simulation.tools)
 
 
 def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
@@ -182,6 +183,13 @@ def fit_table(fit: Fit) -> Table:
     for key, value in shared.items():
         table.add_row(f"shared_host.{key}", _number(value))
     return table
+
+
+def _slots(settings: RunSettings) -> dict[str, int]:
+    """Requests that an instance decodes at a time, by policy, in the run's own world."""
+    if settings.cluster.backend == "simulated":
+        return {policy: costs_of(settings.simulation.costs, policy).engine.slots for policy in settings.policies}
+    return {name: getattr(policy.engine, "slots", 64) for name, policy in settings.policies.items()}
 
 
 def _number(value: float | None) -> str:

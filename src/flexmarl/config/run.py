@@ -89,6 +89,7 @@ class RunSettings(BaseModel):
     def _check(self) -> Self:
         problems = [
             *self._policies_are_used(),
+            *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
             *self._rows_can_be_ready(),
             *self._groups_can_be_taken(),
@@ -111,6 +112,11 @@ class RunSettings(BaseModel):
                 f"policies.{policy} is used by no agent (its model: '{self.policies[policy].model}'); "
                 f"remove it, or name it in one of team.agents: {', '.join(self.team.agents)}"
             )
+
+    def _costs_are_of_policies(self) -> Iterator[str]:
+        names = ", ".join(sorted(self.policies))
+        for policy in sorted(set(self.simulation.costs) - set(self.policies) - {"default"}):
+            yield f"simulation.costs.{policy} is for none of the policies; there are: {names}, and default for the rest"
 
     def _something_can_be_learned(self) -> Iterator[str]:
         estimator = self.credit.estimator

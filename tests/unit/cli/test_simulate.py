@@ -124,6 +124,24 @@ def test_costs_fitted_to_a_run_replay_it(config: Path) -> None:
     assert simulation.replies == load_run(config).simulation.replies
 
 
+def test_a_fit_has_the_slots_that_were_simulated_and_says_where_it_is(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    slots = "simulation.costs.default.engine.slots=2"
+    recorded = Path(said(config, "out=runs", slots, "tasks.params.tool_mean_s=0").splitlines()[-1])
+    recorded = recorded.relative_to(config.parent) if recorded.is_absolute() else recorded
+    written = (recorded / "fitted.yaml").absolute()
+    assert f"extends: [run.yaml, {written}]" in said("--fit", recorded)
+    fitted = yaml.safe_load(written.read_text())["simulation"]["costs"]
+    assert {costs["engine"]["slots"] for costs in fitted.values()} == {2}
+
+
+def test_a_simulation_without_steps_names_the_key(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"steps is 0, .*; use at least 1"):
+        said(config, "steps=0")
+
+
 def test_fitting_needs_a_run_folder(config: Path) -> None:
     with pytest.raises(ConfigError, match="is no run folder"):
         said("--fit", config.parent)

@@ -327,3 +327,9 @@ def test_rollout_is_ahead_only_where_it_would_wait(config):
         "pipeline.ahead is true, but in mode 'async' rollout does not wait for updates, or engines sleep meanwhile; "
         "use mode=microbatch, or pipeline.ahead=false"
     ]
+
+
+def test_costs_are_those_of_a_policy_or_of_the_rest(config):
+    assert refused(config, "simulation.costs={onee: {}, default: {}, two: {}}") == [
+        "simulation.costs.onee is for none of the policies; there are: one, two, and default for the rest"
+    ]
