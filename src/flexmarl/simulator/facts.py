@@ -133,6 +133,8 @@ class Facts:
     """Instances that came for lost ones, and the seconds that took."""
     step_of: dict[int, int] = field(default_factory=dict)
     """The step in which a group was admitted."""
+    trained_at: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By policy and group, the version that its update was applied to; only where policies update on their own."""
 
     @property
     def span(self) -> list[Interval]:
@@ -263,6 +265,10 @@ def _admitted(facts: Facts, entry: Mapping[str, Any]) -> None:
     facts.step_of[entry["group"]] = entry["step"]
 
 
+def _batch(facts: Facts, entry: Mapping[str, Any]) -> None:
+    facts.trained_at |= {(entry["policy"], group): entry["version"] for group in entry["groups"]}
+
+
 def _instance(entry: Mapping[str, Any]) -> str:
     return entry["process"].removeprefix("engine/")
 
@@ -280,4 +286,5 @@ _READERS = {
     "queues": _queues,
     "instance_replaced": _replaced,
     "group_admitted": _admitted,
+    "batch_filled": _batch,
 }

@@ -192,23 +192,24 @@ def queues(facts: Facts) -> dict[str, Queue]:
 
 def staleness(facts: Facts) -> tuple[float, int]:
     """Mean over the trained tokens and the most, in updates."""
-    served_until = _versions_before(facts)
+    trained_at = facts.trained_at or _versions_before(facts)
     total, tokens, most = 0.0, 0, 0
     for call in facts.calls:
-        version = served_until.get(call.group, {}).get(call.policy)
+        version = trained_at.get((call.policy, call.group))
         if version is not None:
             lag = max(0, version - call.version)
             total, tokens, most = total + lag * call.sampled, tokens + call.sampled, max(most, lag)
     return (total / tokens if tokens else 0.0), most
 
 
-def _versions_before(facts: Facts) -> dict[int, Mapping[str, int]]:
-    """By trained group, the versions that its step's updates were applied to."""
-    before: dict[int, Mapping[str, int]] = {}
+def _versions_before(facts: Facts) -> dict[tuple[str, int], int]:
+    """By policy and trained group, the version that the update of its step was applied to."""
+    before: dict[tuple[str, int], int] = {}
     earlier = [{}, *(step.versions for step in facts.steps)]
     for step, versions in zip(facts.steps, earlier, strict=False):
-        applied = {policy: versions.get(policy, max(0, version - 1)) for policy, version in step.versions.items()}
-        before.update(dict.fromkeys(step.trained, applied))
+        for policy, version in step.versions.items():
+            applied = versions.get(policy, max(0, version - 1))
+            before |= {(policy, group): applied for group in step.trained}
     return before
 
 

@@ -1,10 +1,11 @@
 """What a run took, from journals whose figures can be counted by eye, and from simulated runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from flexmarl.records import RowState
 from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.simulator.facts import Facts, read_facts
 from flexmarl.simulator.report import Pools, SimulationReport, report_of
@@ -54,7 +55,7 @@ ONE_STEP = [
 """One instance and one trainer: 7 s of rollout, 2 s of visible and 3 s of hidden training, 1 s of publication."""
 
 
-def report(events: list[Mapping[str, Any]], pools: Pools = ALONE) -> SimulationReport:
+def report(events: Sequence[Mapping[str, Any]], pools: Pools = ALONE) -> SimulationReport:
     found = report_of(read_facts(events), pools)
     assert found is not None
     return found
@@ -100,6 +101,26 @@ def test_a_group_that_an_update_has_overtaken_is_stale() -> None:
     one = report([*ONE_STEP, *later])
     assert one.staleness_mean == pytest.approx(30 / 60)  # 20 tokens of the first step were fresh.
     assert one.staleness_most == 1
+
+
+def test_where_policies_update_on_their_own_staleness_is_that_of_the_version_trained() -> None:
+    run = ScriptedRun(
+        take_turns,
+        agents=AGENTS,
+        steps=6,
+        mode="async",
+        pipeline={"updates": "per_policy", "lag": 3, "policy_timeout_s": 0.5},
+    ).play()
+    total, tokens, most = 0, 0, 0
+    for row in run.rows():
+        if row.state is RowState.TRAINED:
+            assert row.settled_version is not None
+            assert row.version is not None
+            lag, sampled = row.settled_version - 1 - row.version, len(row.values["response_ids"])
+            total, tokens, most = total + lag * sampled, tokens + sampled, max(most, lag)
+    assert len(run.events("updated")) > 12  # Two policies: more than one update each of a step.
+    one = report(run.events())
+    assert (one.staleness_mean, one.staleness_most) == (pytest.approx(total / tokens), most)
 
 
 def test_steps_that_overlap_take_what_they_add() -> None:
