@@ -1,4 +1,4 @@
-"""Decides whether a simulated engine hears a call, and serves it: the switches of injected faults."""
+"""Health of a simulated engine, with the switches of injected faults: whether it hears a call, and takes weights."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Runs that break, and the laws that must hold all the same. In: a seed. Out: what was broken, and which law with it.
+"""Breaks small runs, and asks which laws still hold. In: a seed. Out: what was broken, and which law with it.
 
     python -m flexmarl.testing.faults --seeds 0:3000
 
