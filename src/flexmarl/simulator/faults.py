@@ -8,7 +8,7 @@ due; those of tasks strike whenever their task is played.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 
@@ -17,7 +17,7 @@ class FaultKind(StrEnum):
     """What can go wrong; in brackets what `Fault.target`, `after` and `amount` are."""
 
     LOST_INSTANCE = "lost_instance"
-    """Its engine dies (instance, seconds)."""
+    """Its engine dies; its next call says so, or its process at once, by `how` (instance, seconds)."""
     SLOW_INSTANCE = "slow_instance"
     """Its tokens take `amount` times as long (instance, seconds)."""
     ENGINE_SILENCE = "engine_silence"
@@ -112,6 +112,10 @@ def _in_time(random: Random, targets: Targets, kind: FaultKind) -> Fault:
     return Fault(kind=kind, target=instance, after=after, amount=random.choice([3.0, 20.0]))
 
 
+def _of_a_loss(random: Random, targets: Targets, kind: FaultKind) -> Fault:
+    return replace(_in_time(random, targets, kind), how=random.choice(["by_call", "at_once"]))
+
+
 def _of_requests(random: Random, targets: Targets, kind: FaultKind) -> Fault:
     policy = random.choice(targets.instances).rpartition("/")[0]
     return Fault(kind=kind, target=policy, after=random.randint(1, 20), amount=random.choice([1.0, 3.0, 12.0]))
@@ -156,7 +160,7 @@ def _of_the_source(random: Random, targets: Targets, kind: FaultKind) -> Fault:
 
 
 _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {
-    FaultKind.LOST_INSTANCE: _in_time,
+    FaultKind.LOST_INSTANCE: _of_a_loss,
     FaultKind.SLOW_INSTANCE: _in_time,
     FaultKind.ENGINE_SILENCE: _in_time,
     FaultKind.ENGINE_ERRORS: _of_requests,

@@ -16,6 +16,7 @@ from flexmarl.simulator.faults import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
 """Kinds that befall an engine at a second of the run."""
+LOST = "it was lost, as planned"
 
 
 class Switches(Protocol):
@@ -51,8 +52,11 @@ class Injection:
         self._counts.clear()
         self._noted.clear()
 
-    async def watch(self, engines: Callable[[], Mapping[str, Switches]]) -> None:
-        """Strikes by time, until nothing is left to strike; an instance that is not there any more is spared."""
+    async def watch(self, engines: Callable[[], Mapping[str, Switches]], lose: Callable[[str, str], None]) -> None:
+        """Strikes by time, until nothing is left to strike; an instance that is not there any more is spared.
+
+        `lose` is told of one whose process is seen to end, idle or not, and why.
+        """
         waiting = [f for f in self.plan.of(*BY_TIME) if f not in self._struck]
         waiting += [f for f in self._controller("seconds") if f not in self._struck]
         for fault in sorted(waiting, key=lambda fault: fault.after):
@@ -65,6 +69,8 @@ class Injection:
             if engine is not None:
                 self._strike(fault)
                 _throw(engine, fault)
+                if fault.how == "at_once":
+                    lose(fault.target, LOST)
 
     def occurs(self, kind: FaultKind, target: str = "") -> Fault | None:
         """Counts one more occurrence of what a fault of this kind waits for; returns the fault, if it comes due."""
@@ -141,7 +147,7 @@ class Injection:
 
 def _throw(engine: Switches, fault: Fault) -> None:
     if fault.kind is FaultKind.LOST_INSTANCE:
-        engine.fail("it was lost, as planned")
+        engine.fail(LOST)
     elif fault.kind is FaultKind.SLOW_INSTANCE:
         engine.slow(fault.amount)
     else:

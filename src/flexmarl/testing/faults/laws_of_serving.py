@@ -1,7 +1,7 @@
 """Laws of serving: which versions sample tokens, who holds what, and how much waits."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from decimal import Decimal
 
@@ -111,12 +111,15 @@ def _bereft_policies(schedule: Schedule, life: Life) -> Iterator[str]:
 
 
 def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[str]:
-    """An instance answers with a version it has checked; synchronously, nothing is admitted before all have."""
+    """An instance answers with a version it has checked; synchronously, nothing is sent before all have it, and
+    nothing is admitted either, unless rollout is ahead.
+    """
     for number, life in enumerate(story.lives):
         for because in _unchecked_answers(life):
             yield f"life {number}: {because}"
         if Mode(story.schedule.sections["mode"]).synchronous:
-            for because in _early_admissions(story, life):
+            ahead = story.schedule.sections["pipeline"]["ahead"]
+            for because in (*_early_calls(story, life), *(() if ahead else _early_admissions(story, life))):
                 yield f"life {number}: {because}"
 
 
@@ -148,16 +151,42 @@ def _early_admissions(story: Story, life: Life) -> Iterator[str]:
                 published[event["policy"]] = event["checksum"]
             case "group_admitted":
                 for process in sorted(live):
-                    expected = published.get(process.split("/")[1])
+                    expected = published.get(_policy_of(process))
                     serves = last_sent.get(process, -1.0) >= event["t"]
                     if serves and expected is not None and held.get(process) != expected:
                         yield f"group {event['group']} was admitted while {process} held {held.get(process, 'nothing')}"
 
 
+def _early_calls(story: Story, life: Life) -> Iterator[str]:
+    """By journal: whether all instances of a policy that were live before a call and served after it held the same."""
+    held: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    sent: dict[str, list[float]] = defaultdict(list)
+    for event in life.of("loaded"):
+        held[event["process"]].append((event["t"], event["checksum"]))
+    for event in life.of("call"):
+        sent[event["process"]].append(event["began"])
+
+    def holds(process: str, at: float) -> str:
+        return next((checksum for t, checksum in reversed(held[process]) if t <= at), "nothing")
+
+    initial = {f"engine/{name}" for name in story.schedule.initial}
+    for event in life.of("call"):
+        mine, began = event["process"], event["began"]
+        for other, times in sent.items():
+            served = (other in initial or min(times) < began) and max(times) >= began
+            if served and _policy_of(other) == _policy_of(mine) and holds(other, began) != holds(mine, began):
+                yield f"a call was sent to {mine} at {began}, while {other} held {holds(other, began)}"
+
+
+def _policy_of(process: str) -> str:
+    return process.split("/")[1]
+
+
 def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
     """Never more groups are active than there are slots, nor more requests with an instance than it may run."""
     schedule = story.schedule
-    slots, at_once = (lag_and_window(schedule)[0] + 1) * schedule.groups, schedule.sections["pool"]["max_running"]
+    steps = lag_and_window(schedule)[0] + 1 + schedule.sections["pipeline"]["ahead"]
+    slots, at_once = steps * schedule.groups, schedule.sections["pool"]["max_running"]
     for number, life in enumerate(story.lives):
         active, owing = set[int](), dict[int, set[str]]()
         for event in life.events:

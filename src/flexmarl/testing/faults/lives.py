@@ -189,7 +189,7 @@ class MortalRun(ScriptedRun):
 
     async def strike(self) -> None:
         """Breaks engines at their time."""
-        await self._injection.watch(lambda: self.breakable)
+        await self._injection.watch(lambda: self.breakable, self.world.pool.lose)
 
     async def _play(self, beside: Any) -> None:
         running = asyncio.current_task()

@@ -1,7 +1,7 @@
 """Rules that are broken on purpose: a law that catches no broken rule is not tried."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.experience.window import Taken, Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.records import (
     FinishReason,
@@ -133,6 +134,17 @@ def _forget_the_window(orchestrator: Orchestrator) -> None:
     orchestrator._pipeline._stream._window.__class__ = _IgnoresSize  # type: ignore[attr-defined]
 
 
+class _NeverShut(Gate):
+    def shut(self, policies: Iterable[PolicyName]) -> None:
+        return None
+
+
+def _leave_the_gate_open(orchestrator: Orchestrator) -> None:
+    gate = orchestrator._pipeline._gate  # type: ignore[attr-defined]
+    if gate is not None:
+        gate.__class__ = _NeverShut
+
+
 def _exchange(part: str, broken: type) -> Callable[[Orchestrator], None]:
     """Gives the orchestrator's part the class of a broken rule; the rules it was made with stay where they are."""
 
@@ -156,6 +168,12 @@ MUTATIONS = (
         breaks="any finished group is taken, however far beyond the oldest",
         mode="fifo",
         wired=_forget_the_window,
+    ),
+    Mutation(
+        name="gate_left_open",
+        breaks="calls of a rollout that is ahead are sent to the old version",
+        mode="sync",
+        wired=_leave_the_gate_open,
     ),
     Mutation(
         name="group_lost_on_the_way",

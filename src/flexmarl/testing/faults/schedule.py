@@ -110,6 +110,7 @@ def _sections(random: Random, mode: str, steps: int, groups: int, instances: Map
         "steps": steps,
         "mode": "async" if mode == PER_POLICY else mode,
         "pipeline": {
+            "ahead": mode in (Mode.SYNC, Mode.MICROBATCH) and random.random() < 0.4,
             "lag": 1 if mode == "one_step_off" else random.choice([1, 1, 2]),
             "window": random.choice([0.3, 0.5, 1.0]),
             "head_deadline_s": random.choice([4.0, 20.0]),
