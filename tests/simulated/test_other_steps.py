@@ -31,7 +31,9 @@ def test_groups_and_rows_end_once_and_every_ready_sample_is_trained_at_its_own_v
     @many
     @given(schedule=schedules)
     def on_any(schedule: Schedule) -> None:
-        run = played(replace(schedule, mode=mode), **sections)
+        run = played(
+            replace(schedule, mode=mode, deterministic=schedule.deterministic and kind != "streamed"), **sections
+        )
         witness.of(run)
         ended = [event["group"] for name in ("group_failed", "group_filtered") for event in run.events(name)]
         ended += [group for event in run.events("step_ended") for group in event["trained"]]
@@ -63,6 +65,7 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed(kind: str) -> None:
     def on_any(schedule: Schedule, kills: list[int]) -> None:
         # Of two calls that are aborted at once, a slow store decides which one is the episode's reason.
         schedule = replace(schedule, engine_lost_at=None, slow_calls=0.0, mode=mode)
+        schedule = replace(schedule, deterministic=schedule.deterministic and kind != "streamed")
         # Saved at rest: rollout that is ahead is killed only where there is no rest between two steps.
         lived = lives(schedule, kills, checkpoint={"every": 2 if kind == "ahead" else 1}, **sections)
         seen["kills"] += len(lived) - 1
