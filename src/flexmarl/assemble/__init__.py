@@ -3,7 +3,8 @@
 settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
          ──► world.py       objects, store, pool, trainers          (exists while a command runs)
                inline_world.py, ray_world.py, simulated_world.py    (the three ways to make them)
-         ──► wiring.py      feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
+         ──► parts.py       feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
+         ──► wiring.py      the orchestrator that joins them, and the journal
          ──► run.py         train, evaluate, export
          ──► simulate.py    the same run on modelled devices, in virtual time
 """

@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +15,8 @@ import yaml
 from rich.console import Console
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.wiring import initial_versions, journal_start, make_evaluator, watch_workers, wire
+from flexmarl.assemble.parts import initial_versions, make_evaluator
+from flexmarl.assemble.wiring import journal_start, watch_workers, wire
 from flexmarl.assemble.world import World, open_world, settle_memory
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
@@ -37,7 +37,6 @@ from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.rollout.player import Player
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
@@ -242,14 +241,7 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
         )
         for policy in world.trainers:
             await publisher.publish(policy, versions.served[policy])
-        player = Player(
-            team=blueprint.team,
-            generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
-            run_seed=settings.seed,
-            timeout_s=settings.rollout.episode_timeout_s,
-            temperature=settings.evaluate.temperature,
-        )
-        return await make_evaluator(blueprint, player, versions).run()
+        return await make_evaluator(blueprint, world, versions).run()
 
 
 def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:

@@ -6,41 +6,31 @@ import platform
 from functools import partial
 
 from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.parts import initial_versions, make_parts, release_of
 from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import WorkerPlace, WorkerRole
 from flexmarl.config import RunSettings
 from flexmarl.errors import TrainingError
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.inference.scaling import RULES
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import Progress
 from flexmarl.orchestrator.asynchronous import Asynchronous
-from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.collect import Collector, Release
-from flexmarl.orchestrator.crediting import Crediting
-from flexmarl.orchestrator.evaluate import Evaluator
-from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.pool_journal import journal_pool
-from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.stream import Stream
 from flexmarl.orchestrator.synchronous import Synchronous
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import PolicyName, Version, WorkerLost
+from flexmarl.records import WorkerLost
 from flexmarl.rollout.admission import Admission
-from flexmarl.rollout.player import Player
-from flexmarl.rollout.rollout import Rollout
-from flexmarl.simulator.costs import costs_of
 from flexmarl.training.residency import Swapped
-from flexmarl.training.session import TrainingSession
 
 
 def wire(
@@ -54,22 +44,11 @@ def wire(
     start: RunState | None = None,
 ) -> tuple[Orchestrator, Monitor]:
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
-    settings, team = blueprint.settings, blueprint.team
-    journal_pool(world.pool, journal)
-    if world.residency:
-        world.residency.on_swap = partial(journal_swap, journal)
+    settings = blueprint.settings
+    journal_world(world, journal)
     if start:
-        journal.event(
-            "resumed",
-            step=start.step,
-            versions=start.versions,
-            next_group=start.admission.next_group,
-            active=start.replayed,
-        )
-    store, budget_bytes = world.store, settings.store.budget_bytes
+        journal_resumption(start, journal)
     versions = Versions(initial_versions(settings, start))
-    law = law_of(settings.mode, settings.pipeline, groups=settings.batch.groups)
-    admission = Admission.resumed(law, start.admission) if start else Admission(law)
     monitor = Monitor(
         name=settings.name,
         steps=settings.steps,
@@ -80,74 +59,22 @@ def wire(
         journal=journal,
         processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
     )
-    sessions = {
-        policy: TrainingSession(
-            policy,
-            store,
-            trainer,
-            micro_batch=settings.policies[policy].training.micro_batch,
-            version=versions.served[policy],
-            accumulate=world.accumulate.get(policy),
-            on_report=monitor.accumulated,
-            residency=world.residency,
-        )
-        for policy, trainer in world.trainers.items()
-    }
-    rollout = settings.rollout
     gate = Gate() if settings.pipeline.ahead and settings.mode.synchronous else None
-    player = partial(
-        Player,
-        team=team,
-        generate=partial(world.pool.generate, timeout_s=rollout.call_timeout_s),
-        run_seed=settings.seed,
-        timeout_s=rollout.episode_timeout_s,
-    )
-    crediting = Crediting(
-        store=store,
-        credit=settings.credit,
-        trained=[PolicyName(name) for name in settings.trained],
-        admission=admission,
-        journal=journal,
-    )
-    parts = Parts(
-        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
-        admission=admission,
-        rollout=Rollout(
-            player=player(store=store, holds=gate.holds) if gate else player(store=store),
-            admission=admission,
-            settings=rollout,
-            episodes=settings.batch.episodes,
-            journal=journal,
-            policies=[agent.policy for agent in team.agents.values()],
-        ),
-        crediting=crediting,
-        collector=Collector(
-            crediting=crediting,
-            admission=admission,
-            versions=versions,
-            release=release_of(settings),
-            on_ready=lambda policy: sessions[policy].notify_ready(),
-            journal=journal,
-        ),
-        trainers=world.trainers,
-        sessions=sessions,
-        pool=world.pool,
-        publisher=Publisher(
-            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
-        ),
+    law = law_of(settings.mode, settings.pipeline, groups=settings.batch.groups)
+    parts = make_parts(
+        blueprint,
+        world,
+        admission=Admission.resumed(law, start.admission) if start else Admission(law),
         versions=versions,
-        evaluator=make_evaluator(blueprint, player(temperature=settings.evaluate.temperature), versions),
+        gate=gate,
+        monitor=monitor,
         checkpoints=checkpoints,
         journal=journal,
-        monitor=monitor,
         warn=progress.note,
-        prune=None if budget_bytes is None else partial(store.prune, budget_bytes=budget_bytes),
-        balancer=make_balancer(settings, world, journal),
-        residency=world.residency,
     )
     orchestrator = Orchestrator(
         parts,
-        pipeline_of(settings, parts, store, gate),
+        pipeline_of(settings, parts, world.store, gate),
         steps=settings.steps,
         evaluate=settings.evaluate,
         checkpoint=settings.checkpoint,
@@ -176,6 +103,24 @@ def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore, gat
     return Asynchronous(parts, stream)
 
 
+def journal_world(world: World, journal: Journal) -> None:
+    """From now on engines and training devices report to the journal."""
+    journal_pool(world.pool, journal)
+    if world.residency:
+        world.residency.on_swap = partial(journal_swap, journal)
+
+
+def journal_resumption(start: RunState, journal: Journal) -> None:
+    """Where the run goes on."""
+    journal.event(
+        "resumed",
+        step=start.step,
+        versions=start.versions,
+        next_group=start.admission.next_group,
+        active=start.replayed,
+    )
+
+
 def journal_swap(journal: Journal, swapped: Swapped) -> None:
     """A policy's training state came onto devices, or was set aside."""
     journal.event(
@@ -188,24 +133,6 @@ def journal_swap(journal: Journal, swapped: Swapped) -> None:
         place=swapped.place,
         because=swapped.because,
     )
-
-
-def make_balancer(settings: RunSettings, world: World, journal: Journal) -> Balancer | None:
-    """What moves instances between policies; None if the run has no rule for it. Made after `journal_pool`."""
-    balance = settings.balance
-    if balance.rule == "none" and balance.start != "by_share":
-        return None
-    slots = {policy: slots_of(settings, policy) for policy in map(PolicyName, settings.policies)}
-    return Balancer(world.pool, RULES[balance.rule](balance), balance, journal, slots=slots)
-
-
-def slots_of(settings: RunSettings, policy: PolicyName) -> int:
-    """Requests that an instance of the policy serves at a time."""
-    if settings.cluster.backend == "simulated":
-        slots = costs_of(settings.simulation.costs, policy).engine.slots
-    else:
-        slots = settings.policies[policy].engine.slots
-    return min(slots, settings.pool.max_running or slots)
 
 
 def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:
@@ -253,30 +180,3 @@ def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
     if world.cluster is not None:
         world.cluster.on_lost = lost
     return failed
-
-
-def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:
-    """What every policy serves at the start: 0, or what the checkpoint holds."""
-    versions = start.versions if start else {}
-    return {name: versions.get(name, Version(0)) for name in map(PolicyName, settings.policies)}
-
-
-def release_of(settings: RunSettings) -> Release:
-    """When finished groups become ready, as the mode, determinism and credit ask."""
-    if settings.mode in (Mode.SYNC, Mode.COLOCATED):
-        return Release.AT_END
-    if settings.deterministic:
-        return Release.IN_ORDER
-    return Release.BY_EPISODE if settings.credit.ready == "trajectory" else Release.AT_ONCE
-
-
-def make_evaluator(blueprint: Blueprint, player: Player, versions: Versions) -> Evaluator:
-    """The evaluator of a run, on the tasks that it holds out."""
-    settings = blueprint.settings
-    return Evaluator(
-        player=player,
-        versions=versions,
-        tasks=blueprint.source.held_out(settings.evaluate.tasks),
-        episodes=settings.evaluate.episodes,
-        parallel=settings.rollout.inter_query * settings.rollout.intra_query,
-    )

@@ -14,13 +14,24 @@ from flexmarl.records import Version
 
 def journal_pool(pool: InferencePool, journal: Journal) -> None:
     """From now on the pool reports to the journal. Called inside the event loop."""
+    own = PoolJournal(journal)
+    pool.on_call, pool.on_loaded, pool.on_lost = own.called, own.loaded, own.lost
+    pool.on_replaced, pool.on_moved = own.replaced, own.moved
 
-    def called(call: CallRecord) -> None:
+
+class PoolJournal:
+    """Writes down what the pool reports."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def called(self, call: CallRecord) -> None:
+        """An instance has answered."""
         seldom = {"kept_tokens": call.kept_tokens, "waited_s": round(call.waited_s, 6)}
-        journal.event(
+        self._journal.event(
             "call",
             process=process_of(call.instance),
-            began=journal.moment(call.sent_at),
+            began=self._journal.moment(call.sent_at),
             policy=call.policy,
             request=call.request_id,
             version=call.version,
@@ -31,43 +42,44 @@ def journal_pool(pool: InferencePool, journal: Journal) -> None:
             **{name: figure for name, figure in seldom.items() if figure},
         )
 
-    def loaded(load: LoadRecord) -> None:
-        journal.event(
+    def loaded(self, load: LoadRecord) -> None:
+        """An instance serves new weights."""
+        self._journal.event(
             "loaded",
             process=process_of(load.instance),
-            began=journal.moment(load.began_at),
+            began=self._journal.moment(load.began_at),
             policy=load.policy,
             version=load.version,
             checksum=load.checksum,
         )
 
-    def lost(instance: str, because: str) -> None:
-        journal.event("instance_lost", instance=instance, because=because)
+    def lost(self, instance: str, because: str) -> None:
+        """An instance is gone."""
+        self._journal.event("instance_lost", instance=instance, because=because)
 
-    def replaced(old: str, new: str, version: Version, seconds: float) -> None:
-        journal.event(
+    def replaced(self, old: str, new: str, version: Version, seconds: float) -> None:
+        """A new instance came for a lost one."""
+        self._journal.event(
             "instance_replaced",
             because=f"{old} was lost",
             process=process_of(new),
-            began=round(journal.now() - seconds, 6),
+            began=round(self._journal.now() - seconds, 6),
             instance=new,
             replaces=old,
             version=version,
         )
 
-    def moved(move: MoveRecord) -> None:
-        journal.event(
+    def moved(self, move: MoveRecord) -> None:
+        """An instance serves another policy from now on."""
+        self._journal.event(
             "moved",
             because=move.because,
             process=process_of(move.became),
-            began=journal.moment(move.began_at),
+            began=self._journal.moment(move.began_at),
             instance=move.instance,
             to=move.to,
             became=move.became,
         )
-
-    pool.on_call, pool.on_loaded, pool.on_lost, pool.on_replaced = called, loaded, lost, replaced
-    pool.on_moved = moved
 
 
 def process_of(instance: str) -> str:

@@ -1,0 +1,182 @@
+"""Makes the parts of an orchestrator from a run's settings, on any world.
+
+             ┌► feed ─► rollout ─► collector ─► sessions ─► publisher      one `Admission`, `Versions` and `Monitor`
+make_parts ──┤                                                             is common to all that look at it
+             └► evaluator, balancer
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.world import World
+from flexmarl.config import RunSettings
+from flexmarl.inference.scaling import RULES
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.balance import Balancer
+from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
+from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.crediting import Crediting
+from flexmarl.orchestrator.evaluate import Evaluator
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.gate import Gate
+from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.settings import Mode
+from flexmarl.orchestrator.versions import Versions
+from flexmarl.records import PolicyName, Version
+from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.player import Player
+from flexmarl.rollout.rollout import Rollout
+from flexmarl.simulator.costs import costs_of
+from flexmarl.training.session import TrainingSession
+
+
+def make_parts(
+    blueprint: Blueprint,
+    world: World,
+    *,
+    admission: Admission,
+    versions: Versions,
+    gate: Gate | None,
+    monitor: Monitor,
+    checkpoints: Checkpoints,
+    journal: Journal,
+    warn: Callable[[str], None],
+) -> Parts:
+    """All that the orchestrator joins. Made when the pool reports to the journal already."""
+    settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
+    sessions = make_sessions(settings, world, versions, monitor)
+    crediting = make_crediting(settings, world, admission, journal)
+    return Parts(
+        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
+        admission=admission,
+        rollout=make_rollout(blueprint, world, admission, gate, journal),
+        crediting=crediting,
+        collector=Collector(
+            crediting=crediting,
+            admission=admission,
+            versions=versions,
+            release=release_of(settings),
+            on_ready=lambda policy: sessions[policy].notify_ready(),
+            journal=journal,
+        ),
+        trainers=world.trainers,
+        sessions=sessions,
+        pool=world.pool,
+        publisher=Publisher(
+            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+        ),
+        versions=versions,
+        evaluator=make_evaluator(blueprint, world, versions),
+        checkpoints=checkpoints,
+        journal=journal,
+        monitor=monitor,
+        warn=warn,
+        prune=None if budget_bytes is None else partial(world.store.prune, budget_bytes=budget_bytes),
+        balancer=make_balancer(settings, world, journal),
+        residency=world.residency,
+    )
+
+
+def make_sessions(
+    settings: RunSettings, world: World, versions: Versions, monitor: Monitor
+) -> Mapping[PolicyName, TrainingSession]:
+    """One for each trained policy, at the version that it serves."""
+    return {
+        policy: TrainingSession(
+            policy,
+            world.store,
+            trainer,
+            micro_batch=settings.policies[policy].training.micro_batch,
+            version=versions.served[policy],
+            accumulate=world.accumulate.get(policy),
+            on_report=monitor.accumulated,
+            residency=world.residency,
+        )
+        for policy, trainer in world.trainers.items()
+    }
+
+
+def make_crediting(settings: RunSettings, world: World, admission: Admission, journal: Journal) -> Crediting:
+    """What judges finished groups."""
+    return Crediting(
+        store=world.store,
+        credit=settings.credit,
+        trained=[PolicyName(name) for name in settings.trained],
+        admission=admission,
+        journal=journal,
+    )
+
+
+def make_rollout(
+    blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, journal: Journal
+) -> Rollout:
+    """What plays the training tasks; its calls wait at the gate, if there is one."""
+    player = partial(player_of(blueprint, world), store=world.store)
+    return Rollout(
+        player=player(holds=gate.holds) if gate else player(),
+        admission=admission,
+        settings=blueprint.settings.rollout,
+        episodes=blueprint.settings.batch.episodes,
+        journal=journal,
+        policies=[agent.policy for agent in blueprint.team.agents.values()],
+    )
+
+
+def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
+    """A player of the run's team on the world's engines; what it is for is still to be given."""
+    settings = blueprint.settings
+    return partial(
+        Player,
+        team=blueprint.team,
+        generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
+        run_seed=settings.seed,
+        timeout_s=settings.rollout.episode_timeout_s,
+    )
+
+
+def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Evaluator:
+    """The evaluator of a run, on the tasks that it holds out."""
+    settings = blueprint.settings
+    return Evaluator(
+        player=player_of(blueprint, world)(temperature=settings.evaluate.temperature),
+        versions=versions,
+        tasks=blueprint.source.held_out(settings.evaluate.tasks),
+        episodes=settings.evaluate.episodes,
+        parallel=settings.rollout.inter_query * settings.rollout.intra_query,
+    )
+
+
+def make_balancer(settings: RunSettings, world: World, journal: Journal) -> Balancer | None:
+    """What moves instances between policies; None if the run has no rule for it. Made after `journal_pool`."""
+    balance = settings.balance
+    if balance.rule == "none" and balance.start != "by_share":
+        return None
+    slots = {policy: slots_of(settings, policy) for policy in map(PolicyName, settings.policies)}
+    return Balancer(world.pool, RULES[balance.rule](balance), balance, journal, slots=slots)
+
+
+def slots_of(settings: RunSettings, policy: PolicyName) -> int:
+    """Requests that an instance of the policy serves at a time."""
+    if settings.cluster.backend == "simulated":
+        slots = costs_of(settings.simulation.costs, policy).engine.slots
+    else:
+        slots = settings.policies[policy].engine.slots
+    return min(slots, settings.pool.max_running or slots)
+
+
+def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:
+    """What every policy serves at the start: 0, or what the checkpoint holds."""
+    versions = start.versions if start else {}
+    return {name: versions.get(name, Version(0)) for name in map(PolicyName, settings.policies)}
+
+
+def release_of(settings: RunSettings) -> Release:
+    """When finished groups become ready, as the mode, determinism and credit ask."""
+    if settings.mode in (Mode.SYNC, Mode.COLOCATED):
+        return Release.AT_END
+    if settings.deterministic:
+        return Release.IN_ORDER
+    return Release.BY_EPISODE if settings.credit.ready == "trajectory" else Release.AT_ONCE
