@@ -129,13 +129,13 @@ class InferencePool(PoolObservers):
                     return await asyncio.shield(call.answer)
             call.answer.cancel()
             nothing = call.whole(dispatch.unserved(call))
-            if call.instance is not None:  # Else every later call that it is given would wait as long.
-                self.lose(call.instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
+            self._lose_if_silent(call)
             return nothing
         except asyncio.CancelledError:
             call.answer.cancel()
             if self._open:
                 self._start(dispatch.abort(call), f"abort-{request.request_id}")
+                loop.call_later(self._settings.abort_grace_s, self._lose_if_silent, call)
             raise
         finally:
             self._under_way -= 1
@@ -230,6 +230,15 @@ class InferencePool(PoolObservers):
         if not target.published:
             return "that policy has published no weights that it could load"
         return "the pool is asleep"
+
+    def _lose_if_silent(self, call: Call) -> None:
+        """Gives up the instance of a call that was aborted a grace period ago, if it still keeps it.
+
+        Else every later call that it is given would wait as long.
+        """
+        instance = call.instance
+        if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
+            self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
     async def _run_move(self, move: Move, instance: str, to: PolicyName, because: str) -> None:
         clock = asyncio.get_running_loop().time

@@ -75,6 +75,20 @@ def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period_
     run_virtual(scenario())
 
 
+def test_an_engine_that_keeps_what_its_caller_has_left_is_lost():
+    async def scenario():
+        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)) as pool:
+            left = asyncio.create_task(pool.generate(request("r")))
+            await asyncio.sleep(1.0)
+            left.cancel()
+            await asyncio.sleep(1.9)
+            assert not pool.lost
+            await asyncio.sleep(0.2)
+            assert pool.lost == {"solver/0": "it left an abort unanswered for 2 s"}
+
+    run_virtual(scenario())
+
+
 def test_cancelling_the_caller_aborts_its_request_and_no_other():
     async def scenario():
         engine = scripted()

@@ -68,7 +68,8 @@ def _demanded(schedule: Schedule, life: Life) -> tuple[type[FlexmarlError], ...]
     struck = {FaultKind(event["kind"]) for event in life.of("fault")}
     errors = [error for kind in struck for error in DEMANDED.get(kind, ())]
     filtered = schedule.sections["credit"].get("filter", "on") is not None
-    if schedule.raising or schedule.forgetful or schedule.long_winded or filtered:
+    late = any("held up others" in event["because"] for event in life.of("group_expired"))  # A deadline too short.
+    if schedule.raising or schedule.forgetful or schedule.long_winded or filtered or late:
         errors.append(EpisodeError)  # Of so few groups, all may end without a sample by chance.
     return tuple(errors)
 
