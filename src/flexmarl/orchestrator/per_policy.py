@@ -51,7 +51,7 @@ class PerPolicy:
         self._timeout_s = timeout_s
         self._queues = {policy: _Queue() for policy in parts.sessions}
         self._owing: dict[GroupId, set[PolicyName]] = {}
-        """Policies that have yet to update on each group."""
+        """Policies that have yet to update on each group; while it is credited, all of them."""
         self._trained: list[GroupId] = []
         """Groups of this step that all their policies have updated on."""
         self._progress = asyncio.Event()
@@ -102,17 +102,24 @@ class PerPolicy:
                 self._held = group = await self._stream.next(self._step)
                 await self._awake.wait()
                 self._held = None
-                (credited,) = await self._parts.crediting.credit([group])
-                if credited.samples:
-                    self._share(credited.group, credited.samples)
-                    self._parts.monitor.taken(group)
-                else:
-                    self._parts.crediting.filtered(group.group, "no row has weight")
-                self._stream.taken(kept=bool(credited.samples))
+                await self._credit(group)
         except SourceExhausted:
             self._over = True
             self._look_again()
             self._progress.set()
+
+    async def _credit(self, group: GroupRecord) -> None:
+        """Gives every policy its samples of the group; a step that is to end at rest waits for that too."""
+        self._owing[group.group] = set(self._queues)
+        (credited,) = await self._parts.crediting.credit([group])
+        if credited.samples:
+            self._share(credited.group, credited.samples)
+            self._parts.monitor.taken(group)
+        else:
+            del self._owing[group.group]
+            self._parts.crediting.filtered(group.group, "no row has weight")
+            self._progress.set()
+        self._stream.taken(kept=bool(credited.samples))
 
     def _share(self, group: GroupId, samples: Mapping[PolicyName, Sequence[Sample]]) -> None:
         now = asyncio.get_running_loop().time()

@@ -1,6 +1,7 @@
 """Policies that update on their own: each at the pace of its own batches; one checkpoint of them all."""
 
 import asyncio
+from dataclasses import replace
 
 from flexmarl.records import PolicyName, RowState
 from flexmarl.testing.run import ScriptedRun
@@ -80,6 +81,40 @@ def test_before_a_checkpoint_every_batch_ends_early_so_that_nothing_is_left_over
     run.play()
     assert cached == [0] * 8
     assert updates(run, WRITER)[0] < 10.0
+
+
+class SlowToFilter:
+    """A store that takes two seconds for the rows that credit leaves out."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    async def settle(self, ids, outcome):
+        if outcome.state is RowState.FILTERED:
+            await asyncio.sleep(2.0)
+        await self._store.settle(ids, outcome)
+
+
+def test_a_group_that_is_credited_when_a_step_is_to_end_at_rest_is_trained_in_it(tmp_path):
+    async def both(task, team):
+        await asyncio.sleep(0.8)
+        (await team.solver.act(task.prompt)).reward(1.0)
+        (await team.writer.act(task.prompt)).reward(1.0)
+
+    frozen = {"writer": {"trainable": False}}
+    run = run_of(both, folder=tmp_path, checkpoint={"every": 1}, policies=frozen)
+    run.world = replace(run.world, store=SlowToFilter(run.world.store))
+    run.play()
+    credited = set[int]()
+    for entry in run.events():
+        credited.update(entry["groups"] if entry["event"] == "credited" else [])
+        credited.difference_update(entry["trained"] if entry["event"] == "step_ended" else [])
+        assert not (credited and entry["event"] == "step_ended")
+    assert any(len(entry["trained"]) > 2 for entry in run.events("step_ended")), "none was credited at a step's end"
+    assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.FILTERED, RowState.EXPIRED}
 
 
 def test_staleness_is_that_of_the_moment_in_which_a_batch_is_made():
