@@ -3,18 +3,25 @@
 import json
 import logging
 from collections import Counter
+from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from flexmarl.experience.interface import Row
+from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.faults import FaultKind, Targets, draw_plan
 from flexmarl.testing.faults.__main__ import main
 from flexmarl.testing.faults.laws import LAWS, broken
+from flexmarl.testing.faults.laws_of_serving import law_3_tokens_are_as_fresh_as_promised
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
-from flexmarl.testing.faults.schedule import MODES, draw
+from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw
+from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
 from flexmarl.testing.faults.witness import REACTIONS, seen
 
@@ -58,6 +65,51 @@ def test_a_broken_rule_is_caught(mutation: Mutation) -> None:
     caught = catch(mutation, range(60))
     assert caught.seed is not None, f"no law noticed that {mutation.breaks}"
     assert not try_seed(caught.seed, mutation.mode).broken, "the sound rule breaks a law too"
+
+
+def test_where_policies_update_on_their_own_groups_are_counted_and_not_versions() -> None:
+    # Of P = 3, S = 1 and W = 3: at most B + W - 2 = 7 groups, in however many versions.
+    assert list(law_3_tokens_are_as_fresh_as_promised(_overtaken(by=[3, 2, 1, 1], mode=PER_POLICY))) == []
+    (because,) = law_3_tokens_are_as_fresh_as_promised(_overtaken(by=[3, 3, 2], mode=PER_POLICY))
+    assert because == "task-8_0_g8e0a0 was sampled at 0, and then 8 groups were trained, > 7"
+    (because,) = law_3_tokens_are_as_fresh_as_promised(_overtaken(by=[3, 2, 1, 1], mode="async"))
+    assert because == "task-8_0_g8e0a0 was sampled at 0 and trained into 5: lag 4 > 2"
+
+
+def _overtaken(*, by: list[int], mode: str) -> Story:
+    """Group 8 was sampled at version 0, and trained after so many others in each of the next versions."""
+    others = iter([group for group in range(20) if group != 8])
+    updates = {Version(at): {"": [_sample(next(others)) for _ in range(many)]} for at, many in enumerate(by, start=1)}
+    settled = Version(len(by) + 1)
+    trainer = SimpleNamespace(base=Version(0), updates=updates | {settled: {"": [_sample(8)]}})
+    schedule = draw(0, mode=mode)
+    pipeline = schedule.sections["pipeline"] | {"lag": 1, "window": 0.5}
+    life = Life(
+        events=[],
+        error=None,
+        killed=False,
+        hung=False,
+        engines={},
+        trainers=cast(Any, {PolicyName("solver"): trainer}),
+    )
+    row = Row(
+        sample_id=_sample(8),
+        agent=AgentName("solver"),
+        policy=PolicyName("solver"),
+        version=Version(0),
+        state=RowState.TRAINED,
+        next_agent_id=None,
+        cache=None,
+        settled_version=settled,
+        reason="",
+        values={"version_runs": [[0, 0]]},
+    )
+    sized = replace(schedule, groups=3, sections={**schedule.sections, "pipeline": pipeline})
+    return Story(schedule=sized, lives=[life], rows=[row], folder="")
+
+
+def _sample(group: int) -> SampleId:
+    return SampleId(f"task-{group}_0_g{group}e0a0")
 
 
 def test_the_command_says_what_struck_and_what_held() -> None:

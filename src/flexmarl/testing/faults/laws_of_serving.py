@@ -12,8 +12,12 @@ from flexmarl.testing.faults.story import Event, Life, Story, ended_by, group_of
 
 
 def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
-    """Synchronous: all tokens of an update are of the version before it. Else: at most S + ceil((W - 1) / P) older."""
+    """Synchronous: all tokens of an update are of the version before it. Else: at most S + ceil((W - 1) / P) older, and
+    B + W - 2 groups older where policies update on their own.
+    """
     yield from _outside_the_window(story)
+    if story.schedule.mode == PER_POLICY:
+        yield from _overtaken(story)
     bound = staleness_bound(story.schedule)
     for row in story.rows:
         if row.state is not RowState.TRAINED or row.settled_version is None:
@@ -43,11 +47,30 @@ def lag_and_window(schedule: Schedule) -> tuple[int, int | None]:
 
 
 def staleness_bound(schedule: Schedule) -> int | None:
-    """S + ceil((W - 1) / P), S where steps are in order; None where there is no window."""
+    """S + ceil((W - 1) / P), S where steps are in order; None where there is no window, or versions of few groups."""
+    if schedule.mode == PER_POLICY:
+        return None  # A batch that ends early makes a version too.
     if Mode(schedule.sections["mode"]) is Mode.ONE_STEP_OFF:
         return 1  # Its window does not slide within a step.
     lag, window = lag_and_window(schedule)
     return None if window is None else lag + math.ceil((window - 1) / schedule.groups)
+
+
+def _overtaken(story: Story) -> Iterator[str]:
+    """Samples between whose sampling and training their policy was trained on too many other groups."""
+    lag, window = lag_and_window(story.schedule)
+    assert window is not None, "policies update on their own in `async` only, which has a window"
+    bound = (lag + 1) * story.schedule.groups + window - 2
+    sizes = {
+        policy: {version: len({group_of(i) for ids in batches for i in ids}) for version, batches in updates.items()}
+        for policy, updates in story.updates.items()
+    }
+    for row in story.rows:
+        if row.state is RowState.TRAINED and row.settled_version is not None and row.policy in sizes:
+            oldest = min(version for _, version in row.values["version_runs"])
+            others = sum(n for version, n in sizes[row.policy].items() if oldest < version < row.settled_version)
+            if others > bound:
+                yield f"{row.sample_id} was sampled at {oldest}, and then {others} groups were trained, > {bound}"
 
 
 def _outside_the_window(story: Story) -> Iterator[str]:
