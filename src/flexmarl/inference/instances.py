@@ -57,7 +57,7 @@ class Instances:
         self.policy = policy
         self.live = {f"{policy}/{number}": Instance(f"{policy}/{number}", e) for number, e in enumerate(engines)}
         self.leaving: dict[str, Instance] = {}
-        """Those on their way to another policy that still run what they were given here."""
+        """Those on their way to another policy: until they serve it, this one can have them back."""
         self.router = Router(self.live, settings.routing, max_running=settings.max_running)
         self.lost: dict[str, str] = {}
         """Why each instance was given up."""
@@ -176,13 +176,16 @@ class Instances:
             self.arrivals.discard(arrival)
             arrival.set_result(None)
 
-    async def take_in(self, engine: WeightedEngine) -> tuple[str, str]:
-        """A moved engine under a name of this policy, live once it holds the newest weights: (name, why it failed)."""
+    async def take_in(self, engine: WeightedEngine, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+        """A moved engine under a name of this policy, live once it holds the newest weights: (name, why it failed).
+
+        If `unless` holds by then, nothing comes of it, and there is neither.
+        """
         instance = Instance(f"{self.policy}/{next(self._numbers)}", engine)
-        if failure := await self._join(instance):
+        if failure := await self._join(instance, unless):
             self._note_loss(instance.name, failure)
             self.replace(instance)
-        return instance.name, failure
+        return instance.name if failure or instance.name in self.live else "", failure
 
     @property
     def reasons(self) -> str:
@@ -250,16 +253,17 @@ class Instances:
             return f"starting it {_how(error, deadline, self._settings.start_timeout_s)}"
         return await self._join(instance)
 
-    async def _join(self, instance: Instance) -> str:
-        """Makes an instance live once it holds the newest weights; else closes it, and returns why."""
+    async def _join(self, instance: Instance, unless: Callable[[], bool] = lambda: False) -> str:
+        """Makes an instance that holds the newest weights live, but for `unless`; else closes it, and returns why."""
         while (weights := self._newest) is not None and instance.holds is not weights:
             failure = await self._load(instance, weights)
             # With newer weights, the ones that it was loading may have been released: that is not its failure.
             if failure and weights is self._newest:
                 await self._close(instance.engine)
                 return failure
-        self.live[instance.name] = instance
-        self.router.add(instance.name)
+        if not unless():
+            self.live[instance.name] = instance
+            self.router.add(instance.name)
         return ""
 
     async def _close(self, engine: WeightedEngine) -> None:

@@ -1,7 +1,7 @@
 """Runs one instance's move from a policy to another.
 
     live at the source --> leaving --> empty --> loads the target's newest weights --> live at the target
-                                                 (or the source's: it is needed there again)
+                                                 (or the source's, even then: it is needed there again)
 
 consumes:     an instance that has just left its policy
 waits for:    what it still loads and runs, then its load of the other policy's weights
@@ -36,20 +36,26 @@ class Move:
         instance, source, target = self._instance, self._source, self._target
         with target.expecting():
             await self._empty()
-            if instance.lost:
+            if not self._cannot_go():
+                self.became, self.failure = await target.take_in(instance.engine, unless=self._cannot_go)
+            if self.became:
+                source.left(instance)
+            elif instance.lost:
                 source.left(instance)
                 target.replace(instance)
                 self.failure = source.lost[instance.name]
-            elif source.bereft:
-                await self._arrive(source)
-                self.failure = self.failure or f"'{source.policy}' has lost its other instances meanwhile, so it stays"
             else:
-                await self._arrive(target)
+                await self._stay()
 
-    async def _arrive(self, policy: Instances) -> None:
-        with policy.expecting():
-            self._source.left(self._instance)
-            self.became, self.failure = await policy.take_in(self._instance.engine)
+    def _cannot_go(self) -> bool:
+        return self._instance.lost or self._source.bereft
+
+    async def _stay(self) -> None:
+        source = self._source
+        with source.expecting():
+            source.left(self._instance)
+            self.became, self.failure = await source.take_in(self._instance.engine)
+        self.failure = self.failure or f"'{source.policy}' has lost its other instances meanwhile, so it stays"
 
     async def _empty(self) -> None:
         """Returns when the instance runs nothing, or is lost."""

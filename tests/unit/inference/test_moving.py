@@ -229,6 +229,59 @@ def test_an_instance_whose_policy_loses_all_others_meanwhile_stays():
     play(scenario, on_move="drain")
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_instance_comes_back_whose_policy_loses_all_others_while_it_loads(version):
+    async def scenario(at):
+        at.solvers[0].load_s = 5.0
+        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        await asyncio.sleep(1.0)
+        at.pool.lose("solver/1", "its process was killed")
+        call = ask(at.pool, "waits")
+        if version == 2:
+            await publish(at.pool, 2, SOLVER)
+        with pytest.raises(EngineError, match="'solver' has lost its other instances meanwhile, so it stays"):
+            await moving
+        assert (text(await call), now()) == (LETTERS[SOLVER], 20.0)
+        assert at.solvers[0].loads[-2:] == [(JUDGE, 1), (SOLVER, version)]
+        assert list(await at.pool.usage()) == ["solver/2", "judge/0"]
+
+    play(scenario)
+
+
+def test_an_instance_goes_though_its_policy_loses_all_others_while_another_one_is_on_its_way():
+    async def respawn(policy, name):
+        await asyncio.sleep(10.0)
+        return Movable(policy)
+
+    async def scenario(at):
+        at.solvers[0].load_s = 5.0
+        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        await asyncio.sleep(1.0)
+        at.pool.lose("solver/1", "its process was killed")
+        assert await moving == "judge/1"
+        assert (text(await ask(at.pool, "waits")), now()) == (LETTERS[SOLVER], 21.0)
+
+    play(scenario, respawn=respawn)
+
+
+def test_an_instance_that_is_reported_dead_while_it_loads_is_lost_and_replaced_at_its_new_policy():
+    async def respawn(policy, name):
+        return Movable(policy)
+
+    async def scenario(at):
+        at.solvers[0].load_s = 5.0
+        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        await asyncio.sleep(1.0)
+        at.pool.lose("solver/0", "its process was killed")
+        with pytest.raises(EngineError, match="its process was killed"):
+            await moving
+        await asyncio.sleep(1.0)
+        assert list(await at.pool.usage()) == ["solver/1", "judge/0", "judge/2"]
+        assert at.pool.lost == {"solver/0": "its process was killed"}
+
+    play(scenario, respawn=respawn)
+
+
 def test_a_version_published_while_an_instance_loads_the_one_before_is_loaded_before_it_serves():
     async def scenario(at):
         at.solvers[0].load_s = 5.0
