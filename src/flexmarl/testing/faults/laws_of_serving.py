@@ -112,25 +112,40 @@ def _crowded_devices(schedule: Schedule, life: Life) -> Iterator[str]:
 
 
 def _bereft_policies(schedule: Schedule, life: Life) -> Iterator[str]:
-    """By journal: which instances each policy has."""
+    """By journal: which instances each policy has, and which of the lost ones are about to be replaced."""
     live, names = set(schedule.initial), Counter(schedule.initial)
+    owed, losses = set[str](), Counter[str]()
     for event in life.of("instance_lost", "instance_replaced", "moved", "move_failed"):
-        policy, joined = event["instance"].rpartition("/")[0], ""
-        if event["event"] != "instance_replaced":
-            live.discard(event["instance"])  # One that is lost on its way has a name that was never live.
-        if event["event"] == "moved":
-            joined = event["became"]
-            if not any(name.rpartition("/")[0] == policy for name in live):
-                yield f"{event['instance']} was moved, the last of its policy"
-        elif event["event"] == "instance_replaced":
-            joined = event["instance"]
-        elif event["event"] == "move_failed" and "so it stays" in event["because"]:
-            live.add(f"{policy}/again")
+        name, policy, joined = event["instance"], _served_by(event["instance"]), ""
+        match event["event"]:
+            case "instance_lost":
+                losses[policy] += 1
+                owed |= live & {name}
+                live.discard(name)  # One that is lost on its way has a name that was never live.
+            case "instance_replaced":
+                owed.discard(event["replaces"])
+                joined = name
+            case "moved":
+                live.discard(name)
+                joined = event["became"]
+                replaceable = losses[policy] <= schedule.sections["pool"]["replacements"]
+                if policy not in {_served_by(one) for one in (live | owed if replaceable else live)}:
+                    yield f"{name} was moved, the last of its policy"
+            case _ if "was not moved" in event["because"]:
+                live.discard(name)
+                if "so it stays" in event["because"]:
+                    joined = f"{policy}/again-{len(names)}"
+            case _:
+                pass  # It was refused, and nothing has changed.
         if joined:
             live.add(joined)
             names[joined] += 1
             if names[joined] > 1:
                 yield f"the name {joined} was used twice"
+
+
+def _served_by(instance: str) -> str:
+    return instance.rpartition("/")[0]
 
 
 def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""What the law of instances makes of a journal: a policy that has none, and gets none, has given its last one away."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from flexmarl.testing.faults.laws_of_serving import law_4_nothing_is_held_twice
+from flexmarl.testing.faults.schedule import draw
+from flexmarl.testing.faults.story import Life
+
+MOVED = {"event": "moved", "instance": "solver/0", "to": "verifier", "became": "verifier/1"}
+BEREFT = ["life 0: solver/0 was moved, the last of its policy"]
+
+
+def lost(instance):
+    return {"event": "instance_lost", "instance": instance, "because": "planned"}
+
+
+def replaced(old, new):
+    return {"event": "instance_replaced", "instance": new, "replaces": old}
+
+
+def failed(because):
+    return {"event": "move_failed", "instance": "solver/1", "to": "verifier", "because": because}
+
+
+def judged(*events, replacements):
+    """What the law says of two solvers and a verifier."""
+    drawn = draw(0)
+    sections = {**drawn.sections, "pool": {**drawn.sections["pool"], "replacements": replacements}}
+    schedule = replace(drawn, instances={"solver": 2, "verifier": 1}, sections=sections)
+    life = Life(events=events, error=None, killed=False, hung=False, engines={}, trainers={})
+    return list(law_4_nothing_is_held_twice(SimpleNamespace(schedule=schedule, lives=[life])))
+
+
+@pytest.mark.parametrize(
+    ("before", "replacements", "broken"),
+    [
+        ([], 0, []),
+        ([lost("solver/1")], 0, BEREFT),
+        ([lost("solver/1")], 1, []),
+        ([lost("solver/1"), replaced("solver/1", "solver/2")], 1, []),
+        ([lost("solver/1"), replaced("solver/1", "solver/2"), lost("solver/2")], 1, BEREFT),
+        ([lost("solver/1"), lost("solver/2")], 1, BEREFT),
+        ([failed("'solver/1' cannot be moved to 'verifier': the pool is asleep")], 0, []),
+        ([lost("verifier/1"), failed("'solver/1' was not moved to 'verifier': loading version 1 failed")], 1, BEREFT),
+    ],
+)
+def test_a_policy_has_given_its_last_instance_away_when_none_serves_and_none_is_on_its_way(
+    before, replacements, broken
+):
+    assert judged(*before, MOVED, replacements=replacements) == broken
