@@ -69,6 +69,9 @@ class Stream:
         self._changed = asyncio.Event()
         self._barren: list[str] = []
         """Why each group since the last one with samples has none."""
+        self._bears = asyncio.Event()
+        """Not set while so many groups are barren that no more are asked for."""
+        self._bears.set()
         self._step = 0
 
     @asynccontextmanager
@@ -79,6 +82,7 @@ class Stream:
             self._playing.add_done_callback(lambda _: self._changed.set())
             yield
             self._feed.end()
+            self._bears.set()
             for group in self._admission.active:
                 self._stop(group, LAST)
         for group in self._admission.active:
@@ -107,6 +111,7 @@ class Stream:
         """What became of a group that was taken: it has samples, or has ended without."""
         if kept:
             self._barren.clear()
+            self._bears.set()
         else:
             self._window.lacks_one()
             self._note_barren("no row has weight")
@@ -120,6 +125,8 @@ class Stream:
         async for group in self._feed.endless(lambda: self._step):
             self._window.submitted(group.group, asyncio.get_running_loop().time())
             yield group
+            # Else groups that fail at once would use up the tasks while a step trains, and not look at `next`.
+            await self._bears.wait()
 
     async def _finished(self, group: GroupRecord) -> None:
         self._monitor.group_finished(group)
@@ -184,11 +191,16 @@ class Stream:
 
     def _note_barren(self, because: str) -> None:
         self._barren.append(because)
+        if self._is_barren:
+            self._bears.clear()
+
+    @property
+    def _is_barren(self) -> bool:
+        return len(self._barren) >= max(2 * self._admission.slots, FEWEST_BARREN)
 
     def _check_alive(self) -> None:
         """What would never end is an error: tasks that are over, or groups that teach nothing, one after another."""
-        limit = max(2 * self._admission.slots, FEWEST_BARREN)
-        if len(self._barren) >= limit:
+        if self._is_barren:
             raise EpisodeError(
                 f"step {self._step}: the last {len(self._barren)} groups gave no sample to train on, the last one "
                 f"because: {self._barren[-1]}; so many in a row are taken for all that will come. "

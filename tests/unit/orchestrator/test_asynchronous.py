@@ -217,3 +217,16 @@ def test_every_step_says_how_stale_its_tokens_were_and_what_lengths_it_left_out(
     assert run.metrics[4]["length_bias/ratio"] == 1.0
     assert run.metrics[4]["length_bias/ks"] == 0.0
     assert run.metrics[4]["publish_lag_s/solver"] == 0.0
+
+
+def test_groups_that_fail_at_once_do_not_use_up_the_tasks_while_a_step_trains():
+    async def only_the_first(task, team):
+        if number_of(task) > 1:
+            raise RuntimeError("the sandbox is down")
+        await asyncio.sleep(0.1)
+        (await team.solver.act(task.prompt)).reward(float(number_of(task)))
+
+    run = run_of("async", workflow=only_the_first, rollout={"group_retries": 0})
+    with pytest.raises(EpisodeError, match="the sandbox is down"):
+        run.play()
+    assert len(run.events("group_admitted")) < 100
