@@ -91,6 +91,11 @@ def test_a_run_goes_on_whose_config_lacks_a_setting_that_came_later(flexmarl, co
     assert Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0", "--resume", folder)[-1]) == folder
 
 
+def test_train_refuses_modelled_devices(flexmarl, config):
+    (line,) = flexmarl("train", config, "cluster.backend=simulated", code=2)
+    assert "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`" in line
+
+
 def test_eval_plays_the_run_and_the_models_as_they_are(flexmarl, config):
     folder = Path(flexmarl("train", config)[-1])
     after = json.loads((folder / "summary.json").read_text())["eval"]["after"]

@@ -220,13 +220,14 @@ def test_every_step_says_how_stale_its_tokens_were_and_what_lengths_it_left_out(
 
 
 def test_groups_that_fail_at_once_do_not_use_up_the_tasks_while_a_step_trains():
-    async def only_the_first(task, team):
+    async def broken_from_half_a_second_on(task, team):
         if number_of(task) > 1:
+            await asyncio.sleep(max(0.0, 0.5 - asyncio.get_running_loop().time()))
             raise RuntimeError("the sandbox is down")
-        await asyncio.sleep(0.1)
         (await team.solver.act(task.prompt)).reward(float(number_of(task)))
 
-    run = run_of("async", workflow=only_the_first, rollout={"group_retries": 0})
+    run = run_of("async", workflow=broken_from_half_a_second_on, rollout={"group_retries": 0}, num_tasks=500)
     with pytest.raises(EpisodeError, match="the sandbox is down"):
         run.play()
+    assert numbers(run, "group_taken") == [0, 1], "witness: a step was training"
     assert len(run.events("group_admitted")) < 100
