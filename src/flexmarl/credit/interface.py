@@ -12,6 +12,9 @@ Needs = Literal["row", "group", "batch", "state"]
 """What an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
 needs a fixed order from step to step."""
 
+Tokens = tuple[float, ...]
+"""One number per sampled token of a row."""
+
 GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
 """Tags; or tags per agent, where `*` is every other: {"proposer": ("episode", "agent"), "*": ("task", "agent")}."""
 
@@ -33,6 +36,28 @@ class CreditRow:
     """Sampled tokens; a row without any has weight 0 and no part in any statistic."""
     outcome: float | None = None
     """The reward before penalties, time and process terms; None if there are none, so that it equals `reward`."""
+    call_reward: float = 0.0
+    """What `reply.reward` gave this very call; what is left of the reward its agent or the team was given."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts that the reward adds up from, where it has several: `outcome`, and each term that was added."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """What was found in the call, each in [0, 1]: `tool_error`, `format_error` ..."""
+    token_rewards: Tokens | None = None
+    """Where the reward is not all on the last token; they add up to it."""
+    values: Tokens | None = None
+    """What a critic expected at each token, where there is one."""
+    valid: bool = True
+    """Whether the call could be parsed, and its tool call run."""
+    trains: bool = True
+    """False: how the call ended makes it no training row; its weight is 0."""
+    greedy: bool = False
+    """Of a play at temperature 0 that serves as a baseline; never trained."""
+    after: tuple[int, ...] = ()
+    """Hops of the calls that this one directly depends on."""
+    new_prompt_tokens: int = 0
+    """Tokens of its prompt beyond those of the turn that it extends."""
+    tool_s: float = 0.0
+    """Seconds that tools took between the turn it extends and this one."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
 
     def tag(self, name: str) -> Scalar:
@@ -79,6 +104,12 @@ class Credit:
     weights: Mapping[SampleId, float]
     """Row weight w_i of docs/math.md section 1: 1, or 0 for rows that stay out of sums and divisors."""
     report: Mapping[AgentName, AgentReport]
+    token_advantages: Mapping[SampleId, Tokens] = field(default_factory=dict)
+    """Of rows whose tokens differ; `advantages` then has their mean, for people."""
+    returns: Mapping[SampleId, Tokens] = field(default_factory=dict)
+    """What a critic should have expected at each token."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """What a `state` estimator must be given the next time."""
 
 
 class Estimator(Protocol):

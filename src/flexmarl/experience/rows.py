@@ -37,8 +37,14 @@ TURN_COLUMNS = (
     Column("advantage", ColumnKind.FLOAT),
     Column("weight", ColumnKind.FLOAT),
     Column("episode_tokens", ColumnKind.FLOAT),
+    Column("advantages", ColumnKind.TENSOR),  # these three per token, and only where an estimator gives them
+    Column("returns", ColumnKind.TENSOR),
+    Column("values", ColumnKind.TENSOR),
 )
 """The data columns of every agent's table; a run may add its own."""
+
+PER_TOKEN = ("advantages", "returns", "values")
+"""Fields of a Sample that few estimators give."""
 
 
 def prompt_row(sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray) -> PartialRow:
@@ -78,6 +84,7 @@ def closing_row(
 def credit_row(sample: Sample) -> PartialRow:
     """What credit made of the group for this turn. `episode_tokens` must be set: no row knows its episode later."""
     values = {"advantage": sample.advantage, "weight": sample.weight, "episode_tokens": sample.episode_tokens}
+    values |= {name: getattr(sample, name) for name in PER_TOKEN if getattr(sample, name) is not None}
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
@@ -108,6 +115,7 @@ def sample_from_row(row: Row) -> Sample:
         weight=_value(row, "weight"),
         reward=_value(row, "reward"),
         episode_tokens=_value(row, "episode_tokens"),
+        **{name: row.values[name] for name in PER_TOKEN if name in row.values},
     )
 
 

@@ -3,17 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexmarl.records.ids import PolicyName
 from flexmarl.records.turn import Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One turn as training sees it: its tokens, one advantage for all of them, and a weight."""
+    """One turn as training sees it: its tokens, what each of them was worth, and a weight."""
 
     turn: Turn
     advantage: float
-    """Frozen when the row became READY; the same for every sampled token."""
+    """Frozen when the row became READY; for every sampled token, unless `advantages` says more."""
+    advantages: NDArray[np.float64] | None = None
+    """[R] where the tokens differ."""
+    returns: NDArray[np.float64] | None = None
+    """[R] what a critic should have expected at each token; None: nothing to learn for it."""
+    values: NDArray[np.float64] | None = None
+    """[R] what the critic expected when the advantages were computed."""
     weight: float = 1.0
     """Row weight w_i of docs/math.md section 1; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
@@ -25,6 +34,16 @@ class Sample:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return len(self.turn.response_ids)
+
+    @property
+    def token_advantages(self) -> NDArray[np.float64]:
+        """[R] the advantage of each sampled token."""
+        return np.full(self.num_tokens, self.advantage) if self.advantages is None else self.advantages
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any of its advantages, or what a critic learns, can have a gradient."""
+        return self.returns is not None or bool(self.token_advantages.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, Row
 from flexmarl.experience.rows import (
+    PER_TOKEN,
     TURN_COLUMNS,
     closing_row,
     credit_row,
@@ -148,7 +149,7 @@ def row_with(*, without: str = "") -> Row:
     )
 
 
-@pytest.mark.parametrize("missing", [column.name for column in TURN_COLUMNS])
+@pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in PER_TOKEN])
 def test_a_row_without_a_value_is_no_sample_and_the_column_is_named(missing):
     assert bits(sample_from_row(row_with()).turn) == bits(A_TURN)
     with pytest.raises(StoreError, match=rf"'mul-7_2_g12e3a0' \(claimed\) has no {missing};"):
