@@ -8,7 +8,6 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,20 +23,17 @@ from flexmarl.training.backends.causal_lm import (
     move_and_cast,
     precision,
     prepare_for_training,
-    token_logprobs,
-    trained_logits,
     unique_tensors,
 )
-from flexmarl.training.batching import PaddedRows, pad, plan_passes
-from flexmarl.training.corrections.base import Sampled
+from flexmarl.training.backends.forward import plan, run
+from flexmarl.training.backends.gradients import GradientCache
 from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import UpdateReport
+from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-MEASURED = ("clipped", "kl_to_sampler", "entropy")
 
 
 class SavesPretrained(Protocol):
@@ -81,7 +77,8 @@ class SingleProcessTrainer:
         prepare_for_training(self._model, activation_checkpointing=settings.activation_checkpointing)
         self._updater = Updater(self._model, settings)
         self._version = Version(version)
-        self._cache: list[Tensor] | None = None
+        self._objective = Objective(settings)
+        self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
         self._last_update: UpdateReport | None = None
 
@@ -109,17 +106,17 @@ class SingleProcessTrainer:
         started = time.perf_counter()
         loss = self._settings.loss
         weights = token_weights(batch.samples, loss.aggregation, loss.horizon_tokens)
-        skip_zero = self._settings.skip_zero_advantage and loss.zero_advantage_is_zero_gradient
+        skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
         trained = [
             (sample, weight)
             for sample, weight in zip(batch.samples, weights.tolist(), strict=True)
-            if weight and (sample.advantage or not skip_zero)
+            if weight and (sample.teaches or not skip_zero)
         ]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
             sums = [
-                await self._run(self._forward_backward, [trained[i] for i in rows])
-                for rows in self._plan([sample for sample, _ in trained])
+                await self._run(self._forward_backward, [trained[i] for i in together.rows])
+                for together in plan([sample for sample, _ in trained], self._settings)
             ]
             return await self._run(self._commit, batch, sums, started)
 
@@ -141,7 +138,8 @@ class SingleProcessTrainer:
         found = [np.zeros(0, dtype=np.float32) for _ in batch.samples]
         filled = [i for i, sample in enumerate(batch.samples) if sample.num_tokens]
         samples = [batch.samples[i] for i in filled]
-        for rows in self._plan(samples):
+        for together in plan(samples, self._settings):
+            rows = together.rows
             flat = await self._run(self._forward, [samples[i] for i in rows])
             for i, values in zip(rows, np.split(flat, np.cumsum([samples[i].num_tokens for i in rows])), strict=False):
                 found[filled[i]] = values
@@ -166,64 +164,30 @@ class SingleProcessTrainer:
                 self._tokenizer.save_pretrained(str(path))
 
     @property
-    def _measured(self) -> tuple[str, ...]:
-        return (*MEASURED, *self._settings.correction.measures)
-
-    @property
     def _where(self) -> str:
         return f"policy '{self._policy}' at version {self._version}"
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._thread.run(work, *args, **kwargs) if self._thread else work(*args, **kwargs)
 
-    def _plan(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
-        lengths = np.array([len(s.turn.prompt_ids) + s.num_tokens for s in samples], dtype=np.int64)
-        return plan_passes(lengths, self._settings.max_tokens_per_forward)
-
     def _forward_backward(self, rows: Sequence[tuple[Sample, float]]) -> Tensor:
         samples = [sample for sample, _ in rows]
-        correction = self._settings.correction
-        recorded = torch.from_numpy(np.concatenate([s.turn.raw_logprobs for s in samples])).to(self._model.device)
-        drawn_from = torch.from_numpy(np.concatenate([s.turn.logprobs for s in samples])).to(self._model.device)
-        token = self._per_token(samples, self._model.device)
         with precision(self._model):
-            logprobs, entropy = token_logprobs(*trained_logits(self._model, _padded(samples)))
-            tokens = Sampled(
-                current=logprobs.detach(),
-                recorded=recorded.to(logprobs.dtype),
-                drawn_from=drawn_from.to(logprobs.dtype),
-                fresh=token([_all_at(self._version, sample) for sample in samples], torch.bool),
-            )
-            advantages = token([s.advantage for s in samples], logprobs.dtype)
-            losses, clipped = self._settings.loss.per_token(logprobs, correction.old_logprobs(tokens), advantages)
-            weights = token([weight for _, weight in rows], logprobs.dtype) * correction.weights(tokens)
-            loss = (losses * weights).sum()
+            outputs = run(self._model, samples)
+            loss, sums = self._objective(samples, [weight for _, weight in rows], outputs, version=self._version)
             (loss * self._settings.accumulation_scale).backward()
-        with torch.no_grad():
-            row_weights = token([s.weight for s in samples], logprobs.dtype)
-            drift = (logprobs - recorded).clamp(-20, 20)
-            measured = (torch.ones_like(entropy), clipped.to(entropy.dtype), drift.exp() - 1 - drift, entropy)
-            measured += correction.measured(tokens)
-            return torch.stack([loss.detach(), *(row_weights @ values for values in measured)]).double()
-
-    def _per_token(self, samples: Sequence[Sample], device: torch.device) -> Callable[[list, torch.dtype], Tensor]:
-        counts = torch.tensor([s.num_tokens for s in samples])
-        row_of_token = torch.arange(len(samples)).repeat_interleave(counts)
-        return lambda values, dtype: torch.tensor(values, dtype=dtype)[row_of_token].to(device)
+        return sums
 
     def _commit(self, batch: MicroBatch, sums: Sequence[Tensor], started: float) -> LossReport:
         if sums:
-            gradients = self._updater.take_gradients()
-            if self._cache is None:
-                self._cache = gradients
-            else:
-                torch._foreach_add_(self._cache, gradients)
-        totals = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (2 + len(self._measured))
+            self._cache.add(self._updater.take_gradients())
+        names = self._objective.names
+        totals = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * len(names)
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             num_samples=len(batch.samples),
             num_tokens=sum(sample.weight * sample.num_tokens for sample in batch.samples),
-            sums=dict(zip(("loss", "measured_tokens", *self._measured), totals, strict=True)),
+            sums=dict(zip(names, totals, strict=True)),
             duration_s=time.perf_counter() - started,
         )
         self._reports[batch.micro_batch_id] = report
@@ -237,12 +201,13 @@ class SingleProcessTrainer:
                 f"{total}; leave the policy at its version for this step"
             )
         # A batch whose advantages are all 0 has gradient 0, and is still an update (momentum, weight decay).
-        gradients = self._updater.take_gradients() if self._cache is None else self._cache
+        gradients = self._cache.sums or self._updater.take_gradients()
         torch._foreach_div_(gradients, self._settings.accumulation_scale * total)
         norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
         self._version = Version(self._version + 1)
         self._last_update = self._report(total, norm, learning_rate)
-        self._cache, self._reports = None, {}
+        self._cache.clear()
+        self._reports = {}
         return self._version
 
     def _report(self, total: float, norm: float, learning_rate: float) -> UpdateReport:
@@ -255,13 +220,13 @@ class SingleProcessTrainer:
             loss=sum(report.sums["loss"] for report in reports) / total,
             grad_norm=norm,
             learning_rate=learning_rate,
-            means={name: sum(r.sums[name] for r in reports) / measured for name in self._measured} if measured else {},
+            means={n: sum(r.sums[n] for r in reports) / measured for n in self._objective.measures} if measured else {},
         )
 
     @torch.no_grad()
     def _forward(self, samples: Sequence[Sample]) -> FloatArray:
         with precision(self._model):
-            logprobs, _ = token_logprobs(*trained_logits(self._model, _padded(samples)))
+            logprobs = run(self._model, samples).logprobs
         return logprobs.float().cpu().numpy()
 
     def _save(self, path: Path) -> None:
@@ -272,13 +237,13 @@ class SingleProcessTrainer:
             "policy": self._policy,
             "version": self._version,
             "optimizer": self._updater.optimizer.state_dict(),
-            "cache": self._cache,
+            "cache": self._cache.sums,
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
 
     def _checkpoint_bytes(self) -> int:
-        tensors = [*self._updater.masters.values(), *(self._cache or ())]
+        tensors = [*self._updater.masters.values(), *self._cache.tensors]
         tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -295,16 +260,5 @@ class SingleProcessTrainer:
         self._updater.refresh()
         self._updater.optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
-        self._cache = state["cache"]
+        self._cache.sums = state["cache"]
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
-
-
-def _all_at(version: Version, sample: Sample) -> bool:
-    return all(run.version == version for run in sample.turn.versions)
-
-
-def _padded(samples: Sequence[Sample]) -> PaddedRows:
-    return pad(
-        [np.concatenate((s.turn.prompt_ids, s.turn.response_ids)) for s in samples],
-        [np.arange(len(s.turn.prompt_ids) + s.num_tokens) >= len(s.turn.prompt_ids) for s in samples],
-    )
