@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flexmarl.errors import EpisodeError
@@ -30,8 +30,11 @@ class Ledger:
         self._calls: dict[AgentName, int] = defaultdict(int)
         self._contexts: dict[tuple[AgentName, str], int] = defaultdict(int)
         self._turns: dict[int, Turn] = {}
-        self._turn_rewards: dict[SampleId, float] = {}
-        self._agent_rewards: dict[AgentName, float] = {}
+        # Reward by part, at each of the three levels; what nobody rewarded is not there.
+        self._team_rewards: dict[str, float] = {}
+        self._agent_rewards: dict[AgentName, dict[str, float]] = defaultdict(dict)
+        self._call_rewards: dict[SampleId, dict[str, float]] = defaultdict(dict)
+        self._signals: dict[SampleId, Mapping[str, float]] = {}
 
     def next_act(self) -> int:
         """Number of an act that begins now."""
@@ -50,15 +53,18 @@ class Ledger:
         """Keeps the answer to the call of this hop."""
         self._turns[hop] = turn
 
-    def reward_turns(self, turns: Iterable[Turn], reward: float) -> None:
+    def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
         """Adds to the reward of each of these turns."""
-        reward = _finite(reward)
         for turn in turns:
-            self._turn_rewards[turn.sample_id] = self._turn_rewards.get(turn.sample_id, 0.0) + reward
+            _add(self._call_rewards[turn.sample_id], part, reward)
 
-    def reward_agent(self, agent: AgentName, reward: float) -> None:
+    def reward_agent(self, agent: AgentName, reward: float, part: str) -> None:
         """Adds to the reward of each turn the agent has at the end of the episode."""
-        self._agent_rewards[agent] = self._agent_rewards.get(agent, 0.0) + _finite(reward)
+        _add(self._agent_rewards[agent], part, reward)
+
+    def reward_team(self, reward: float, part: str) -> None:
+        """Adds to the reward of each turn, of all agents, that there is at the end of the episode."""
+        _add(self._team_rewards, part, reward)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -67,14 +73,31 @@ class Ledger:
 
     def rewards(self) -> dict[SampleId, float | None]:
         """Reward of every turn, in hop order; None where nobody gave one."""
-        return {turn.sample_id: self._reward(turn) for turn in self.turns}
+        return {sample_id: sum(parts.values()) if parts else None for sample_id, parts in self.parts().items()}
 
-    def _reward(self, turn: Turn) -> float | None:
-        given = (self._agent_rewards.get(turn.agent), self._turn_rewards.get(turn.sample_id))
-        return None if given == (None, None) else sum(reward for reward in given if reward is not None)
+    def parts(self) -> dict[SampleId, Mapping[str, float]]:
+        """The parts that the reward of every turn adds up from, in hop order; empty where nobody gave one."""
+        return {turn.sample_id: self._parts(turn) for turn in self.turns}
+
+    def call_rewards(self) -> dict[SampleId, float]:
+        """What of its reward every turn was given for itself, and not as one of its agent's or of the team's."""
+        return {turn.sample_id: sum(self._call_rewards.get(turn.sample_id, {}).values(), 0.0) for turn in self.turns}
+
+    def signals(self) -> dict[SampleId, Mapping[str, float]]:
+        """What was found in every turn, in hop order."""
+        return {turn.sample_id: self._signals.get(turn.sample_id, {}) for turn in self.turns}
+
+    def _parts(self, turn: Turn) -> dict[str, float]:
+        parts = dict(self._team_rewards)
+        for given in (self._agent_rewards.get(turn.agent, {}), self._call_rewards.get(turn.sample_id, {})):
+            for part, reward in given.items():
+                _add(parts, part, reward)
+        return parts
 
 
-def _finite(reward: float) -> float:
+def _add(parts: dict[str, float], part: str, reward: float) -> None:
     if not math.isfinite(reward):
         raise EpisodeError(f"a reward must be a finite number, got {reward!r}")
-    return float(reward)
+    if not part.isidentifier():
+        raise EpisodeError(f"a part of a reward must be named as a variable is, e.g. 'format', got {part!r}")
+    parts[part] = parts.get(part, 0.0) + float(reward)

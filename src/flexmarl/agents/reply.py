@@ -36,7 +36,7 @@ class Reply:
     """Of the last call; `length` means that the text was cut."""
     unresolved: bool = False
     """The text holds a tool call that was not run: the budget was spent, or the text was cut."""
-    give: Callable[[tuple[Turn, ...], float], None] = field(repr=False)
+    give: Callable[[tuple[Turn, ...], float, str], None] = field(repr=False)
     """Where rewards go."""
 
     @property
@@ -45,6 +45,6 @@ class Reply:
         is_plain = isinstance(self.parsed, str | int | float) and not isinstance(self.parsed, bool)
         return str(self.parsed) if is_plain else self.text
 
-    def reward(self, reward: float) -> None:
-        """Adds to the reward of this reply's turns."""
-        self.give(self.turns, reward)
+    def reward(self, reward: float, part: str = "outcome") -> None:
+        """Adds to the reward of this reply's turns; rewards of one `part` add up, and are logged apart from others."""
+        self.give(self.turns, reward, part)

@@ -137,9 +137,9 @@ class Seat:
         self._conversation = conversation
         return self.last
 
-    def reward(self, reward: float) -> None:
+    def reward(self, reward: float, part: str = "outcome") -> None:
         """Adds to the reward of each turn that this agent has at the end of the episode."""
-        self._ledger.reward_agent(self.name, reward)
+        self._ledger.reward_agent(self.name, reward, part)
 
     @cached_property
     def _sampling(self) -> Sampling:

@@ -51,6 +51,10 @@ class Team:
             raise EpisodeError("the workflow asks for an environment, but this run has none")
         return self.context.environment(self.context.task)
 
+    def reward(self, reward: float, part: str = "outcome") -> None:
+        """Adds to the reward of each turn, of all agents, that there is at the end of the episode."""
+        self._ledger.reward_team(reward, part)
+
     def report(self, **metrics: float) -> None:
         """Figures of this episode; `success` is the team's score. A name reported again replaces its value."""
         for name, value in metrics.items():
@@ -71,6 +75,18 @@ class Team:
     def rewards(self) -> dict[SampleId, float | None]:
         """Reward of every turn so far, in hop order; None where the workflow gave none."""
         return self._ledger.rewards()
+
+    def parts(self) -> dict[SampleId, Mapping[str, float]]:
+        """The parts that each of these rewards adds up from, by name."""
+        return self._ledger.parts()
+
+    def call_rewards(self) -> dict[SampleId, float]:
+        """What of these rewards the workflow gave with `reply.reward`."""
+        return self._ledger.call_rewards()
+
+    def signals(self) -> dict[SampleId, Mapping[str, float]]:
+        """What was found in every turn so far, each in [0, 1]: `tool_error`, `format_error` ..."""
+        return self._ledger.signals()
 
 
 def reserved_names() -> frozenset[str]:

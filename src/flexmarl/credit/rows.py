@@ -1,32 +1,57 @@
-"""Decides which turns of a group take part in credit."""
+"""Decides which turns of a group take part in credit, and what credit sees of them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from flexmarl.credit.interface import CreditRow
-from flexmarl.records import FinishReason, GroupRecord, PolicyName, split_sample_id
+from flexmarl.records import Episode, FinishReason, GroupRecord, PolicyName, SampleId, Task, Turn, split_sample_id
 
-UNTRAINABLE = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 """The system ended these calls, not the policy."""
 
 
-def credit_rows(group: GroupRecord, trained: Collection[PolicyName]) -> tuple[CreditRow, ...]:
+def credit_rows(
+    group: GroupRecord, trained: Collection[PolicyName], untrained_finish: Collection[FinishReason] = ()
+) -> tuple[CreditRow, ...]:
     """One row per turn that a trained policy sampled to its end in a finished episode; failed episodes give none.
 
-    A turn that the workflow gave no reward keeps None: the estimator refuses it.
+    A turn that the workflow gave no reward keeps None: the estimator refuses it. One that ended for a reason in
+    `untrained_finish` is a row that does not train.
     """
-    return tuple(
-        CreditRow(
-            sample_id=turn.sample_id,
-            task=group.task.input_id,
-            episode=episode.episode,
-            agent=turn.agent,
-            policy=turn.policy,
-            hop=split_sample_id(turn.sample_id)[1],
-            reward=episode.rewards.get(turn.sample_id),
-            num_tokens=len(turn.response_ids),
-            tags={"policy_version": turn.version, **turn.tags},
-        )
-        for episode in group.finished
-        for turn in episode.turns
-        if turn.policy in trained and turn.finish not in UNTRAINABLE
+    rows: list[CreditRow] = []
+    for episode in group.finished:
+        turns = {turn.sample_id: turn for turn in episode.turns}
+        for turn in episode.turns:
+            if turn.policy in trained and turn.finish not in FAILED:
+                rows.append(_row(group.task, episode, turn, turns, trains=turn.finish not in untrained_finish))
+    return tuple(rows)
+
+
+def _row(task: Task, episode: Episode, turn: Turn, turns: Mapping[SampleId, Turn], *, trains: bool) -> CreditRow:
+    reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
+    return CreditRow(
+        sample_id=turn.sample_id,
+        task=task.input_id,
+        episode=episode.episode,
+        agent=turn.agent,
+        policy=turn.policy,
+        hop=split_sample_id(turn.sample_id)[1],
+        reward=reward,
+        num_tokens=len(turn.response_ids),
+        outcome=parts["outcome"] if len(parts) > 1 and "outcome" in parts else None,
+        call_reward=episode.call_rewards.get(turn.sample_id, 0.0),
+        parts=parts,
+        signals=episode.signals.get(turn.sample_id, {}),
+        valid=bool(tags.get("valid", True)),
+        trains=trains,
+        greedy=bool(tags.get("greedy", False)),
+        after=tuple(int(hop) for hop in str(tags.get("after", "")).split(",") if hop),
+        new_prompt_tokens=len(turn.prompt_ids) - _held(turn, turns),
+        tool_s=float(tags.get("tool_s", 0.0)),
+        tags={"policy_version": turn.version, **tags},
     )
+
+
+def _held(turn: Turn, turns: Mapping[SampleId, Turn]) -> int:
+    """Tokens of its prompt that were there before: those of the turn that it extends."""
+    parent = turns.get(turn.parent) if turn.parent else None
+    return len(parent.prompt_ids) + len(parent.response_ids) if parent else 0

@@ -33,6 +33,12 @@ class Episode:
     """In hop order, of all agents; failed calls are not turns."""
     rewards: Mapping[SampleId, float | None] = field(default_factory=dict)
     """Reward of every turn; None where the workflow gave none."""
+    call_rewards: Mapping[SampleId, float] = field(default_factory=dict)
+    """What of it the workflow gave that very turn; the rest went to its agent or to the team."""
+    parts: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
+    """What it adds up from, by name; `outcome` unless the workflow named another."""
+    signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
+    """What was found in the turn, each in [0, 1]: `tool_error`, `format_error` ..."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
     duration_s: float = 0.0

@@ -119,6 +119,9 @@ class Player:
             reason=reason,
             turns=team.turns,
             rewards=team.rewards(),
+            call_rewards=team.call_rewards(),
+            parts=team.parts(),
+            signals=team.signals(),
             metrics=team.metrics,
             duration_s=clock() - started,
         )

@@ -34,6 +34,45 @@ def test_rewards_of_replies_and_seats_add_up_and_none_is_a_state():
     assert list(team.rewards()) == [turn.sample_id for turn in team.turns]
 
 
+def test_a_reward_is_kept_apart_by_part_and_by_whom_it_was_given_to():
+    async def workflow(team):
+        first = await team.solver.act("a")
+        await team.verifier.act("b")
+        team.reward(1.0)
+        team.solver.reward(0.5)
+        team.solver.reward(0.25, part="style")
+        first.reward(-0.125, part="length")
+        first.reward(0.0625)
+
+    team = played(workflow)
+    solver, verifier = (turn.sample_id for turn in team.turns)
+    assert team.parts() == {
+        solver: {"outcome": 1.5625, "style": 0.25, "length": -0.125},
+        verifier: {"outcome": 1.0},
+    }
+    assert team.rewards() == {solver: 1.6875, verifier: 1.0}
+    assert team.call_rewards() == {solver: -0.0625, verifier: 0.0}
+
+
+def test_a_turn_that_nobody_rewarded_has_no_parts():
+    async def workflow(team):
+        await team.verifier.act("b")
+        team.solver.reward(1.0)
+
+    team = played(workflow)
+    (turn,) = team.turns
+    assert team.parts() == {turn.sample_id: {}}
+    assert team.rewards() == {turn.sample_id: None}
+
+
+def test_a_part_has_the_name_of_a_variable():
+    async def workflow(team):
+        (await team.solver.act("a")).reward(1.0, part="a/b")
+
+    with pytest.raises(EpisodeError, match="named as a variable is, e.g. 'format', got 'a/b'"):
+        played(workflow)
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_is_a_finite_number(reward):
     async def workflow(team):

@@ -1,5 +1,7 @@
 """Only what a trained policy sampled to its end, in a finished episode, is credited."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from flexmarl.credit import credit_rows
@@ -71,3 +73,46 @@ def test_rows_are_the_trained_turns_of_finished_episodes() -> None:
     ]
     assert (rows[1].task, rows[1].episode, rows[1].hop, rows[1].num_tokens) == ("mul_7", "g0e0a0", 2, 3)
     assert rows[1].tags == {"turn": 1, "policy_version": 4}
+
+
+def only_row(*turns: Turn, untrained: tuple[FinishReason, ...] = (), **fields):
+    """The row of the last turn of an episode."""
+    played = replace(episode("g0e0a0", turns, {turns[-1].sample_id: 1.5}), **fields)
+    group = GroupRecord(group=GroupId(0), task=Task(input_id="mul_7", prompt="7*8"), step=3, episodes=(played,))
+    return credit_rows(group, {PolicyName("solver-policy")}, untrained)[-1]
+
+
+def test_a_row_has_the_parts_of_its_reward_and_what_was_found_in_the_call() -> None:
+    turns = (turn("g0e0a0", 0, "solver"), turn("g0e0a0", 1, "solver"))
+    last = turns[1].sample_id
+    row = only_row(
+        *turns,
+        call_rewards={last: 0.5},
+        parts={last: {"outcome": 1.0, "style": 0.5}},
+        signals={last: {"tool_error": 1.0}},
+    )
+    assert (row.reward, row.outcome, row.call_reward) == (1.5, 1.0, 0.5)
+    assert (dict(row.parts), dict(row.signals)) == ({"outcome": 1.0, "style": 0.5}, {"tool_error": 1.0})
+    assert only_row(*turns, parts={last: {"outcome": 1.5}}).outcome is None, "the outcome is the whole reward"
+    assert only_row(*turns, parts={last: {"right": 1.0, "style": 0.5}}).outcome is None, "no part is the outcome"
+
+
+def test_a_row_reads_the_tags_that_have_a_meaning() -> None:
+    marked = replace(turn("g0e0a0", 5, "solver"), tags={"after": "3,4", "tool_s": 0.5, "valid": False, "greedy": True})
+    row = only_row(marked)
+    assert (row.after, row.tool_s, row.valid, row.greedy) == ((3, 4), 0.5, False, True)
+    bare = only_row(turn("g0e0a0", 0, "solver"))
+    assert (bare.after, bare.tool_s, bare.valid, bare.greedy) == ((), 0.0, True, False)
+
+
+def test_new_prompt_tokens_are_those_beyond_the_turn_that_is_extended() -> None:
+    first = turn("g0e0a0", 0, "solver")
+    longer = replace(turn("g0e0a0", 1, "solver"), prompt_ids=np.arange(9, dtype=np.int32), parent=first.sample_id)
+    assert only_row(first).new_prompt_tokens == 2
+    assert only_row(first, longer).new_prompt_tokens == 9 - (2 + 3)
+
+
+def test_a_finish_that_does_not_train_is_a_row_all_the_same() -> None:
+    cut = turn("g0e0a0", 0, "solver", FinishReason.LENGTH)
+    assert only_row(cut).trains
+    assert not only_row(cut, untrained=(FinishReason.LENGTH,)).trains
