@@ -12,6 +12,9 @@ Needs = Literal["row", "group", "batch", "state"]
 """What an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
 needs a fixed order from step to step."""
 
+Extra = Literal["greedy", "values"]
+"""What rows must carry beyond rewards: those of a play at temperature 0 per group, or a critic's values."""
+
 Tokens = tuple[float, ...]
 """One number per sampled token of a row."""
 
@@ -109,11 +112,11 @@ class Credit:
     returns: Mapping[SampleId, Tokens] = field(default_factory=dict)
     """What a critic should have expected at each token."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """What a `state` estimator must be given the next time."""
+    """What a `state` estimator must be given the next time, by agent."""
 
 
 class Estimator(Protocol):
-    """Advantages from rewards. Pure: the answer depends on the rows alone, not on the order they come in.
+    """Advantages from rewards. Pure: the answer depends on rows and memory alone, not on the order rows come in.
 
     Raises CreditError for a missing or non-finite reward, an unknown tag, a sample given twice, or a group that breaks
     a requirement.
@@ -129,8 +132,16 @@ class Estimator(Protocol):
         """How much of a step one call must be given."""
         ...
 
-    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
-        """Advantages of the rows, which are whole groups, or the whole step if `needs` says so."""
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """What the rows must carry beyond rewards."""
+        ...
+
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
+        """Advantages of the rows, which are whole groups, or the whole step if `needs` says so.
+
+        `memory` is what the step before gave back (`Credit.memory`); only a `state` estimator looks at it.
+        """
         ...
 
 

@@ -1,13 +1,14 @@
 """Decides advantages by comparing each row with its group: A = (c - b) / D (docs/math.md section 5)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.credit.effect import Effect, effect_of
+from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
 from flexmarl.credit.keys import Group, Requirement, group_name, group_rows
 from flexmarl.errors import CreditError
@@ -18,15 +19,13 @@ Singleton = Literal["zero", "raw", "zero_unless_all", "drop", "error"]
 Scores = NDArray[np.float64]
 
 
-class GroupRelative(BaseModel):
+class GroupRelative(EstimatorBase):
     """The general form; each preset sets its parameters to what its paper or its code does.
 
     x   observations of the group, by `unit`
     c   what a row is compared as: its score, or its episode's mean
     A   (c - mean(x)) / D,   D = 1 or max(std(x), std_floor) + eps;   0 where all of x are equal or std <= min_std
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: GroupKey = ("task", "agent")
     """Tags whose equal values form a group, or such tags per agent ("*": every other agent)."""
@@ -72,7 +71,7 @@ class GroupRelative(BaseModel):
         """Whole groups; the whole step where a lone row's fate depends on the other groups."""
         return "batch" if self.singleton == "zero_unless_all" else "group"
 
-    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages, weights and a report per agent."""
         ordered = in_order(rows)
         groups = group_rows([row for row in ordered if row.num_tokens], self.key, self.require)

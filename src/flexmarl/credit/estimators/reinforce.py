@@ -1,22 +1,19 @@
 """Decides advantages as REINFORCE does: the reward itself, compared with nothing (Williams 1992)."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
 from flexmarl.records import AgentName
 
 
-class Reinforce(BaseModel):
+class Reinforce(EstimatorBase):
     """A = reward. Needs no other row, so that a row may be trained as soon as its own episode has ended.
 
     No baseline: rewards that are all positive push every sampled token up. Give rewards of both signs.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["reinforce"] = "reinforce"
 
@@ -30,7 +27,7 @@ class Reinforce(BaseModel):
         """Each row alone."""
         return "row"
 
-    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Every row's own reward; rows without sampled tokens have weight 0."""
         ordered = in_order(rows)
         empty: dict[AgentName, int] = defaultdict(int)

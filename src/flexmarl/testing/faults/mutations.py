@@ -1,7 +1,7 @@
 """Rules that are broken on purpose: a law that catches no broken rule is not tried."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class _PassesFailuresOff(InferencePool):
 class _ComparesWithOthers(Default):
     _before: list[float] = PrivateAttr(default_factory=list)
 
-    def estimate(self, rows: Sequence[CreditRow]) -> Credit:
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         credit = super().estimate(rows)
         shift = sum(self._before)
         self._before[:] = [sum(row.reward or 0.0 for row in rows) / max(len(rows), 1)]

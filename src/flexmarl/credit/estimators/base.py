@@ -1,0 +1,28 @@
+"""Decides what an estimator is unless it says otherwise: settings that compare whole groups."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs
+
+
+class EstimatorBase(BaseModel, ABC):
+    """The class of an estimator is its settings; it adds a `type`, a `key`, its options and `estimate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def needs(self) -> Needs:
+        """Whole groups."""
+        return "group"
+
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """Nothing but rewards."""
+        return frozenset()
+
+    @abstractmethod
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
+        """See `Estimator`."""
