@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.agents.recorder import NoRecorder, Recorder
-from flexmarl.records import EpisodeId, Generation, GenerationRequest, GroupId, Task
+from flexmarl.records import EpisodeId, Generation, GenerationRequest, GroupId, Scalar, Task
 from flexmarl.tasks import Environment
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
@@ -25,6 +25,8 @@ class EpisodeContext:
     recorder: Recorder = field(default_factory=NoRecorder)
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
+    tags: Mapping[str, Scalar] = field(default_factory=dict)
+    """Tags of every turn, e.g. {"greedy": True}."""
 
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment that the task is played in, where there is one."""

@@ -39,7 +39,7 @@ from flexmarl.records import (
 from flexmarl.tools import Parsed, Tool, ToolCall
 from flexmarl.tools.syntax import Syntax
 
-OURS = frozenset({"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid"})
+OURS = frozenset({"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy"})
 """Tags that a workflow cannot give; `turn` and `branch` it can."""
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
 
@@ -241,6 +241,7 @@ class Seat:
             "call": numbers.call,
             "branch": conversation.branch,
             "context_hash": hashed,
+            **context.tags,
             **tags,
         }
         sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)

@@ -18,7 +18,7 @@ def credit_rows(
     `untrained_finish` is a row that does not train.
     """
     rows: list[CreditRow] = []
-    for episode in group.finished:
+    for episode in filter(lambda play: play.finished, group.plays):
         turns = {turn.sample_id: turn for turn in episode.turns}
         for turn in episode.turns:
             if turn.policy in trained and turn.finish not in FAILED:

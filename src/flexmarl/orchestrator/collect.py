@@ -76,7 +76,7 @@ class Collector:
 
     async def take(self, group: GroupRecord) -> None:
         """Takes a group of this step when it has finished playing, failed ones too (law 3 is checked)."""
-        self._versions.check((turn for episode in group.episodes for turn in episode.turns), max_staleness=0)
+        self._versions.check((turn for episode in group.plays for turn in episode.turns), max_staleness=0)
         self._held[group.group] = group
         async with self._turn:  # One group at a time: while the store writes, the next one must not overtake.
             if self._release is Release.AT_ONCE:

@@ -59,8 +59,15 @@ class GroupRecord:
     step: int
     attempt: int = 0
     episodes: tuple[Episode, ...] = ()
+    greedy: Episode | None = None
+    """One more play, at temperature 0, where credit compares with it: never trained, and in no count."""
 
     @property
     def finished(self) -> tuple[Episode, ...]:
         """The episodes that training may use."""
         return tuple(episode for episode in self.episodes if episode.finished)
+
+    @property
+    def plays(self) -> tuple[Episode, ...]:
+        """All of its episodes, and the greedy one."""
+        return self.episodes if self.greedy is None else (*self.episodes, self.greedy)

@@ -88,11 +88,18 @@ class Player:
         self._sampling = {} if temperature is None else {"temperature": temperature}
 
     async def play(
-        self, group: GroupRecord, index: int, *, stop: Stop | None = None, generate: Generate | None = None
+        self,
+        group: GroupRecord,
+        index: int,
+        *,
+        stop: Stop | None = None,
+        generate: Generate | None = None,
+        greedy: bool = False,
     ) -> Episode:
         """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out.
 
-        `generate` may stand between its calls and the engines. The rows of an episode that `stop` ends are EXPIRED.
+        `generate` may stand between its calls and the engines. The rows of an episode that `stop` ends are EXPIRED;
+        those of a `greedy` one, which is played at temperature 0 and tagged so, are FILTERED at its end.
         """
         stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
@@ -104,7 +111,8 @@ class Player:
             run_seed=self._run_seed,
             generate=self._held(generate or self._generate, limit),
             recorder=recorder or NoRecorder(),
-            sampling=self._sampling,
+            sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
+            tags={"greedy": True} if greedy else {},
             environment=self._team.environment,
         )
         team = self._team.seat(context)
@@ -126,7 +134,11 @@ class Player:
             duration_s=clock() - started,
         )
         if recorder is not None:
-            await recorder.finish(episode, ends=RowState.EXPIRED if stop.because else RowState.FAILED)
+            await recorder.finish(
+                episode,
+                ends=RowState.EXPIRED if stop.because else RowState.FAILED,
+                untrained="the greedy play: others are compared with it" if greedy else "",
+            )
         return episode
 
     @property

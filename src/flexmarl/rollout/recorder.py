@@ -42,8 +42,11 @@ class StoreRecorder:
         self._check_open(turn.sample_id)
         await self._store.put(turn.agent, [response_row(turn)])
 
-    async def finish(self, episode: Episode, *, ends: RowState = RowState.FAILED) -> None:
-        """Adds the rewards of a finished episode, or moves every row of another one to `ends` (law 11)."""
+    async def finish(self, episode: Episode, *, ends: RowState = RowState.FAILED, untrained: str = "") -> None:
+        """Adds the rewards of a finished episode, or moves every row of another one to `ends` (law 11).
+
+        `untrained` says why rows of a finished one are never trained: they end FILTERED at once.
+        """
         self._ended = True
         for agent, row in list(self._opening.values()):
             # Interrupted, or still on its way: whether the row is there is unknown, and putting it twice is no error.
@@ -56,6 +59,8 @@ class StoreRecorder:
         unfinished = [sample_id for sample_id in self._opened if sample_id not in episode.rewards]
         if unfinished:
             await self._store.settle(unfinished, Outcome(state=RowState.FAILED, reason="the call did not end"))
+        if untrained:
+            await self._store.settle(list(episode.rewards), Outcome(state=RowState.FILTERED, reason=untrained))
 
     def _closing_rows(self, episode: Episode) -> Mapping[AgentName, Sequence[PartialRow]]:
         """What each turn came to: its reward, if it got one, and the agent of the call that followed it."""

@@ -38,14 +38,19 @@ class Rollout:
         episodes: int,
         journal: Journal,
         policies: Sequence[PolicyName] = (),
+        greedy: bool = False,
     ) -> None:
-        """`policies` in the order of their agents: lockstep gives them their turns in it."""
+        """`policies` in the order of their agents: lockstep gives them their turns in it.
+
+        With `greedy` each group has one more play, at temperature 0, that takes a trajectory slot like any other.
+        """
         self._player = player
         self._admission = admission
         self._settings = settings
         self._episodes = episodes
         self._journal = journal
         self._policies = tuple(policies)
+        self._greedy = greedy
         self._stops: dict[GroupId, Stop] = {}
         """Of the groups that came and are not emitted yet."""
 
@@ -72,7 +77,7 @@ class Rollout:
         played, stop = group, self._stops[group.group]
         while not stop.because:
             self._admission.move(group.group, GroupState.RUNNING)
-            played = replace(group, episodes=await self._play_episodes(group, stop, emit_episode))
+            played = await self._play_episodes(group, stop, emit_episode)
             if stop.because:
                 break
             if played.finished:
@@ -90,7 +95,7 @@ class Rollout:
         del self._stops[group.group]
         await emit(played)
 
-    async def _play_episodes(self, group: GroupRecord, stop: Stop, emit_episode: EmitEpisode) -> tuple[Episode, ...]:
+    async def _play_episodes(self, group: GroupRecord, stop: Stop, emit_episode: EmitEpisode) -> GroupRecord:
         trajectories = asyncio.Semaphore(self._settings.intra_query)
         in_turn = Lockstep(self._policies) if self._settings.order == "lockstep" else None
 
@@ -106,9 +111,20 @@ class Rollout:
                     await emit_episode(group, episode)
                 return episode
 
+        async def play_greedily() -> Episode | None:
+            async with trajectories:
+                return None if stop.because else await self._player.play(group, self._episodes, stop=stop, greedy=True)
+
         async with asyncio.TaskGroup() as tasks:
             playing = [
                 tasks.create_task(play(index), name=f"rollout/group-{group.group}/episode-{index}")
                 for index in range(self._episodes)
             ]
-        return tuple(episode for task in playing if (episode := task.result()))
+            baseline = (
+                tasks.create_task(play_greedily(), name=f"rollout/group-{group.group}/greedy") if self._greedy else None
+            )
+        return replace(
+            group,
+            episodes=tuple(episode for task in playing if (episode := task.result())),
+            greedy=baseline.result() if baseline else None,
+        )
