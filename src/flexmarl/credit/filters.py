@@ -1,4 +1,4 @@
-"""Decides which tasks are worth training on (DAPO's dynamic sampling without refill, docs/math.md section 6)."""
+"""Decides which tasks are worth training on (DAPO's dynamic sampling, docs/math.md section 6)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,6 +38,28 @@ class OutcomeFilter(BaseModel):
     """Rewards that differ by no more count as equal."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Worst and best reward: too hard and too easy."""
+    refill: bool = Field(
+        default=False,
+        description="sync, microbatch, colocated: play other tasks instead of those that are dropped, or fail. The "
+        "asynchronous modes do so anyway.",
+    )
+    max_gen_batches: int = Field(
+        default=10, ge=1, description="refill: a step plays at most so many times batch.groups tasks."
+    )
+    on_shortfall: Literal["train_short", "error", "unfiltered"] = Field(
+        default="train_short",
+        description="refill: when that many were played and too few are kept, train on fewer, end the run, or keep the "
+        "last ones that were dropped as they are.",
+    )
+
+    @model_validator(mode="after")
+    def _shortfall_needs_refill(self) -> "OutcomeFilter":
+        if self.on_shortfall != "train_short" and not self.refill:
+            raise ValueError(
+                f"on_shortfall: '{self.on_shortfall}' says what follows when refill does not suffice, and refill is "
+                f"false; use refill=true, or on_shortfall=train_short"
+            )
+        return self
 
     @model_validator(mode="after")
     def _range_is_ordered(self) -> "OutcomeFilter":

@@ -1,5 +1,8 @@
 """Runs collection: finished groups become the READY rows and the divisors of a batch.
 
+  finished group ──► judge ──► keep until its release ──► credit ──► READY
+                     └──► drop: FILTERED, and the step may need another (refill.py)
+
 consumes    finished groups, in any order; single episodes, where credit looks at nothing else
 waits for   nothing; or for older groups (deterministic); or for the end of the batch (`sync`, batch-wide credit)
 produces    READY rows for the training sessions, and each policy's divisors
@@ -7,13 +10,14 @@ unblocked by the next finished group, or the end of the batch
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.observability.journal import Journal
-from flexmarl.orchestrator.crediting import Credited, Crediting
+from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
+from flexmarl.orchestrator.refill import Refill
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
@@ -55,15 +59,22 @@ class Collector:
         self._on_ready = on_ready
         self._journal = journal
         self._turn = asyncio.Lock()
-        self._held: dict[GroupId, GroupRecord] = {}
-        self._next = GroupId(admission.next_group)
+        self._came: dict[GroupId, GroupRecord] = {}
+        """Not judged yet: older ones have to come first."""
+        self._kept: dict[GroupId, GroupRecord | None] = {}
+        """Judged and not released; None: there is nothing to release."""
+        self._to_judge = self._to_release = GroupId(admission.next_group)
+        """The next ones, where the order of admission counts."""
+        self.refill = Refill(admission.law.groups, crediting.filter)
+        """Which groups the batch still needs, in the synchronous modes."""
         self._samples: dict[GroupId, dict[PolicyName, int]] = {}
         """How many samples each kept group has."""
         self._divisors: dict[PolicyName, Divisors] = {}
 
     def open(self) -> None:
         """Begins a batch: in the synchronous modes the groups admitted from now on belong to it."""
-        self._next = GroupId(self._admission.next_group)
+        self._to_judge = self._to_release = GroupId(self._admission.next_group)
+        self.refill = Refill(self._admission.law.groups, self._crediting.filter)
         self._samples = {}
         self._divisors = {policy: Divisors() for policy in self._crediting.trained}
 
@@ -74,20 +85,16 @@ class Collector:
             async with self._turn:
                 await self._pass_on([replace(group, episodes=(episode,))])
 
-    async def take(self, group: GroupRecord) -> None:
-        """Takes a group of this step when it has finished playing, failed ones too (law 3 is checked)."""
+    async def take(self, group: GroupRecord) -> Sequence[Judged]:
+        """Takes a group of this step when it has finished playing, failed ones too (law 3 is checked).
+
+        What was found of the groups that could be judged then. Raises EpisodeError if the step cannot be filled.
+        """
         self._versions.check((turn for episode in group.plays for turn in episode.turns), max_staleness=0)
-        self._held[group.group] = group
         async with self._turn:  # One group at a time: while the store writes, the next one must not overtake.
-            if self._release is Release.AT_ONCE:
-                await self._collect([self._held.pop(group.group)])
-            elif self._release is Release.BY_EPISODE:
-                self._end([self._held.pop(group.group)])
-            elif self._release is Release.IN_ORDER:
-                while self._next in self._held:
-                    ready = self._held.pop(self._next)
-                    self._next = GroupId(self._next + 1)
-                    await self._collect([ready])
+            judged = [await self._judge(due) for due in self._due(group)]
+            await self._release_kept()
+        return judged
 
     async def add(self, groups: Sequence[GroupRecord], *, max_staleness: int | None) -> None:
         """Adds groups that the filter has kept, sampled at most `max_staleness` versions ago (law 3)."""
@@ -100,9 +107,10 @@ class Collector:
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
         """Ends the batch's collection; the divisors of every trained policy's batch."""
-        held, self._held = [self._held[group] for group in sorted(self._held)], {}
-        if held:
-            await self._collect(held)
+        kept = [group for _, group in sorted(self._kept.items()) if group]
+        self._kept = {}
+        for compared in [kept] if self._crediting.batch_wide and kept else [[group] for group in kept]:
+            await self._collect(compared)
         return self._divisors
 
     @property
@@ -116,12 +124,46 @@ class Collector:
             self._admission.move(group, GroupState.TRAINED)
         return groups
 
+    def _due(self, group: GroupRecord) -> Iterator[GroupRecord]:
+        """Groups that are to be judged, now that this one has come."""
+        if not self.refill.in_order:
+            yield group
+            return
+        self._came[group.group] = group
+        while self._to_judge in self._came:
+            self._to_judge = GroupId(self._to_judge + 1)
+            yield self._came.pop(GroupId(self._to_judge - 1))
+
+    async def _judge(self, group: GroupRecord) -> Judged:
+        """Decides whether the group is trained on; another one is admitted instead when its slot is free."""
+        judged = Judged("it failed")
+        if group.finished:
+            by_episode = self._release is Release.BY_EPISODE  # Then it is judged, part by part, already.
+            judged = Judged("") if by_episode else self._crediting.judge(group)
+        kept = self.refill.keeps(judged)
+        if group.finished and not kept:
+            await self._crediting.drop(group, judged.drop)
+        self.refill.judged(kept=kept)
+        self._kept[group.group] = group if kept else None
+        return judged
+
+    async def _release_kept(self) -> None:
+        """Passes on those kept groups whose time has come."""
+        if self._release is Release.IN_ORDER:
+            while self._to_release in self._kept:
+                group = self._kept.pop(self._to_release)
+                self._to_release = GroupId(self._to_release + 1)
+                await self._collect([group] if group else [])
+        elif self._release is not Release.AT_END:
+            kept, self._kept = self._kept, {}
+            for group in kept.values():
+                await self._collect([group] if group else [])
+
     async def _collect(self, groups: Sequence[GroupRecord]) -> None:
-        """Filter, credit, READY. Groups are judged one by one, so what came together makes no difference."""
-        kept = [group for group in groups if group.finished and await self._crediting.keeps(group)]
-        for compared in [kept] if self._crediting.batch_wide and kept else [[group] for group in kept]:
-            await self._pass_on(compared)
-            self._end(compared)
+        """Credit, READY; but for episodes, which were passed on one by one."""
+        if groups and self._release is not Release.BY_EPISODE:
+            await self._pass_on(groups)
+        self._end(groups)
 
     async def _pass_on(self, groups: Sequence[GroupRecord]) -> None:
         for credited in await self._crediting.credit(groups):

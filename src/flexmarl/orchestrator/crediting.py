@@ -1,8 +1,8 @@
 """Runs crediting: finished groups are filtered, and their turns become samples with an advantage.
 
-  finished group ──► keeps? ──► credit ──► samples of each policy ──► make_ready
-                     │ no       │ no weight                           rows READY
-                     └──────────┴──► FILTERED, slot free
+  finished group ──► judge ──► credit ──► samples of each policy ──► make_ready
+                     │ drop    │ no weight                           rows READY
+                     └─────────┴──► FILTERED, slot free
 
 consumes    finished groups
 waits for   the store
@@ -12,9 +12,15 @@ unblocked by the store
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
+from flexmarl.credit.effect import Effect
+from flexmarl.credit.filters import OutcomeFilter
+from flexmarl.credit.interface import Tokens
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row
 from flexmarl.observability.journal import Journal
@@ -32,6 +38,21 @@ from flexmarl.rollout.admission import Admission
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """What the filter says of a finished group."""
+
+    drop: str
+    """Why there is nothing to learn from it; "": it is kept."""
+    effects: Mapping[AgentName, Mapping[Effect, int]] = field(default_factory=dict)
+    """How many of each agent's credit groups are what; empty if no filter has looked at them."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a group that is to be dropped could be trained on as it is."""
+        return bool(self.effects)
+
+
+@dataclass(frozen=True, slots=True)
 class Credited:
     """What a group is to training."""
 
@@ -41,7 +62,7 @@ class Credited:
 
 
 class Crediting:
-    """Judges groups; holds no state between them."""
+    """Judges groups; holds nothing between them but what the estimators remember."""
 
     def __init__(
         self,
@@ -57,34 +78,51 @@ class Crediting:
         self.trained = frozenset(trained)
         self._admission = admission
         self._journal = journal
+        self.memory: Mapping[str, float] = {}
+        """What the estimators gave back the last time; a resumed run goes on from that of its checkpoint."""
 
     @property
     def batch_wide(self) -> bool:
         """Whether all groups of a batch are compared, so that none can be credited before the last has come."""
-        return self._settings.estimator.needs not in ("row", "group")
+        return self._settings.needs not in ("row", "group")
 
-    async def keeps(self, group: GroupRecord) -> bool:
-        """Whether a finished group teaches anything; if not, it and its rows end FILTERED."""
-        because = self._reason_to_drop(credit_rows(group, self.trained))
-        if because:
-            ids = [turn.sample_id for episode in group.finished for turn in episode.turns]
-            await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
-            self.filtered(group.group, because)
-        return not because
+    @property
+    def filter(self) -> OutcomeFilter | None:
+        """Which groups are worth training on; None: all."""
+        return self._settings.filter
+
+    def judge(self, group: GroupRecord) -> Judged:
+        """Whether a finished group teaches anything."""
+        rows = self._rows(group)
+        if all(row.greedy for row in rows):
+            return Judged("no turn of a trained policy")
+        if "greedy" in self._settings.uses and not (group.greedy and group.greedy.finished):
+            return Judged(f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}")
+        for decision in self._settings.decide(rows):
+            return Judged("" if decision.kept else f"{decision.reason}: {decision.because}", decision.effects)
+        return Judged("")
+
+    async def drop(self, group: GroupRecord, because: str) -> None:
+        """Ends a finished group and its rows as FILTERED."""
+        ids = [turn.sample_id for episode in group.finished for turn in episode.turns]
+        await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
+        self.filtered(group.group, because)
 
     async def credit(self, groups: Sequence[GroupRecord]) -> list[Credited]:
         """Compares the groups, or parts of groups, and ends the rows that training does not see."""
-        estimator = self._settings.estimator
-        credit = estimator.estimate([row for group in groups for row in credit_rows(group, self.trained)])
+        rows = [row for group in groups for row in self._rows(group)]
+        values = {row.sample_id: row.values for row in rows if row.values is not None}
+        credit = self._settings.credit(rows, self.memory)
+        self.memory = credit.memory
         self._journal.event(
             "credited",
             groups=[group.group for group in groups],
             report=credit.report,
-            because=f"{type(estimator).__name__} compares a {estimator.needs} at a time",
+            because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
         )
         credited: list[Credited] = []
         for group in groups:
-            samples, left_out = samples_of(group, credit)
+            samples, left_out = samples_of(group, credit, values)
             for because, ids in left_out.items():
                 await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
             credited.append(Credited(group.group, samples))
@@ -104,19 +142,17 @@ class Crediting:
         self._admission.move(group, GroupState.FILTERED)
         self._journal.event("group_filtered", group=group, because=because)
 
-    def _reason_to_drop(self, rows: Sequence[CreditRow]) -> str:
-        if not rows:
-            return "no turn of a trained policy"
-        if self._settings.filter is None:
-            return ""
-        (decision,) = self._settings.filter.decide(rows, key=self._settings.estimator.key)
-        return "" if decision.kept else f"{decision.reason}: {decision.because}"
+    def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
+        return self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))
 
 
 def samples_of(
-    group: GroupRecord, credit: Credit
+    group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
 ) -> tuple[Mapping[PolicyName, Sequence[Sample]], Mapping[str, Sequence[SampleId]]]:
-    """The group's turns as training sees them, by policy; and those it does not see, by reason."""
+    """The group's turns as training sees them, by policy; and those it does not see, by reason.
+
+    `values` are those of a critic, where there is one.
+    """
     samples: dict[PolicyName, list[Sample]] = defaultdict(list)
     left_out: dict[str, list[SampleId]] = defaultdict(list)
     for episode in group.finished:
@@ -134,9 +170,16 @@ def samples_of(
                 sample = Sample(
                     turn=turn,
                     advantage=credit.advantages[turn.sample_id],
+                    advantages=_per_token(credit.token_advantages, turn.sample_id),
+                    returns=_per_token(credit.returns, turn.sample_id),
+                    values=_per_token(values, turn.sample_id),
                     weight=weight,
                     reward=reward,
                     episode_tokens=tokens[turn.policy],
                 )
                 samples[turn.policy].append(sample)
     return samples, left_out
+
+
+def _per_token(found: Mapping[SampleId, Tokens], sample_id: SampleId) -> NDArray[np.float64] | None:
+    return np.array(found[sample_id], np.float64) if sample_id in found else None

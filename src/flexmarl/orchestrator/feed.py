@@ -1,7 +1,8 @@
 """Runs the feed: tasks become admitted groups.
 
 consumes    the task source, by position
-waits for   synchronous: nothing, for all groups of the step before have ended; else for a free slot
+waits for   synchronous: groups in flight, as long as the step may need another for one that is dropped;
+            else for a free slot
 produces    groups in the order of admission, one when rollout asks for it
 unblocked by rollout, which asks when it has a free query slot; and by `look_again`, told by whoever ends a group
 """
@@ -10,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission
 from flexmarl.tasks import SourceExhausted, TaskSource
@@ -29,10 +31,24 @@ class Feed:
         self.exhausted: SourceExhausted | None = None
         """Why no new task will come; one that is admitted again may."""
 
-    async def groups(self, step: int) -> AsyncGenerator[GroupRecord, None]:
-        """The groups of one step. Raises SourceExhausted, naming the position, when a finite source ends."""
-        for _ in range(self.num_groups):
-            yield self._admit(step)
+    async def groups(self, step: int, refill: Refill) -> AsyncGenerator[GroupRecord, None]:
+        """The groups of one step, until `refill` is over.
+
+        Raises SourceExhausted, naming the position, when a finite source ends before there is one batch of them.
+        """
+        while not refill.over:
+            if not refill.needs_another:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                group = self._admit(step)
+            except SourceExhausted as error:
+                if not refill.exhausted(str(error)):
+                    raise
+            else:
+                refill.admit()
+                yield group
 
     async def endless(self, step: Callable[[], int]) -> AsyncGenerator[GroupRecord, None]:
         """Groups as slots become free, first those that were active when the run was saved.

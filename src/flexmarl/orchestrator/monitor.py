@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+from flexmarl.credit.effect import Effect
 from flexmarl.errors import EngineError, cause_of
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
@@ -22,7 +23,7 @@ from flexmarl.observability.overlap import Interval, overlap, seconds, union
 from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import EngineUse, Episode, GroupRecord, PolicyName, Turn, Version
+from flexmarl.records import AgentName, EngineUse, Episode, GroupRecord, PolicyName, Turn, Version
 from flexmarl.training.interface import Accumulated, UpdateReport
 
 COMPARED = 50_000
@@ -127,6 +128,18 @@ class Monitor:
                 metrics.mean(_path(name), value)
             for agent, reward in mean_rewards([episode]).items():
                 metrics.mean(f"reward/{agent}", reward)
+
+    def judged(self, effects: Mapping[AgentName, Mapping[Effect, int]]) -> None:
+        """Counts what the filter found each agent's credit groups to be, in whatever became of their group."""
+        for agent, counts in effects.items():
+            for effect, count in counts.items():
+                self._metrics.add(f"filter/{agent}/{effect}", count)
+
+    def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
+        """Notes how many groups a step took to be filled."""
+        self._metrics.add("refill/generated", generated)
+        self._metrics.add("refill/dropped", generated - kept)
+        self._journal.event("refilled", step=step, generated=generated, kept=kept, because=because)
 
     def accumulated(self, done: Accumulated) -> None:
         """Notes a micro-batch."""

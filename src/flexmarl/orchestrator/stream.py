@@ -1,8 +1,8 @@
 """Runs rollout that never waits for an update: groups play as slots become free, and wait in a window to be taken.
 
-  feed ──► rollout ──► keeps? ──► window ──► next()
-   ▲                     │ no                  │
-   └──── a slot is free ─┴─── (trained) ◄──────┘
+  feed ──► rollout ──► judge ──► window ──► next()
+   ▲                     │ drop               │
+   └──── a slot is free ─┴─── (trained) ◄─────┘
 
 consumes    tasks
 waits for   a free slot; `next` for a finished group inside the window, and for its head no longer than the deadline
@@ -137,14 +137,21 @@ class Stream:
         elif not group.finished:
             self._window.ended(group.group)
             self._note_barren(group.episodes[-1].reason)
-        elif await self._crediting.keeps(group):
-            self._window.finished(group.group)
-            self._done[group.group] = group
         else:
-            self._window.ended(group.group)
-            self._note_barren("it was filtered")
+            await self._judge(group)
         self._feed.look_again()
         self._changed.set()
+
+    async def _judge(self, group: GroupRecord) -> None:
+        judged = self._crediting.judge(group)
+        self._monitor.judged(judged.effects)
+        if judged.drop:
+            await self._crediting.drop(group, judged.drop)
+            self._window.ended(group.group)
+            self._note_barren("it was filtered")
+        else:
+            self._window.finished(group.group)
+            self._done[group.group] = group
 
     async def _expire_late(self, group: GroupId, because: str) -> None:
         """Ends a group that was stopped; a task that is late time after time is not admitted for ever."""

@@ -64,6 +64,7 @@ class Synchronous:
             if parts.balancer:
                 parts.balancer.rollout_ended()
             self._check_alive(step)
+            self._note_refill(step)
             if self._colocated:
                 await parts.pool.sleep()
             divisors, kept = await parts.collector.close(), parts.collector.kept
@@ -90,7 +91,8 @@ class Synchronous:
         parts = self._parts
         try:
             with parts.monitor.rollout(step):
-                await parts.rollout.play(parts.feed.groups(step), self._finished, parts.collector.take_episode)
+                groups = parts.feed.groups(step, parts.collector.refill)
+                await parts.rollout.play(groups, self._finished, parts.collector.take_episode)
         except Exception as error:  # Raised here, it would end the updates of the step before, too.
             return error
         return None
@@ -119,11 +121,18 @@ class Synchronous:
     async def _finished(self, group: GroupRecord) -> None:
         self._parts.monitor.group_finished(group)
         self._failures += [] if group.finished else [group.episodes[-1].reason]
-        await self._parts.collector.take(group)
+        for judged in await self._parts.collector.take(group):
+            self._parts.monitor.judged(judged.effects)
+        self._parts.feed.look_again()
+
+    def _note_refill(self, step: int) -> None:
+        refill = self._parts.collector.refill
+        if refill.refills:
+            self._parts.monitor.refilled(step, generated=refill.admitted, kept=refill.kept, because=refill.because)
 
     def _check_alive(self, step: int) -> None:
         """A step in which every group failed would repeat for ever: a workflow, tool or engine is broken."""
-        if len(self._failures) == self._parts.feed.num_groups:
+        if len(self._failures) == self._parts.collector.refill.admitted:
             raise EpisodeError(
                 f"step {step}: none of its {len(self._failures)} groups had a finished episode; "
                 f"the last reason: {self._failures[-1]}"

@@ -5,6 +5,7 @@ import pytest
 from flexmarl.errors import TransitionError
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.simulator.virtual_time import run_virtual
@@ -18,7 +19,10 @@ def feed_of(*, groups=3, num_tasks=None, next_group=0):
 
 
 async def drawn(feed, step):
-    return [(group.group, group.task.input_id, group.step) async for group in feed.groups(step)]
+    return [
+        (group.group, group.task.input_id, group.step)
+        async for group in feed.groups(step, Refill(feed.num_groups, None))
+    ]
 
 
 def test_the_position_in_the_source_is_the_id_of_the_group():
@@ -33,7 +37,7 @@ def test_the_position_in_the_source_is_the_id_of_the_group():
 def test_groups_are_admitted_one_by_one_as_they_are_asked_for():
     async def scenario():
         feed, admission, _ = feed_of()
-        groups = feed.groups(0)
+        groups = feed.groups(0, Refill(3, None))
         assert admission.active == ()
         await anext(groups)
         assert admission.active == (0,)
