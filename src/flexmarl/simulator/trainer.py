@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
@@ -16,7 +17,7 @@ from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.host import Host
-from flexmarl.training.interface import UpdateReport
+from flexmarl.training.interface import Appraised, UpdateReport
 
 
 class SimulatedTrainer:
@@ -114,6 +115,15 @@ class SimulatedTrainer:
         """What the engine recorded."""
         self._check_alive()
         return [sample.turn.raw_logprobs for sample in batch.samples]
+
+    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+        """Values of 0 and a reference that agrees with the engine, in the time that the samples' tokens take."""
+        self._check_on_devices()
+        await self._work(self.costs.token_s * sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples))
+        return [
+            Appraised(values=np.zeros(sample.num_tokens, dtype=np.float32), reference=sample.turn.raw_logprobs)
+            for sample in batch.samples
+        ]
 
     async def save(self, path: Path) -> None:
         """Writes `trainer.json`; also while it is set aside."""

@@ -75,6 +75,10 @@ async def check_trainer(
         assert values.dtype == np.float32
         assert values.shape == (sample.num_tokens,), "one log-probability for every sampled token"
 
+    for sample, appraised in zip(batches[0].samples, await trainer.appraise(batches[0]), strict=True):
+        for said in (appraised.values, appraised.reference):
+            assert said is None or said.shape == (sample.num_tokens,), "one number for every sampled token, or None"
+
     await trainer.save(folder / "with_cache")
     assert await trainer.step(divisors) == 1, "the first update makes version 1"
     assert trainer.last_update is not None

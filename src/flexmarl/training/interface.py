@@ -49,6 +49,16 @@ class Accumulated:
         return self.ended - self.duration_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appraised:
+    """What a trainer can say of one turn before it is credited."""
+
+    values: FloatArray | None
+    """[R] float32: what the critic expects in front of each sampled token; None without a critic."""
+    reference: FloatArray | None
+    """[R] float32: each token's raw log-probability under the initial weights; None where no setting compares."""
+
+
 class Trainer(Protocol):
     """The running trainer of one policy. Called by its session loop, one call at a time.
 
@@ -82,6 +92,13 @@ class Trainer(Protocol):
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens under the current weights, one [R] float32 array per sample."""
+        ...
+
+    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+        """What the current weights' critic and the initial weights say, per sample; changes nothing.
+
+        Called before credit, also while `accumulate` of other rows is under way. Raises TrainingError.
+        """
         ...
 
     async def save(self, path: Path) -> None:

@@ -1,74 +1,230 @@
-"""Decides what one forward pass adds to the loss: S of docs/math.md section 1, and what is measured beside it."""
+"""Decides what one forward pass adds to the loss: S of docs/math.md section 1, and what is measured beside it.
 
-from collections.abc import Sequence
+    S = sum of a_i (w_it L_it + beta KL_it - c H_it + k V_it)
+
+over sampled tokens: L the policy loss, w the correction's weight, KL the divergence from the reference, H the entropy,
+V the critic's loss, each if it is set. All share the row's weight a_i and the divisor D.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexmarl.records import Sample, Version
+from flexmarl.errors import TrainingError
+from flexmarl.records import Divisors, LossReport, Sample, Version
+from flexmarl.training.aggregation import divisor
 from flexmarl.training.backends.forward import TokenOutputs
 from flexmarl.training.corrections.base import Sampled
+from flexmarl.training.kl import divergence
 from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.token_rows import Rows, rows_of
 
 MEASURED = ("clipped", "kl_to_sampler", "entropy")
+TOKENS = "measured_tokens"
+_SQUARED = "correction_weight_squared"
 
 
 class Objective:
     """The loss of a policy, un-normalised; the trainer divides by D when the step ends."""
 
     def __init__(self, settings: TrainingSettings) -> None:
+        self._settings = settings
         self._loss = settings.loss
         self._correction = settings.correction
+        self._kl = settings.kl if settings.kl is not None and settings.kl.where == "loss" else None
+        self._critic = settings.critic
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sums that a call gives: the loss, how many weighted tokens were measured, and the measures."""
-        return ("loss", "measured_tokens", *self.measures)
+        """Columns of a call's figures: the loss, how many weighted tokens were measured, and the measures."""
+        return ("loss", TOKENS, *self.measures)
 
     @property
     def measures(self) -> tuple[str, ...]:
         """What is summed up over weighted tokens."""
-        return (*MEASURED, *self._correction.measures)
+        more = (("kl_to_reference", self._kl), ("value_loss", self._critic))
+        return (*MEASURED, *self._correction.measures, *(name for name, is_set in more if is_set is not None))
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether rows that teach nothing have no gradient either."""
-        return self._loss.zero_advantage_is_zero_gradient
+        """Whether rows that teach nothing have no gradient, and are in no figure that the step needs."""
+        every_row = self._kl is not None or bool(self._settings.entropy_coef) or self._correction.normalises
+        return self._loss.zero_advantage_is_zero_gradient and not every_row
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a call must be given the reference's log-probabilities."""
+        return self._kl is not None
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the outputs' entropy must carry gradient."""
+        return bool(self._settings.entropy_coef)
 
     def __call__(
-        self, samples: Sequence[Sample], weights: Sequence[float], outputs: TokenOutputs, *, version: Version
+        self,
+        samples: Sequence[Sample],
+        weights: Sequence[float],
+        outputs: TokenOutputs,
+        *,
+        version: Version,
+        reference: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """S, a number with gradient; and the sums [len(names)] in float64.
+        """S, a number with gradient; and the figures [B, len(names)] in float64, sums over each row's tokens.
 
-        `weights` [B] are those of each row's tokens in S; `version` is the one that is trained.
+        `weights` [B] are those of each row's tokens in S: rows that weigh 0 are skipped, whatever is in them.
+        `version` is the one that is trained; `reference` [N] its initial weights' log-probabilities.
         """
-        logprobs, entropy = outputs.logprobs, outputs.entropy
-        counts = torch.tensor([s.num_tokens for s in samples])
-        row_of_token = torch.arange(len(samples)).repeat_interleave(counts)
+        taught = [number for number, weight in enumerate(weights) if weight]
+        tokens = _Tokens.of(samples, taught, outputs, reference)
+        sampled = tokens.sampled(version)
+        if self._loss.one_advantage_per_row:
+            _require_one_advantage(tokens.samples, getattr(self._loss, "type", ""))
+        advantages = tokens.joined([s.token_advantages for s in tokens.samples])
+        old_logprobs = self._correction.old_logprobs(sampled)
+        losses, clipped = self._loss.per_token(tokens.logprobs, old_logprobs, advantages, tokens.rows)
+        losses = losses * self._correction.weights(sampled)
+        drift = (sampled.current - sampled.recorded).clamp(-20, 20)
+        entropy = tokens.entropy.detach()
+        measured = [torch.ones_like(entropy), clipped.to(entropy.dtype), drift.exp() - 1 - drift, entropy]
+        measured += self._correction.measured(sampled)
+        if self._settings.entropy_coef:
+            losses = losses - self._settings.entropy_coef * tokens.entropy
+        if self._kl is not None:
+            assert tokens.reference is not None, "the trainer asks what the objective needs"
+            kl = divergence(self._kl.type, tokens.logprobs, tokens.reference)
+            losses, measured = losses + self._kl.coef * kl, [*measured, kl.detach()]
+        if self._critic is not None:
+            error = self._value_losses(tokens)
+            losses, measured = losses + self._critic.coef * error, [*measured, error.detach()]
+        weighted = losses * tokens.per_token([weights[number] for number in taught])
+        own = tokens.per_token([s.weight for s in tokens.samples])
+        columns = [weighted.detach(), *(own * values for values in measured)]
+        figures = torch.stack([tokens.rows.sum(column.double()) for column in columns], dim=1)
+        every_row = figures.new_zeros(len(samples), len(columns))
+        every_row[taught] = figures
+        return weighted.sum(), every_row
 
-        def per_token(values: Sequence[float] | Sequence[bool], dtype: torch.dtype = logprobs.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype)[row_of_token].to(logprobs.device)
+    def sums(self, samples: Sequence[Sample], figures: Tensor) -> dict[str, float]:
+        """The figures [B, len(names)] of these samples, added up; what corrections measure for each agent too."""
+        table, by_name = figures.cpu().numpy(), {name: place for place, name in enumerate(self.names)}
+        sums = {name: float(table[:, place].sum()) for name, place in by_name.items()}
+        if self._correction.measures:
+            for agent in sorted({sample.turn.agent for sample in samples}):
+                rows = [number for number, sample in enumerate(samples) if sample.turn.agent == agent]
+                for name in (TOKENS, *self._correction.measures):
+                    sums[f"{name}/{agent}"] = float(table[rows, by_name[name]].sum())
+        return sums
 
-        def joined(arrays: Sequence[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays)).to(logprobs.device, logprobs.dtype)
+    def divisor(self, divisors: Divisors, reports: Iterable[LossReport]) -> float:
+        """What the summed gradient is divided by: D; times the batch's mean correction weight, where that is set.
 
-        recorded = joined([s.turn.raw_logprobs for s in samples])
-        tokens = Sampled(
-            current=logprobs.detach(),
-            recorded=recorded,
-            drawn_from=joined([s.turn.logprobs for s in samples]),
-            fresh=per_token([_all_at(version, sample) for sample in samples], torch.bool),
+        The mean is over all that was accumulated, so it is as exact as D, and as late.
+        """
+        total = divisor(divisors, self._settings.loss.aggregation)
+        if not self._correction.normalises:
+            return total
+        return total * (self.means(reports).get("correction_weight", 1.0) or 1.0)
+
+    def means(self, reports: Iterable[LossReport]) -> dict[str, float]:
+        """What was measured, per weighted token of all that was accumulated."""
+        reports = list(reports)
+        totals: dict[str, float] = {}
+        for report in reports:
+            for name, value in report.sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        means: dict[str, float] = {}
+        for of_whom in [name.removeprefix(TOKENS) for name in totals if name.startswith(TOKENS)]:
+            tokens = totals[TOKENS + of_whom]
+            measured = [name for name in self.measures if tokens and name + of_whom in totals]
+            found = {name: totals[name + of_whom] / tokens for name in measured}
+            if _SQUARED in found:
+                found["correction_effective"] = _effective_size(found["correction_weight"], found.pop(_SQUARED))
+            means |= {name + of_whom: mean for name, mean in found.items()}
+        return means
+
+    def _value_losses(self, tokens: "_Tokens") -> Tensor:
+        """[N]; 0 where credit has found no return."""
+        assert self._critic is not None
+        assert tokens.values is not None, "the trainer of a critic has a value head"
+        has_return = tokens.per_token([s.returns is not None for s in tokens.samples], torch.bool)
+        nothing = [np.zeros(s.num_tokens) for s in tokens.samples]
+        pairs = list(zip(tokens.samples, nothing, strict=True))
+        returns = tokens.joined([n if s.returns is None else s.returns for s, n in pairs])
+        expected = tokens.joined([n if s.values is None else s.values for s, n in pairs])
+        was_seen = tokens.per_token([s.values is not None for s in tokens.samples], torch.bool)
+        old = expected.where(was_seen, tokens.values.detach())
+        return self._critic.per_token(tokens.values, old, returns).where(has_return, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """The sampled tokens of those rows that count: N of B rows."""
+
+    samples: Sequence[Sample]
+    rows: Rows
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+    reference: Tensor | None
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[Sample], taught: Sequence[int], outputs: TokenOutputs, reference: Tensor | None
+    ) -> "_Tokens":
+        """Those of the rows `taught`. The others are left out, not multiplied by 0: NaN times 0 is NaN."""
+        device = outputs.logprobs.device
+        of_row = rows_of([s.num_tokens for s in samples], device)
+        counts = torch.zeros(len(samples), dtype=torch.bool)
+        counts[taught] = True
+        kept = of_row.spread(counts.to(device)).nonzero().squeeze(-1)
+        chosen = [samples[number] for number in taught]
+        return cls(
+            samples=chosen,
+            rows=rows_of([s.num_tokens for s in chosen], device),
+            logprobs=outputs.logprobs[kept],
+            entropy=outputs.entropy[kept],
+            values=None if outputs.values is None else outputs.values[kept],
+            reference=None if reference is None else reference[kept],
         )
-        advantages = joined([s.token_advantages for s in samples])
-        losses, clipped = self._loss.per_token(logprobs, self._correction.old_logprobs(tokens), advantages)
-        loss = (losses * per_token(weights) * self._correction.weights(tokens)).sum()
-        with torch.no_grad():
-            drift = (logprobs - recorded).clamp(-20, 20)
-            measured = (torch.ones_like(entropy), clipped.to(entropy.dtype), drift.exp() - 1 - drift, entropy)
-            measured += self._correction.measured(tokens)
-            row_weights = per_token([s.weight for s in samples])
-            return loss, torch.stack([loss.detach(), *(row_weights @ values for values in measured)]).double()
+
+    def per_token(self, of_rows: Sequence[float] | Sequence[bool], dtype: torch.dtype | None = None) -> Tensor:
+        """[N] for every token the value of its row."""
+        values = torch.tensor(of_rows, dtype=dtype or self.logprobs.dtype, device=self.logprobs.device)
+        return self.rows.spread(values)
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        """[N] from one array per row."""
+        joined = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.float32), *arrays]))
+        return joined.to(self.logprobs.device, self.logprobs.dtype)
+
+    def sampled(self, version: Version) -> Sampled:
+        """As corrections see them."""
+        return Sampled(
+            current=self.logprobs.detach(),
+            recorded=self.joined([s.turn.raw_logprobs for s in self.samples]),
+            drawn_from=self.joined([s.turn.logprobs for s in self.samples]),
+            fresh=self.per_token([_all_at(version, sample) for sample in self.samples], torch.bool),
+            rows=self.rows,
+        )
+
+
+def _effective_size(mean_weight: float, mean_square: float) -> float:
+    """(sum w)^2 / (n sum w^2): what share of the tokens, weighing the same, would tell as much."""
+    return mean_weight**2 / mean_square if mean_square else 0.0
+
+
+def _require_one_advantage(samples: Sequence[Sample], loss: str) -> None:
+    for sample in samples:
+        advantages = sample.token_advantages
+        if len(advantages) and advantages.min() != advantages.max():
+            raise TrainingError(
+                f"sample {sample.turn.sample_id} has advantages from {advantages.min():g} to {advantages.max():g}, "
+                f"but training.loss '{loss}' gives a row one; use type: gspo, or an estimator with one per row"
+            )
 
 
 def _all_at(version: Version, sample: Sample) -> bool:

@@ -1,10 +1,12 @@
 """What can be chosen about training. Imports neither torch nor transformers, so that a laptop can check any config."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
+from flexmarl.training.critic import CriticSettings
+from flexmarl.training.kl import KlSettings
 from flexmarl.training.losses import LossSettings, Ppo
 from flexmarl.training.schedule import ScheduleSettings
 
@@ -42,6 +44,13 @@ class TrainingSettings(UpdateSettings):
         description="For tokens that older versions sampled: tis multiplies their loss by how much likelier they have "
         "become, up to cap.",
     )
+    kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the entropy of what tokens are drawn from, as a bonus in the loss."
+    )
+    critic: CriticSettings | None = Field(
+        default=None, description="A value per token, for estimators that compare with one; null is none."
+    )
     micro_batch: int = Field(default=16, gt=0, description="Ready rows that start one gradient accumulation.")
     max_tokens_per_forward: int = Field(
         default=16384,
@@ -62,6 +71,23 @@ class TrainingSettings(UpdateSettings):
     accumulation_scale: float = Field(
         default=1.0, gt=0, description="The constant kappa that gradient sums carry until the step divides it out."
     )
+
+    @model_validator(mode="after")
+    def _terms_share_a_divisor(self) -> Self:
+        in_loss = self.kl is not None and self.kl.where == "loss"
+        terms = {"kl in the loss": in_loss, "entropy_coef": self.entropy_coef > 0, "critic": self.critic is not None}
+        other = [name for name, is_set in terms.items() if is_set]
+        if self.correction.normalises and other:
+            raise ValueError(
+                f"correction.batch_normalise is true, but {' and '.join(other)} would be divided by the mean weight of "
+                f"the correction too; use batch_normalise: false, or leave {'it' if len(other) == 1 else 'them'} out"
+            )
+        return self
+
+    @property
+    def needs_appraisal(self) -> bool:
+        """Whether credit needs what only the trainer can say of a turn: its values, or the reference's opinion."""
+        return self.critic is not None or (self.kl is not None and self.kl.where == "reward")
 
 
 class SupervisedSettings(UpdateSettings):

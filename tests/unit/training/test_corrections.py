@@ -23,6 +23,7 @@ from flexmarl.training.corrections.base import Sampled
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LossSettings, Ppo, Reinforce
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
+from flexmarl.training.token_rows import rows_of
 
 SOLVER = PolicyName("solver")
 logprobs = st.floats(-30, 0)
@@ -39,6 +40,7 @@ def sampled(current: Sequence[float], drawn_from: Sequence[float], *, fresh: boo
         recorded=tensor(drawn_from),
         drawn_from=tensor(drawn_from),
         fresh=torch.full((len(current),), fresh),
+        rows=rows_of([len(current)]),
     )
 
 
@@ -64,7 +66,7 @@ def test_without_a_correction_older_tokens_are_compared_with_what_was_recorded()
 
 
 def test_it_tells_how_much_it_weighs_and_how_often_it_truncates() -> None:
-    weight, truncated = TruncatedImportanceSampling(cap=2.0).measured(sampled([-1.0, -1.0], [-2.0, -0.5]))
+    weight, _, truncated, *_ = TruncatedImportanceSampling(cap=2.0).measured(sampled([-1.0, -1.0], [-2.0, -0.5]))
     assert weight.tolist() == pytest.approx([2.0, math.exp(-0.5)])
     assert truncated.tolist() == [1.0, 0.0]
 
@@ -150,8 +152,8 @@ def test_an_update_reports_the_mean_weight_and_the_share_truncated(make_model: M
     samples = make_samples(7, version=1, zero_advantages=0.0, weights=(1.0,))
     _, mild = update(make_model(), samples, TruncatedImportanceSampling(cap=1e9))
     _, harsh = update(make_model(), samples, TruncatedImportanceSampling(cap=1e-6))
-    assert mild.means["correction_truncated"] == 0
-    assert harsh.means["correction_truncated"] == 1
+    assert mild.means["correction_clipped"] == 0
+    assert harsh.means["correction_clipped"] == 1
     assert harsh.means["correction_weight"] == pytest.approx(1e-6)
     _, none = update(make_model(), samples, NoCorrection())
     assert not [name for name in none.means if name.startswith("correction")]

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from flexmarl.training.losses import LOSSES, PolicyLoss, Ppo, Reinforce
+from flexmarl.training.token_rows import rows_of
 
 OLD = -1.0
 
@@ -21,7 +22,9 @@ def at_ratios(ratios: list[float]) -> tuple[Tensor, Tensor]:
 
 def loss_and_gradient(loss: PolicyLoss, ratios: list[float], advantages: list[float]) -> tuple[Tensor, Tensor, Tensor]:
     logprobs, old = at_ratios(ratios)
-    losses, clipped = loss.per_token(logprobs, old, torch.tensor(advantages, dtype=torch.float64))
+    losses, clipped = loss.per_token(
+        logprobs, old, torch.tensor(advantages, dtype=torch.float64), rows_of([1] * len(ratios))
+    )
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     return losses.detach(), gradient, clipped
 
@@ -82,7 +85,9 @@ def test_p4_an_infinite_dual_clip_is_no_dual_clip() -> None:
 
 def test_a_huge_log_ratio_stays_finite() -> None:
     logprobs = torch.tensor([-1.0, -2000.0], dtype=torch.float64)
-    losses, _ = Ppo(dual_clip=None).per_token(logprobs, logprobs.flip(0), -torch.ones(2, dtype=torch.float64))
+    losses, _ = Ppo(dual_clip=None).per_token(
+        logprobs, logprobs.flip(0), -torch.ones(2, dtype=torch.float64), rows_of([2])
+    )
     assert losses.tolist() == pytest.approx([math.exp(20), 0.8], rel=1e-12)
 
 

@@ -1,6 +1,6 @@
 """Forward passes and updates on a Hugging Face causal LM, as reinforcement and supervised training share them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,13 @@ def trained_logits(model: PreTrainedModel, rows: PaddedRows) -> tuple[Tensor, Te
     return logits, torch.from_numpy(rows.targets).to(model.device)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of each distribution (no gradient)."""
+def token_logprobs(logits: Tensor, targets: Tensor, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of each distribution.
+
+    The entropy's gradient keeps another [N, V] tensor until backward, so it is there only if asked for.
+    """
     logprobs = logits.log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -117,9 +120,12 @@ class Updater:
     weights that the engine gets.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: UpdateSettings) -> None:
+    def __init__(
+        self, model: PreTrainedModel, settings: UpdateSettings, *, beside: Mapping[str, nn.Parameter] = {}
+    ) -> None:
+        """`beside` are parameters that are trained with the model and are no part of it, by name."""
         self._settings = settings
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(beside)
         for parameter in self.parameters.values():
             if parameter.dtype == torch.bfloat16:
                 parameter.grad_dtype = torch.float32

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import token_logprobs, trained_logits
+from flexmarl.training.backends.value_head import ValueHead, hidden_states
 from flexmarl.training.batching import PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
 
@@ -29,7 +30,9 @@ class TokenOutputs:
     logprobs: Tensor
     """[N] at temperature 1, with gradient."""
     entropy: Tensor
-    """[N] of the distribution that each token was drawn from; no gradient."""
+    """[N] of the distribution that each token was drawn from; with gradient only if asked for."""
+    values: Tensor | None = None
+    """[N] what the value head expects in front of each token, with gradient."""
 
 
 def plan(samples: Sequence[Sample], settings: TrainingSettings) -> list[Pass]:
@@ -38,9 +41,18 @@ def plan(samples: Sequence[Sample], settings: TrainingSettings) -> list[Pass]:
     return [Pass(rows) for rows in plan_passes(lengths, settings.max_tokens_per_forward)]
 
 
-def run(model: PreTrainedModel, samples: Sequence[Sample]) -> TokenOutputs:
+def run(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    *,
+    value_head: ValueHead | None = None,
+    entropy_gradient: bool = False,
+) -> TokenOutputs:
     """One pass. Every sample must have sampled tokens."""
-    return TokenOutputs(*token_logprobs(*trained_logits(model, _padded(samples))))
+    with hidden_states(model) as hidden:
+        logits, targets = trained_logits(model, _padded(samples))
+    logprobs, entropy = token_logprobs(logits, targets, entropy_gradient=entropy_gradient)
+    return TokenOutputs(logprobs, entropy, None if value_head is None else value_head(hidden[0]))
 
 
 def _padded(samples: Sequence[Sample]) -> PaddedRows:

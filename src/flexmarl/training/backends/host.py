@@ -9,7 +9,7 @@ from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
-from flexmarl.training.interface import Trainer, UpdateReport
+from flexmarl.training.interface import Appraised, Trainer, UpdateReport
 from flexmarl.training.rows import read_micro_batch
 
 
@@ -49,6 +49,11 @@ class TrainerHost:
         """As the trainer does."""
         async with self._turn:
             return await self._trainer.logprobs(batch)
+
+    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+        """As the trainer does."""
+        async with self._turn:
+            return await self._trainer.appraise(batch)
 
     async def save(self, path: Path) -> None:
         """As the trainer does."""

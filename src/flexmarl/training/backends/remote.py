@@ -9,7 +9,7 @@ from flexmarl.cluster.interface import Worker
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
-from flexmarl.training.interface import UpdateReport
+from flexmarl.training.interface import Appraised, UpdateReport
 
 
 class RemoteTrainer:
@@ -50,6 +50,10 @@ class RemoteTrainer:
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""
         return await self._call("logprobs", batch)
+
+    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+        """Sends the whole batch across: its rows have no credit yet."""
+        return await self._call("appraise", batch)
 
     async def save(self, path: Path) -> None:
         """Writes the folder from there."""

@@ -16,7 +16,7 @@ from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
-from flexmarl.training.aggregation import divisor, token_weights
+from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.causal_lm import (
     DTYPES,
     Updater,
@@ -27,8 +27,10 @@ from flexmarl.training.backends.causal_lm import (
 )
 from flexmarl.training.backends.forward import plan, run
 from flexmarl.training.backends.gradients import GradientCache
+from flexmarl.training.backends.reference import FrozenCopy
+from flexmarl.training.backends.value_head import ValueHead
 from flexmarl.training.free_space import require_space
-from flexmarl.training.interface import UpdateReport
+from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 
@@ -75,9 +77,12 @@ class SingleProcessTrainer:
         self._model = model
         move_and_cast(model, torch.device(device), DTYPES[settings.dtype])
         prepare_for_training(self._model, activation_checkpointing=settings.activation_checkpointing)
-        self._updater = Updater(self._model, settings)
-        self._version = Version(version)
         self._objective = Objective(settings)
+        self._reference = FrozenCopy(model) if settings.kl is not None else None
+        self._value_head = ValueHead(model) if settings.critic is not None else None
+        head = dict(self._value_head.named_parameters(prefix="value_head")) if self._value_head is not None else {}
+        self._updater = Updater(self._model, settings, beside=head)
+        self._version = Version(version)
         self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
         self._last_update: UpdateReport | None = None
@@ -114,11 +119,11 @@ class SingleProcessTrainer:
         ]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
-            sums = [
+            passes = [
                 await self._run(self._forward_backward, [trained[i] for i in together.rows])
                 for together in plan([sample for sample, _ in trained], self._settings)
             ]
-            return await self._run(self._commit, batch, sums, started)
+            return await self._run(self._commit, batch, passes, started)
 
     async def step(self, divisors: Divisors) -> Version:
         """Divides by kappa D, clips, and updates."""
@@ -135,15 +140,17 @@ class SingleProcessTrainer:
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""
-        found = [np.zeros(0, dtype=np.float32) for _ in batch.samples]
-        filled = [i for i, sample in enumerate(batch.samples) if sample.num_tokens]
-        samples = [batch.samples[i] for i in filled]
-        for together in plan(samples, self._settings):
-            rows = together.rows
-            flat = await self._run(self._forward, [samples[i] for i in rows])
-            for i, values in zip(rows, np.split(flat, np.cumsum([samples[i].num_tokens for i in rows])), strict=False):
-                found[filled[i]] = values
-        return found
+        return await self._per_sample(batch.samples, self._current_logprobs)
+
+    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+        """Forward passes of the weights as they are for values, of the initial ones for the reference."""
+        with boundary(TrainingError, f"{self._where}: appraising {batch.micro_batch_id}"):
+            nothing: list[None] = [None] * len(batch.samples)
+            values = await self._per_sample(batch.samples, self._values) if self._value_head is not None else nothing
+            reference = nothing
+            if self._reference is not None:
+                reference = await self._per_sample(batch.samples, self._reference_logprobs)
+            return [Appraised(values=v, reference=r) for v, r in zip(values, reference, strict=True)]
 
     async def save(self, path: Path) -> None:
         """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
@@ -170,31 +177,36 @@ class SingleProcessTrainer:
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._thread.run(work, *args, **kwargs) if self._thread else work(*args, **kwargs)
 
-    def _forward_backward(self, rows: Sequence[tuple[Sample, float]]) -> Tensor:
-        samples = [sample for sample, _ in rows]
+    def _forward_backward(self, rows: Sequence[tuple[Sample, float]]) -> tuple[Sequence[Sample], Tensor]:
+        objective, samples = self._objective, [sample for sample, _ in rows]
+        reference = self._reference_logprobs(samples) if objective.needs_reference else None
         with precision(self._model):
-            outputs = run(self._model, samples)
-            loss, sums = self._objective(samples, [weight for _, weight in rows], outputs, version=self._version)
+            asked_for = {"value_head": self._value_head, "entropy_gradient": objective.needs_entropy_gradient}
+            outputs = run(self._model, samples, **asked_for)
+            weights = [weight for _, weight in rows]
+            loss, figures = objective(samples, weights, outputs, version=self._version, reference=reference)
             (loss * self._settings.accumulation_scale).backward()
-        return sums
+        return samples, figures
 
-    def _commit(self, batch: MicroBatch, sums: Sequence[Tensor], started: float) -> LossReport:
-        if sums:
+    def _commit(
+        self, batch: MicroBatch, passes: Sequence[tuple[Sequence[Sample], Tensor]], started: float
+    ) -> LossReport:
+        if passes:
             self._cache.add(self._updater.take_gradients())
-        names = self._objective.names
-        totals = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * len(names)
+        figures = [figures for _, figures in passes] or [torch.zeros(0, len(self._objective.names))]
+        samples = [sample for together, _ in passes for sample in together]
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             num_samples=len(batch.samples),
             num_tokens=sum(sample.weight * sample.num_tokens for sample in batch.samples),
-            sums=dict(zip(names, totals, strict=True)),
+            sums=self._objective.sums(samples, torch.cat(figures)),
             duration_s=time.perf_counter() - started,
         )
         self._reports[batch.micro_batch_id] = report
         return report
 
     def _step(self, divisors: Divisors) -> Version:
-        total = divisor(divisors, self._settings.loss.aggregation)
+        total = self._objective.divisor(divisors, self._reports.values())
         if not self._reports or total <= 0:
             raise TrainingError(
                 f"{self._where}: nothing to update from: {len(self._reports)} micro-batches, {divisors} and hence D = "
@@ -212,7 +224,6 @@ class SingleProcessTrainer:
 
     def _report(self, total: float, norm: float, learning_rate: float) -> UpdateReport:
         reports = self._reports.values()
-        measured = sum(report.sums["measured_tokens"] for report in reports)
         return UpdateReport(
             version=self._version,
             num_samples=sum(report.num_samples for report in reports),
@@ -220,14 +231,40 @@ class SingleProcessTrainer:
             loss=sum(report.sums["loss"] for report in reports) / total,
             grad_norm=norm,
             learning_rate=learning_rate,
-            means={n: sum(r.sums[n] for r in reports) / measured for n in self._objective.measures} if measured else {},
+            means=self._objective.means(reports),
         )
 
+    async def _per_sample(
+        self, samples: Sequence[Sample], of_tokens: Callable[[Sequence[Sample]], Tensor]
+    ) -> list[FloatArray]:
+        """[R] float32 for each sample, from what `of_tokens` says of the tokens of some samples, in order."""
+        found = [np.zeros(0, dtype=np.float32) for _ in samples]
+        filled = [i for i, sample in enumerate(samples) if sample.num_tokens]
+        for together in plan([samples[i] for i in filled], self._settings):
+            places = [filled[row] for row in together.rows]
+            flat = (await self._run(of_tokens, [samples[i] for i in places])).float().cpu().numpy()
+            ends = np.cumsum([samples[i].num_tokens for i in places])
+            for i, of_sample in zip(places, np.split(flat, ends), strict=False):
+                found[i] = of_sample
+        return found
+
     @torch.no_grad()
-    def _forward(self, samples: Sequence[Sample]) -> FloatArray:
+    def _current_logprobs(self, samples: Sequence[Sample]) -> Tensor:
         with precision(self._model):
-            logprobs = run(self._model, samples).logprobs
-        return logprobs.float().cpu().numpy()
+            return run(self._model, samples).logprobs
+
+    @torch.no_grad()
+    def _values(self, samples: Sequence[Sample]) -> Tensor:
+        with precision(self._model):
+            values = run(self._model, samples, value_head=self._value_head).values
+        assert values is not None, "asked for with a value head only"
+        return values
+
+    @torch.no_grad()
+    def _reference_logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        assert self._reference is not None, "asked for with settings that need it only"
+        with self._reference.model() as model, precision(model):
+            return run(model, samples).logprobs
 
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,20 @@ from typing import Annotated
 from pydantic import Field
 
 from flexmarl.training.corrections.base import Correction
+from flexmarl.training.corrections.icepop import IcePop
+from flexmarl.training.corrections.mis import MultiLevelImportanceSampling
 from flexmarl.training.corrections.none import NoCorrection
 from flexmarl.training.corrections.tis import TruncatedImportanceSampling
 
-CorrectionSettings = Annotated[NoCorrection | TruncatedImportanceSampling, Field(discriminator="type")]
+CorrectionSettings = Annotated[
+    NoCorrection | TruncatedImportanceSampling | IcePop | MultiLevelImportanceSampling, Field(discriminator="type")
+]
 
-__all__ = ["Correction", "CorrectionSettings", "NoCorrection", "TruncatedImportanceSampling"]
+__all__ = [
+    "Correction",
+    "CorrectionSettings",
+    "IcePop",
+    "MultiLevelImportanceSampling",
+    "NoCorrection",
+    "TruncatedImportanceSampling",
+]

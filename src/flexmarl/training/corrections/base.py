@@ -11,10 +11,12 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexmarl.training.token_rows import Rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """N sampled tokens, as they were and as they are. All are [N] and carry no gradient."""
+    """N sampled tokens, as they were and as they are. Tensors are [N] and carry no gradient."""
 
     current: Tensor
     """Log-probability under the weights that are trained; a step has one update, so these are its old ones."""
@@ -24,6 +26,25 @@ class Sampled:
     """Under the distribution that was drawn from, temperature and filters applied."""
     fresh: Tensor
     """[N] bool: sampled at the version that is trained."""
+    rows: Rows
+    """Which tokens are one row's."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """x = old - mu, of docs/math.md section 10."""
+        return self.current - self.drawn_from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """What N tokens weigh, and why. All are [N]."""
+
+    weights: Tensor
+    """Factors of the token losses, after the loss's own clipping."""
+    clipped: Tensor
+    """Bool: the weight is at a bound."""
+    masked: Tensor
+    """Bool: the weight is 0, because the ratio left the bounds."""
 
 
 class Correction(BaseModel, ABC):
@@ -45,3 +66,8 @@ class Correction(BaseModel, ABC):
     def measured(self, tokens: Sampled) -> tuple[Tensor, ...]:
         """[N] each, in the order of `measures`."""
         return ()
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the step also divides by the mean weight of the batch."""
+        return False

@@ -21,4 +21,4 @@ class NoCorrection(Correction):
 
     def weights(self, tokens: Sampled) -> Tensor:
         """1."""
-        return tokens.current.new_ones(())
+        return tokens.current.new_ones(len(tokens.current))

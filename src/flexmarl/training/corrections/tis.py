@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from flexmarl.training.corrections.base import Correction, Sampled
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from flexmarl.training.corrections.base import Sampled, Weighed
+from flexmarl.training.corrections.importance import ImportanceWeights, importance, truncated
 
 
-class TruncatedImportanceSampling(Correction):
-    """min(exp(old - mu), cap): old under the weights that are trained, mu under what was drawn from.
+class TruncatedImportanceSampling(ImportanceWeights):
+    """clip(exp(old - mu), low, cap): old under the weights that are trained, mu under what was drawn from.
 
-    The loss is then compared with the trained weights themselves, so its own clipping does not act: this is PPO with
-    its proximal policy decoupled from the one that sampled, and with a bound on the weight.
+    Without a cap it is decoupled PPO: exact, with a variance that nothing bounds.
     """
 
-    measures: ClassVar[tuple[str, ...]] = ("correction_weight", "correction_truncated")
-
     type: Literal["tis"] = "tis"
-    cap: float = Field(default=2.0, gt=0, description="Largest weight: bounds the variance, at the price of a bias.")
+    low: float = Field(default=0.0, ge=0, description="Smallest weight.")
+    cap: float | None = Field(
+        default=2.0, gt=0, description="Largest weight: bounds the variance, at the price of a bias; null is none."
+    )
 
-    def old_logprobs(self, tokens: Sampled) -> Tensor:
-        """The current ones."""
-        return tokens.current
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.cap is not None and self.low > self.cap:
+            raise ValueError(f"low is {self.low}, above cap, which is {self.cap}; use low: 0")
+        return self
 
-    def weights(self, tokens: Sampled) -> Tensor:
-        """The truncated weights."""
-        return _importance(tokens).clamp(max=self.cap)
-
-    def measured(self, tokens: Sampled) -> tuple[Tensor, ...]:
-        """The weight, and whether it was truncated."""
-        importance = _importance(tokens)
-        return importance.clamp(max=self.cap), (importance > self.cap).to(importance.dtype)
-
-
-def _importance(tokens: Sampled) -> Tensor:
-    return (tokens.current - tokens.drawn_from).clamp(-20, 20).exp()
+    def weigh(self, tokens: Sampled) -> Weighed:
+        """Truncated on both sides."""
+        return truncated(importance(tokens.log_ratio), self.low, self.cap)

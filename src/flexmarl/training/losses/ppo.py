@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from flexmarl.training.losses.base import PolicyLoss, ratio
+from flexmarl.training.losses.base import PolicyLoss, clipped_surrogate, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flexmarl.training.token_rows import Rows
 
 
 class Ppo(PolicyLoss):
@@ -25,14 +27,14 @@ class Ppo(PolicyLoss):
         default=3.0, gt=1, description="Bound on the ratio where the advantage is negative; null is off."
     )
 
-    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def per_token(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
         """The loss, and the tokens whose ratio left the bounds in the profitable direction or passed the dual clip."""
         rho = ratio(logprobs, old_logprobs)
-        plain = -advantages * rho
-        clipped = -advantages * rho.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss, was_clipped = plain.maximum(clipped), clipped > plain
+        loss, was_clipped = clipped_surrogate(rho, advantages, 1 - self.clip_low, 1 + self.clip_high)
         if self.dual_clip is not None:
             bound = -advantages * self.dual_clip
             beyond = (advantages < 0) & (loss > bound)
             loss, was_clipped = bound.where(beyond, loss), was_clipped | beyond
-        return loss, was_clipped.detach()
+        return loss, was_clipped

@@ -9,12 +9,16 @@ from flexmarl.training.losses.base import PolicyLoss
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexmarl.training.token_rows import Rows
+
 
 class Reinforce(PolicyLoss):
     """-A lp: the plain policy gradient; exact on samples of the current version, biased on older ones."""
 
     type: Literal["reinforce"] = "reinforce"
 
-    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, which nothing clips; `old_logprobs` are not used."""
+    def per_token(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, which nothing bounds; it looks at neither `old_logprobs` nor `rows`."""
         return -advantages * logprobs, logprobs.detach() > 0

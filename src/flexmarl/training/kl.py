@@ -1,0 +1,78 @@
+"""Decides the divergence from the reference policy: what a token contributes, and how its coefficient adapts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Divergence = Literal["k1", "abs", "k2", "k3", "k3+"]
+
+
+class KlSettings(BaseModel):
+    """How far the policy is kept from its initial weights; d = lp - ref (docs/math.md section 12)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Divergence = Field(
+        default="k3+",
+        description="k1: d; abs: |d|; k2: d^2 / 2; k3: exp(-d) + d - 1; k3+: the value of k3 with the gradient of k2. "
+        "In the loss k3+ or k2, in the reward k1 have the gradient of KL(policy, reference).",
+    )
+    coef: float = Field(default=0.001, gt=0, description="Its weight beta; the first one, if it adapts.")
+    where: Literal["loss", "reward"] = Field(
+        default="loss", description="Added to the loss of each token, or taken from its reward before credit."
+    )
+    target: float | None = Field(
+        default=None, gt=0, description="In the reward: the divergence that beta adapts to; null keeps beta."
+    )
+    horizon: int | None = Field(default=None, gt=0, description="Rows over which beta adapts; goes with target.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.where == "loss" and self.type == "k1":
+            raise ValueError(
+                "type is 'k1' with where 'loss', where its expected gradient is 0: it would add noise and hold the "
+                "policy to nothing; use type: k3+, or where: reward"
+            )
+        if (self.target is None) != (self.horizon is None):
+            raise ValueError(f"target is {self.target} and horizon {self.horizon}; they go together, or leave both out")
+        if self.where == "loss" and self.target is not None:
+            raise ValueError(f"target is {self.target}, but only the coefficient of where: reward adapts; leave it out")
+        return self
+
+    def adapted(self, coef: float, kl: float, num_rows: int) -> float:
+        """The coefficient after `num_rows` rows that had the mean divergence `kl` (Ziegler et al. 2019).
+
+        >>> KlSettings(where="reward", target=0.1, horizon=100).adapted(1.0, kl=0.3, num_rows=10)
+        1.02
+        """
+        if self.target is None or self.horizon is None:
+            return coef
+        return coef * (1 + min(max(kl / self.target - 1, -0.2), 0.2) * num_rows / self.horizon)
+
+
+def divergence(kind: Divergence, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """[N] what each token contributes, from log-probabilities [N] under the policy and under the reference."""
+    difference = logprobs - reference
+    match kind:
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return _k3(difference)
+        case "k3+":
+            k2 = difference.square() / 2
+            return k2 - k2.detach() + _k3(difference).detach()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """Cut at 20 before the exponential and at 10 after it, so that one token cannot be all of a batch's loss."""
+    log_ratio = (-difference).clamp(-20, 20)
+    return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
