@@ -60,9 +60,13 @@ def _sections(model: type[BaseModel], path: str, like: type[BaseModel] | None = 
     for name, field in sorted(fields.items(), key=lambda item: item[0] != "type"):
         yield f"| `{name}` | {_type(field)} | {_default(field)} | {_meaning(model, name, field)} |"
     yield ""
+    told: list[list[type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         kinds: list[type[BaseModel]] = []
-        for where, below in _models(field.annotation, f"{path}.{name}".removeprefix(".")):
+        of_field = list(_models(field.annotation, f"{path}.{name}".removeprefix(".")))
+        # Of two keys with the same kinds, such as credit.estimator and credit.per_agent.NAME, the first has the tables.
+        told.append([kind for _, kind in of_field])
+        for where, below in of_field if told[-1] not in told[:-1] or len(told[-1]) < 2 else []:
             same = (
                 kind
                 for kind in kinds

@@ -86,12 +86,18 @@ class AgentReport:
     """All rewards at the bottom."""
     flat: int = 0
     """All rewards equal, in between."""
+    penalty_alone: int = 0
+    """Groups among the effective ones in which only penalties differ, not outcomes."""
     group_sizes: tuple[int, ...] = ()
     """Observations of each group."""
     dropped_singleton: int = 0
     """Rows with weight 0 because nothing was there to compare them with."""
     empty: int = 0
     """Rows with weight 0 because nothing was sampled."""
+    untrained: int = 0
+    """Rows with weight 0 because of how their calls ended."""
+    notes: tuple[str, ...] = ()
+    """What could not be done, and why."""
 
     def __add__(self, other: "AgentReport") -> "AgentReport":
         """The report of both."""

@@ -21,18 +21,19 @@ def credit_row(
     episode: int = 0,
     hop: int = 0,
     agent: str = "solver",
+    policy: str | None = None,
     num_tokens: int = 3,
     outcome: float | None = None,
     tags: Mapping[str, Scalar] | None = None,
 ) -> CreditRow:
-    """A row of a policy named as its agent; its tags hold `turn`, half the hop, unless given."""
+    """A row of a policy named as its agent, unless given; its tags hold `turn`, half the hop, unless given."""
     trajectory = f"{task}e{episode}"
     return CreditRow(
         sample_id=SampleId(f"{task}_{hop}_{trajectory}"),
         task=task,
         episode=EpisodeId(trajectory),
         agent=AgentName(agent),
-        policy=PolicyName(agent),
+        policy=PolicyName(policy or agent),
         hop=hop,
         reward=reward,
         num_tokens=num_tokens,
@@ -42,20 +43,33 @@ def credit_row(
 
 
 def random_credit_rows(seed: int, *, empty_rows: bool = True) -> list[CreditRow]:
-    """A ragged batch: several tasks and agents, lone rows, constant groups, equal rows, empty rows, in any order."""
+    """A ragged batch: several tasks and agents, lone rows, constant groups, equal rows, empty rows, in any order.
+
+    Solver and verifier share a policy. All calls of a task have one context, as far as their tags say, and those of an
+    episode form a tree.
+    """
     draw = random.Random(seed)
     palettes = ([0.0, 1.0], [1.0], [0.1 + 0.2, 0.3], [0.0, 0.25, 0.9, 1.0], [0.5])
     rows = []
     for task in range(draw.randint(1, 4)):
         palette = draw.choice(palettes)
         for episode in range(draw.randint(1, 5)):
+            paths = ["0"]
             for hop in range(draw.randint(1, 4)):
                 agent = draw.choice(("solver", "verifier", "router"))
-                num_tokens = draw.randint(0 if empty_rows else 1, 5)
-                reward = draw.choice(palette)
-                rows.append(
-                    credit_row(reward, task=f"t{task}", episode=episode, hop=hop, agent=agent, num_tokens=num_tokens)
+                branch = draw.choice(paths)
+                paths.append(f"{branch}.{hop}")
+                row = credit_row(
+                    draw.choice(palette),
+                    task=f"t{task}",
+                    episode=episode,
+                    hop=hop,
+                    agent=agent,
+                    policy="shared" if agent != "router" else None,
+                    num_tokens=draw.randint(0 if empty_rows else 1, 5),
+                    tags={"turn": hop // 2, "context_hash": f"t{task}", "branch": branch, "path": paths[-1]},
                 )
+                rows.append(replace(row, values=tuple(draw.uniform(-1, 1) for _ in range(row.num_tokens))))
     draw.shuffle(rows)
     return rows
 

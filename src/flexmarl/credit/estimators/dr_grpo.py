@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from flexmarl.credit.estimators.group_relative import GroupRelative, Singleton
+from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.grouped import Singleton
 from flexmarl.credit.interface import GroupKey
 
 

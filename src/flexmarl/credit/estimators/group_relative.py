@@ -1,152 +1,155 @@
 """Decides advantages by comparing each row with its group: A = (c - b) / D (docs/math.md section 5)."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from flexmarl.credit.effect import Effect, effect_of
-from flexmarl.credit.estimators.base import EstimatorBase
-from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
-from flexmarl.credit.keys import Group, Requirement, group_name, group_rows
+from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
+from flexmarl.credit.interface import CreditRow, in_order
+from flexmarl.credit.keys import Group
 from flexmarl.errors import CreditError
-from flexmarl.records import AgentName, SampleId
+from flexmarl.records import SampleId
 
 Unit = Literal["row", "trajectory_mean", "trajectory_first"]
-Singleton = Literal["zero", "raw", "zero_unless_all", "drop", "error"]
-Scores = NDArray[np.float64]
+Centre = Literal["mean", "leave_one_out", "length_weighted"]
+Scale = Literal["none", "std", "mean"]
 
 
-class GroupRelative(EstimatorBase):
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a group makes of a row's score c: A = (c - baseline) / divisor = scale c + offset."""
+
+    baseline: float
+    divisor: float
+    """Infinite where the group teaches nothing."""
+    weight: float = 1.0
+    """Row weight of all rows of the group."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the score."""
+        return 1 / self.divisor
+
+    @property
+    def offset(self) -> float:
+        """What is added to every row of the group."""
+        return -self.baseline / self.divisor
+
+
+NOTHING = Line(0.0, math.inf)
+
+
+class GroupRelative(Grouped):
     """The general form; each preset sets its parameters to what its paper or its code does.
 
-    x   observations of the group, by `unit`
-    c   what a row is compared as: its score, or its episode's mean
-    A   (c - mean(x)) / D,   D = 1 or max(std(x), std_floor) + eps;   0 where all of x are equal or std <= min_std
+    x   observations of the group, by `unit`; n of them
+    c   what a row is compared as: its reward, or its episode's mean
+    A   (c - b) / D; 0 where all of x are equal, or std <= min_std
+    b   mean(x); the mean of the others; or the mean with sampled tokens as weights
+    D   1; max(std(x), std_floor) + eps; or mean(x), for rewards that are never negative
     """
 
-    key: GroupKey = ("task", "agent")
-    """Tags whose equal values form a group, or such tags per agent ("*": every other agent)."""
-    require: tuple[Requirement, ...] = ("one_task",)
-    """Facts asserted for every group; a violation raises."""
     unit: Unit = "row"
     """One observation is a row; the mean of an episode's rows, as which they are then compared; or its first row."""
-    scale: Literal["none", "std"] = "none"
-    """Division by the group's standard deviation favours nearly solved and nearly hopeless tasks."""
+    centre: Centre = "mean"
+    """What a row is compared with: the group's mean; that of its other observations; the mean per sampled token."""
+    scale: Scale = "none"
+    """Divide by nothing; the standard deviation, which favours nearly solved and nearly hopeless tasks; the mean."""
     eps: float = Field(default=1e-6, ge=0)
-    """Added to the divisor."""
+    """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
     """1: the sample's standard deviation; 0: the population's."""
     min_std: float = Field(default=0.0, ge=0)
     """At or below this standard deviation a group's advantages are 0."""
     std_floor: float = Field(default=0.0, ge=0)
-    """Least divisor: keeps small penalties small in groups that are otherwise constant."""
-    singleton: Singleton = "zero"
-    """A group with one observation: A = 0; the reward itself; 0 unless all groups of the step are such; weight 0; an
-    error."""
-    tol: float = Field(default=1e-6, ge=0)
-    """Rewards that differ by no more count as equal in the report."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Worst and best reward: what the report calls too hard and too easy."""
-
-    @field_validator("key")
-    @classmethod
-    def _key_names_tags(cls, key: GroupKey) -> GroupKey:
-        keys = [key] if isinstance(key, tuple) else list(key.values())
-        if not keys or not all(keys):
-            raise ValueError(f"key: {key!r} names no tag; use tags such as ['task', 'agent']")
-        return key
-
-    @model_validator(mode="after")
-    def _range_is_ordered(self) -> "GroupRelative":
-        bottom, top = self.reward_range
-        if bottom >= top:
-            raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
-        return self
+    """Least standard deviation to divide by: keeps small penalties small in groups that are otherwise constant."""
 
     @property
-    def needs(self) -> Needs:
-        """Whole groups; the whole step where a lone row's fate depends on the other groups."""
-        return "batch" if self.singleton == "zero_unless_all" else "group"
+    def linear(self) -> bool:
+        """Whether a group's advantages are a line over scores that are known before the group is complete."""
+        return self.needs == "group"
 
-    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages, weights and a report per agent."""
-        ordered = in_order(rows)
-        groups = group_rows([row for row in ordered if row.num_tokens], self.key, self.require)
-        sizes = {group: self._num_observations(members) for group, members in groups.items()}
-        all_alone = all(size == 1 for size in sizes.values())
-        # Rows without sampled tokens keep these.
-        advantages: dict[SampleId, float] = {row.sample_id: 0.0 for row in ordered}
-        weights: dict[SampleId, float] = {row.sample_id: 0.0 for row in ordered}
-        report: dict[AgentName, AgentReport] = {row.agent: AgentReport() for row in ordered}
-        for row in ordered:
-            if not row.num_tokens:
-                report[row.agent] += AgentReport(empty=1)
+    def open_places(self, rows: Sequence[CreditRow]) -> dict[SampleId, tuple[Group, float]]:
+        """Group and score of every sampled row of one episode, or of several."""
+        return {
+            row.sample_id: (group, float(score))
+            for group, members in self.groups(in_order(rows)).items()
+            for row, score in zip(members, self._observe(members)[0], strict=True)
+        }
 
-        for group, members in groups.items():
-            if sizes[group] == 1:
-                values, weight = self._alone(group, members, all_alone)
-            else:
-                values, weight = self._compared(members), 1.0
-            for row, advantage in zip(members, values, strict=True):
-                advantages[row.sample_id] = float(advantage)
-                weights[row.sample_id] = weight
-                if not weight:
-                    report[row.agent] += AgentReport(dropped_singleton=1)
-            seen = self._describe(members, sizes[group])
-            for agent in {row.agent: None for row in members}:
-                report[agent] += seen
-        return Credit(advantages=advantages, weights=weights, report=report)
+    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, Line]:
+        """What each complete group makes of its scores; only if `linear`."""
+        return {group: self._line_of(group, members) for group, members in self.groups(in_order(rows)).items()}
 
-    def _compared(self, members: Sequence[CreditRow]) -> Scores:
-        compared, observations = self._observe(members)
-        # The mean of equal numbers may differ from them in the last bit, which 1/eps would magnify.
-        equal = observations.min() == observations.max()
-        centred = compared - (observations[0] if equal else observations.mean())
-        if self.scale == "none":
-            return centred
-        std = 0.0 if equal else observations.std(ddof=self.ddof)
-        if std <= self.min_std:
-            return np.zeros_like(centred)
-        return centred / (max(std, self.std_floor) + self.eps)
+    def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
+        """The groups. Raises CreditError for a negative reward if the divisor is the mean."""
+        for row in rows:
+            if self.scale == "mean" and row.num_tokens and row.reward is not None and row.reward < 0:
+                raise CreditError(
+                    f"sample {row.sample_id} of agent {row.agent} has reward {row.reward}, and scale is 'mean'; "
+                    f"rewards must not be negative there: shift them, or use scale=none"
+                )
+        return super().groups(rows)
 
-    def _alone(self, group: Group, members: Sequence[CreditRow], all_alone: bool) -> tuple[Scores, float]:
-        if self.singleton == "error":
-            raise CreditError(
-                f"group ({group_name(group)}) has one observation, and singleton is 'error'; "
-                f"play more episodes per task, use a coarser key, or another singleton option"
-            )
-        if self.singleton == "raw" or (self.singleton == "zero_unless_all" and all_alone):
-            return self._observe(members)[0] / (1.0 if self.scale == "none" else 1.0 + self.eps), 1.0
-        return np.zeros(len(members)), 0.0 if self.singleton == "drop" else 1.0
+    def num_observations(self, members: Sequence[CreditRow]) -> int:
+        """Rows, or episodes."""
+        return len(members) if self.unit == "row" else len({row.episode for row in members})
 
-    def _observe(self, members: Sequence[CreditRow]) -> tuple[Scores, Scores]:
-        """(c of every row, the group's observations x)."""
-        scores = np.array([row.reward for row in members], np.float64)
+    def _line_of(self, group: Group, members: Sequence[CreditRow]) -> Line:
+        if self.num_observations(members) > 1:
+            return self._line(members)
+        fates = {"raw": Line(0.0, self._raw_divisor), "zero": NOTHING, "drop": Line(0.0, math.inf, weight=0.0)}
+        return fates[self.fate(group, all_alone=False)]
+
+    def _compare(self, members: Sequence[CreditRow]) -> Scores:
+        line = self._line(members)
+        return (self._observe(members)[0] - line.baseline) / line.divisor
+
+    def _raw(self, members: Sequence[CreditRow]) -> Scores:
+        return self._observe(members)[0] / self._raw_divisor
+
+    @property
+    def _raw_divisor(self) -> float:
+        return 1.0 + self.eps if self.scale == "std" else 1.0
+
+    def _line(self, members: Sequence[CreditRow]) -> Line:
+        _, x, lengths = self._observe(members)
+        n = len(x)
+        baseline = _mean(x, lengths if self.centre == "length_weighted" else None)
+        divisor = self._divisor(x)
+        # c less the mean of the others, as a line: n / (n - 1) times c less the mean of all.
+        return Line(baseline, divisor * (n - 1) / n if self.centre == "leave_one_out" else divisor)
+
+    def _divisor(self, x: Scores) -> float:
+        match self.scale:
+            case "none":
+                return 1.0
+            case "std":
+                std = 0.0 if x.min() == x.max() else float(x.std(ddof=self.ddof))
+                return math.inf if std <= self.min_std else max(std, self.std_floor) + self.eps
+            case "mean":
+                return _mean(x) or math.inf
+
+    def _observe(self, members: Sequence[CreditRow]) -> tuple[Scores, Scores, Scores]:
+        """(c of every row, the group's observations x, sampled tokens of each observation)."""
+        scores, lengths = rewards_of(members), np.array([row.num_tokens for row in members], np.float64)
         if self.unit == "row":
-            return scores, scores
+            return scores, scores, lengths
         places: dict[str, list[int]] = {}
         for place, row in enumerate(members):
             places.setdefault(row.episode, []).append(place)
         if self.unit == "trajectory_first":
-            return scores, scores[[of_episode[0] for of_episode in places.values()]]
-        means = {episode: scores[of_episode].mean() for episode, of_episode in places.items()}
-        return np.array([means[row.episode] for row in members]), np.array(list(means.values()))
+            first = [of_episode[0] for of_episode in places.values()]
+            return scores, scores[first], lengths[first]
+        means = {episode: _mean(scores[of_episode]) for episode, of_episode in places.items()}
+        tokens = np.array([lengths[of_episode].sum() for of_episode in places.values()])
+        return np.array([means[row.episode] for row in members]), np.array(list(means.values())), tokens
 
-    def _num_observations(self, members: Sequence[CreditRow]) -> int:
-        return len(members) if self.unit == "row" else len({row.episode for row in members})
 
-    def _describe(self, members: Sequence[CreditRow], size: int) -> AgentReport:
-        bottom, top = self.reward_range
-        rewards = [row.reward for row in members if row.reward is not None]
-        effect = effect_of(rewards, tol=self.tol, bottom=bottom, top=top)
-        return AgentReport(
-            groups=1,
-            group_sizes=(size,),
-            effective=effect is Effect.EFFECTIVE,
-            too_easy=effect is Effect.TOO_EASY,
-            too_hard=effect is Effect.TOO_HARD,
-            flat=effect is Effect.FLAT,
-        )
+def _mean(x: Scores, weights: Scores | None = None) -> float:
+    # That of equal numbers may differ from them in the last bit, which 1/eps would magnify.
+    return float(x[0] if x.min() == x.max() else np.average(x, weights=weights))

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from flexmarl.credit.estimators.group_relative import GroupRelative, Singleton
+from flexmarl.credit.estimators.group_relative import GroupRelative, Scale
+from flexmarl.credit.estimators.grouped import Singleton
 from flexmarl.credit.interface import GroupKey
 
 
@@ -11,5 +12,5 @@ class Grpo(GroupRelative):
 
     type: Literal["grpo"] = "grpo"
     key: GroupKey = ("task",)
-    scale: Literal["none", "std"] = "std"
+    scale: Scale = "std"
     singleton: Singleton = "raw"

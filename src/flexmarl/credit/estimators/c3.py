@@ -1,0 +1,93 @@
+"""Decides advantages on a tree of turns: what follows a turn, against what follows its siblings."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
+from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, in_order
+from flexmarl.credit.keys import Requirement
+from flexmarl.errors import CreditError
+from flexmarl.records import SampleId, Scalar
+
+
+class C3(Grouped):
+    """C3's leave-one-out over siblings, turns that were sampled from one node of a tree and so share their prompt.
+
+        q   mean reward of the leaves at and below the turn        Q   mean of what a critic expected at its tokens
+        reward_only      q - LOO(q)
+        value_only       Q - LOO(Q)
+        value_assisted   q - [(1 - alpha) LOO(q) + alpha LOO(Q)]       LOO: mean of the other siblings
+
+    Rows carry the tags `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
+    turn from the root to the row, e.g. "0.3.1".
+    """
+
+    type: Literal["c3"] = "c3"
+    key: GroupKey = ("task", "episode", "branch")
+    require: tuple[Requirement, ...] = ("one_task", "one_context")
+    tree: tuple[str, ...] = ("task", "episode")
+    """Tags that name the tree in which a path leads to the row."""
+    signal: Literal["reward_only", "value_only", "value_assisted"] = "reward_only"
+    """What is compared with what; those with values need a critic."""
+    alpha: float = Field(default=1.0, ge=0, le=1)
+    """Share of the critic in the baseline of `value_assisted`."""
+
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """A critic's values, unless rewards are all it looks at."""
+        return frozenset() if self.signal == "reward_only" else frozenset({"values"})
+
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
+        """Sibling against siblings, each with the mean reward of its leaves."""
+        sampled = [row for row in in_order(rows) if row.num_tokens]
+        rewards = self._means_below(sampled, lambda row: row.reward or 0.0)
+        outcomes = self._means_below(sampled, lambda row: (row.reward or 0.0) if row.outcome is None else row.outcome)
+        return super().estimate(
+            [
+                replace(row, reward=rewards[row.sample_id], outcome=outcomes[row.sample_id]) if row.num_tokens else row
+                for row in rows
+            ]
+        )
+
+    def _compare(self, members: Sequence[CreditRow]) -> Scores:
+        q = rewards_of(members)
+        if self.signal == "reward_only":
+            return q - _others(q)
+        values = np.array([_value(row) for row in members])
+        if self.signal == "value_only":
+            return values - _others(values)
+        return q - ((1 - self.alpha) * _others(q) + self.alpha * _others(values))
+
+    def _means_below(self, rows: Sequence[CreditRow], of: Callable[[CreditRow], float]) -> dict[SampleId, float]:
+        trees: dict[tuple[Scalar, ...], list[tuple[tuple[str, ...], CreditRow]]] = {}
+        for row in rows:
+            path = tuple(str(row.tag("path")).split("."))
+            trees.setdefault(tuple(row.tag(tag) for tag in self.tree), []).append((path, row))
+        means: dict[SampleId, float] = {}
+        for tree in trees.values():
+            inner = {path[:length] for path, _ in tree for length in range(len(path))}
+            leaves = [(path, of(row)) for path, row in tree if path not in inner]
+            for path, row in tree:
+                below = np.array([value for leaf, value in leaves if leaf[: len(path)] == path])
+                means[row.sample_id] = float(below[0] if below.min() == below.max() else below.mean())
+        return means
+
+
+def _others(x: Scores) -> Scores:
+    """For each, the mean of the others."""
+    if x.min() == x.max():
+        return x
+    return (x.sum() - x) / (len(x) - 1)
+
+
+def _value(row: CreditRow) -> float:
+    if row.values is None:
+        raise CreditError(
+            f"sample {row.sample_id} of agent {row.agent} has no values, and C3's signal needs a critic's; "
+            f"give its policy one, or use signal=reward_only"
+        )
+    return float(np.mean(row.values))

@@ -1,0 +1,35 @@
+"""Decides advantages for the best of k: the best turn is reinforced by its lead over the second best."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from flexmarl.credit.estimators.grouped import Grouped, Scores, Singleton, rewards_of
+from flexmarl.credit.interface import CreditRow, GroupKey
+
+
+class PassAtK(Grouped):
+    """The best row of a group gets (best - second best) / (std + eps), every other row 0; so do ties.
+
+    What the group as a whole achieves is its best row, and only that row's lead says who made it (arXiv 2503.19595).
+    """
+
+    type: Literal["pass@k"] = "pass@k"
+    key: GroupKey = ("task",)
+    scale: Literal["none", "std"] = "std"
+    """Whether the lead is divided by the group's standard deviation."""
+    eps: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
+    ddof: Literal[0, 1] = 1
+    """1: the sample's standard deviation; 0: the population's."""
+    singleton: Singleton = "error"
+
+    def _compare(self, members: Sequence[CreditRow]) -> Scores:
+        x = rewards_of(members)
+        second, best = np.sort(x)[-2:]
+        if best == second:
+            return np.zeros_like(x)
+        divisor = x.std(ddof=self.ddof) + self.eps if self.scale == "std" else 1.0
+        return np.where(x == best, (best - second) / divisor, 0.0)
