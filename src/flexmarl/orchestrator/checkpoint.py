@@ -9,14 +9,14 @@ The folder is written under another name, flushed to the disk, and renamed when 
 the same, by a disk say, does not count: the newest intact one is the newest.
 
 What a checkpoint need not hold: a call's seed is computed from the run's seed and from what the call is
-(agents/seeds.py), a learning rate from the version (training/schedule.py), and no estimator remembers anything.
+(agents/seeds.py), and a learning rate from the version (training/schedule.py).
 """
 
 import asyncio
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -49,6 +49,8 @@ class RunState:
     """The evaluation before the first step: a resumed run compares with it."""
     wall_s: float = 0.0
     """Seconds that all processes of the run so far took together, one after the other."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """What the estimators remember: running baselines, to the last bit. Of an older checkpoint: nothing."""
 
     @property
     def replayed(self) -> tuple[GroupId, ...]:

@@ -75,6 +75,8 @@ class Orchestrator:
             warn=parts.warn,
             prune=parts.prune,
         )
+        if start:
+            parts.crediting.memory = start.memory
         self._before = start.before if start else None
         self._earlier_s = start.wall_s if start else 0.0
         self._began = asyncio.get_running_loop().time()
@@ -156,6 +158,7 @@ class Orchestrator:
                 versions=dict(parts.versions.served),
                 before=self._before,
                 wall_s=self._wall_s,
+                memory=dict(parts.crediting.memory),
             )
             with parts.monitor.time("checkpoint"):
                 await self._saver.save(state, last=last)

@@ -17,6 +17,7 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.retention import Drop
+from flexmarl.orchestrator.sealed_folder import MANIFEST, seal
 from flexmarl.records import AgentName, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState
 from flexmarl.simulator.virtual_time import run_virtual
@@ -102,6 +103,24 @@ def test_a_state_without_an_evaluation_comes_back_too(tmp_path):
     )
     run_virtual(checkpoints.save(bare, trainers()))
     assert run_virtual(checkpoints.load(trainers())) == bare
+
+
+def test_what_estimators_remember_comes_back_to_the_last_bit(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
+    remembering = replace(state(4), memory={"solver": 0.1 + 0.2, "verifier": -1 / 3})
+    run_virtual(checkpoints.save(remembering, trainers(version=4)))
+    assert run_virtual(checkpoints.load(trainers())).memory == {"solver": 0.30000000000000004, "verifier": -1 / 3}
+
+
+def test_a_checkpoint_from_before_estimators_remembered_is_one_in_which_they_remember_nothing(tmp_path):
+    checkpoints = save(tmp_path, 4)
+    written = tmp_path / "step-00004" / "state.json"
+    older = json.loads(written.read_text())
+    del older["memory"]
+    written.write_text(json.dumps(older))
+    (tmp_path / "step-00004" / MANIFEST).unlink()
+    seal(tmp_path / "step-00004")
+    assert run_virtual(checkpoints.load(trainers())) == state(4)
 
 
 def test_trainers_get_whole_paths_whatever_their_working_directory_is(tmp_path, monkeypatch):
