@@ -95,7 +95,7 @@ def draw(seed: int, *, mode: str | None = None) -> Schedule:
         forgetful=random.choice([0.0, 0.0, 0.1]),
         long_winded=random.choice([0.0, 0.05]),
         sections=_sections(random, mode or drawn, steps, groups, instances)
-        | {"credit": _credit(random, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+        | {"credit": _credit(random, mode or drawn, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
         plan=plan,
     )
 
@@ -154,6 +154,12 @@ def _sections(random: Random, mode: str, steps: int, groups: int, instances: Map
     }
 
 
-def _credit(random: Random, *, filtered: bool) -> dict[str, Any]:
+def _credit(random: Random, mode: str, *, filtered: bool) -> dict[str, Any]:
     estimator = {"type": random.choice(["default", "drmas"])}
-    return {"estimator": estimator} | ({} if filtered or random.random() < 0.4 else {"filter": None})
+    if not filtered and random.random() >= 0.4:
+        return {"estimator": estimator, "filter": None}
+    if mode not in SYNCHRONOUS or random.random() < 0.5:
+        return {"estimator": estimator}
+    on_shortfall = random.choice(["train_short", "train_short", "unfiltered", "error"])
+    refill = {"refill": True, "max_gen_batches": random.randint(1, 3), "on_shortfall": on_shortfall}
+    return {"estimator": estimator, "filter": refill}
