@@ -111,6 +111,7 @@ class Collector:
         self._kept = {}
         for compared in [kept] if self._crediting.batch_wide and kept else [[group] for group in kept]:
             await self._collect(compared)
+        self._crediting.end_batch()
         return self._divisors
 
     @property

@@ -5,7 +5,7 @@
                      └─────────┴──► FILTERED, slot free
 
 consumes    finished groups
-waits for   the store
+waits for   the store; trainers, where credit needs what they say (appraisal.py)
 produces    samples; rows that end FILTERED, with the reason
 unblocked by the store
 """
@@ -24,6 +24,7 @@ from flexmarl.credit.interface import Tokens
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row
 from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,
     GroupId,
@@ -72,12 +73,15 @@ class Crediting:
         trained: Collection[PolicyName],
         admission: Admission,
         journal: Journal,
+        appraisal: Appraisal | None = None,
     ) -> None:
+        """`appraisal` asks trainers for what credit needs of them; None: it needs nothing."""
         self._store = store
         self._settings = credit
         self.trained = frozenset(trained)
         self._admission = admission
         self._journal = journal
+        self._appraisal = appraisal
         self.memory: Mapping[str, float] = {}
         """What the estimators gave back the last time; a resumed run goes on from that of its checkpoint."""
 
@@ -110,7 +114,10 @@ class Crediting:
 
     async def credit(self, groups: Sequence[GroupRecord]) -> list[Credited]:
         """Compares the groups, or parts of groups, and ends the rows that training does not see."""
-        rows = [row for group in groups for row in self._rows(group)]
+        rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
+        if self._appraisal:
+            turns = [turn for group in groups for play in group.plays for turn in play.turns]
+            rows = await self._appraisal.fill(rows, turns, self.memory)
         values = {row.sample_id: row.values for row in rows if row.values is not None}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
@@ -127,6 +134,11 @@ class Crediting:
                 await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
             credited.append(Credited(group.group, samples))
         return credited
+
+    def end_batch(self) -> None:
+        """Notes that all groups of a batch have been credited."""
+        if self._appraisal:
+            self.memory = self._appraisal.end_batch(self.memory)
 
     async def make_ready(self, samples: Sequence[Sample]) -> None:
         """Puts the credit into the rows, and makes them READY."""

@@ -117,9 +117,11 @@ class SimulatedTrainer:
         return [sample.turn.raw_logprobs for sample in batch.samples]
 
     async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        """Values of 0 and a reference that agrees with the engine, in the time that the samples' tokens take."""
-        self._check_on_devices()
-        await self._work(self.costs.token_s * sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples))
+        """Values of 0 and a reference that agrees with the engine, in the time that the samples' tokens take.
+
+        Also while it is set aside: the swaps that a real one would need for this are not modelled.
+        """
+        await self._spend(self.costs.token_s * sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples))
         return [
             Appraised(values=np.zeros(sample.num_tokens, dtype=np.float32), reference=sample.turn.raw_logprobs)
             for sample in batch.samples

@@ -8,6 +8,7 @@ from flexmarl.credit import CreditSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.observability.journal import MemoryJournal
+from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.versions import Versions
@@ -77,7 +78,14 @@ def group_of(group: int, rewards: Sequence[float | None], **episode: object) -> 
 class Bench:
     """A collector on a real store, whose groups come as rollout would hand them on."""
 
-    def __init__(self, *, groups: int = 4, release: Release = Release.AT_ONCE, **credit: object) -> None:
+    def __init__(
+        self,
+        *,
+        groups: int = 4,
+        release: Release = Release.AT_ONCE,
+        appraisal: Appraisal | None = None,
+        **credit: object,
+    ) -> None:
         self.store = SqliteStore(agents=[AgentName("solver"), AgentName("judge")], columns=TURN_COLUMNS)
         self.admission = Admission(AdmissionLaw(groups=groups, lag=0, window=1))
         self.journal = MemoryJournal()
@@ -89,6 +97,7 @@ class Bench:
             trained=[SOLVER],
             admission=self.admission,
             journal=self.journal,
+            appraisal=appraisal,
         )
         self.collector = Collector(
             crediting=self.crediting,

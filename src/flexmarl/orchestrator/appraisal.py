@@ -1,0 +1,131 @@
+"""Runs appraisal: what only trainers can say of turns, the critic's values and the reference policy's opinion.
+
+  credit rows ──► trainers of their policies: appraise ──► rows with values, and rewards less beta KL per token
+
+consumes    rows with their final rewards, and the turns they are of
+waits for   each trainer that has something to say; several at once
+produces    the rows, filled in; at the end of a batch, the coefficients that the next one is credited with
+unblocked by the trainers
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import fsum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexmarl.credit import CreditRow
+from flexmarl.credit.returns import token_rewards
+from flexmarl.observability.journal import Journal
+from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId, Turn
+from flexmarl.training.interface import Appraised, Trainer
+from flexmarl.training.kl import KlSettings, divergence
+from flexmarl.training.settings import TrainingSettings
+
+Memory = Mapping[str, float]
+"""What a run remembers from batch to batch; the coefficient of a policy is in it as `kl_coef/{policy}`."""
+
+
+class Appraisal:
+    """Fills credit rows in where settings of their policy ask for it; others pass as they are."""
+
+    def __init__(
+        self,
+        *,
+        trainers: Mapping[PolicyName, Trainer],
+        training: Mapping[PolicyName, TrainingSettings],
+        journal: Journal,
+    ) -> None:
+        """`training` has an entry for every policy of `trainers`."""
+        self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}
+        self._in_reward = {
+            policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
+        }
+        self._journal = journal
+        self._seen: dict[PolicyName, list[float]] = defaultdict(list)
+        """Mean divergence of each row of this batch."""
+
+    async def fill(self, rows: Sequence[CreditRow], turns: Sequence[Turn], memory: Memory) -> Sequence[CreditRow]:
+        """The rows with values, and with token rewards that pay for divergence. Raises TrainingError."""
+        sampled = {turn.sample_id: turn for turn in turns}
+        asked: dict[PolicyName, list[Turn]] = defaultdict(list)
+        for row in rows:
+            if row.policy in self._trainers and row.num_tokens and not row.greedy:
+                asked[row.policy].append(sampled[row.sample_id])
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(self._ask(policy, asked[policy]), name=f"appraise/{policy}")
+                for policy in sorted(asked)
+            ]
+        said = {sample_id: appraised for call in calls for sample_id, appraised in call.result().items()}
+        return [
+            self._filled(row, sampled[row.sample_id], said[row.sample_id], memory) if row.sample_id in said else row
+            for row in rows
+        ]
+
+    def end_batch(self, memory: Memory) -> Memory:
+        """The memory for the next batch, with the coefficients that follow from this one."""
+        after = dict(memory)
+        for policy, kls in sorted(self._seen.items()):
+            settings, coef = self._in_reward[policy], self._coef(policy, memory)
+            kl = fsum(kls) / len(kls)  # Exact, so that the order in which rows came leaves no trace.
+            following = settings.adapted(coef, kl, len(kls))
+            if settings.target is not None:
+                after[_name(policy)] = following
+            self._journal.event(
+                "kl_in_reward",
+                policy=policy,
+                kl=kl,
+                coef=coef,
+                next_coef=following,
+                because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
+            )
+        self._seen.clear()
+        return after
+
+    async def _ask(self, policy: PolicyName, turns: Sequence[Turn]) -> Mapping[SampleId, Appraised]:
+        samples = tuple(Sample(turn=turn, advantage=0.0) for turn in turns)
+        batch = MicroBatch(micro_batch_id=f"appraise/{turns[0].sample_id}", policy=policy, samples=samples)
+        appraised = await self._trainers[policy].appraise(batch)
+        return {turn.sample_id: said for turn, said in zip(turns, appraised, strict=True)}
+
+    def _filled(self, row: CreditRow, turn: Turn, said: Appraised, memory: Memory) -> CreditRow:
+        if said.values is not None:
+            row = replace(row, values=tuple(said.values.tolist()))
+        kl = self._in_reward.get(row.policy)
+        if kl is None or said.reference is None or row.reward is None:
+            return row
+        found = _divergence(kl, turn, said.reference)
+        self._seen[row.policy].append(float(found.mean()))
+        return paid(row, self._coef(row.policy, memory) * found)
+
+    def _coef(self, policy: PolicyName, memory: Memory) -> float:
+        return memory.get(_name(policy), self._in_reward[policy].coef)
+
+
+def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
+    """The row with its tokens' rewards less a price [num_tokens]; what it was before stays as its outcome."""
+    assert row.reward is not None, "what has no reward cannot pay"
+    rewards = token_rewards(row) - price
+    parts = dict(row.parts) or {"outcome": row.reward}
+    return replace(
+        row,
+        reward=float(rewards.sum()),
+        token_rewards=tuple(rewards.tolist()),
+        outcome=row.reward if row.outcome is None else row.outcome,
+        parts={**parts, "kl": -float(price.sum())},
+    )
+
+
+def _divergence(kl: KlSettings, turn: Turn, reference: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[R] from what the engine recorded: of the weights that sampled, as `old` is for rows of other versions."""
+    recorded, initial = (torch.from_numpy(of.astype(np.float64)) for of in (turn.raw_logprobs, reference))
+    return divergence(kl.type, recorded, initial).numpy()
+
+
+def _name(policy: PolicyName) -> str:
+    return f"kl_coef/{policy}"
