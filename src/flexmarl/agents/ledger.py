@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from flexmarl.agents.causality import CallGraph
 from flexmarl.errors import EpisodeError
 from flexmarl.records import AgentName, SampleId, Turn
 
@@ -24,6 +25,7 @@ class Ledger:
     """Numbers the calls in the order they are sent; keeps the turns and adds up the rewards."""
 
     def __init__(self) -> None:
+        self.graph = CallGraph()
         self.metrics: dict[str, float] = {}
         self._acts = 0
         self._hops = 0
@@ -50,8 +52,9 @@ class Ledger:
         return numbers
 
     def add(self, hop: int, turn: Turn) -> None:
-        """Keeps the answer to the call of this hop."""
+        """Keeps the answer to the call of this hop; the task that sent it goes on."""
         self._turns[hop] = turn
+        self.graph.answered(hop)
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
         """Adds to the reward of each of these turns."""

@@ -35,11 +35,14 @@ from flexmarl.records import (
     Scalar,
     Turn,
     make_sample_id,
+    split_sample_id,
 )
 from flexmarl.tools import Parsed, Tool, ToolCall
 from flexmarl.tools.syntax import Syntax
 
-OURS = frozenset({"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy"})
+OURS = frozenset(
+    {"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy", "after", "tool_s"}
+)
 """Tags that a workflow cannot give; `turn` and `branch` it can."""
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
 
@@ -241,6 +244,7 @@ class Seat:
             "call": numbers.call,
             "branch": conversation.branch,
             "context_hash": hashed,
+            "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),
             **context.tags,
             **tags,
         }
@@ -303,3 +307,7 @@ class Seat:
                 raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
             if not isinstance(value, str | int | float | bool):
                 raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {value!r}")
+
+
+def _hop_of(call: SampleId | None) -> int | None:
+    return None if call is None else split_sample_id(call)[1]

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
+from flexmarl.agents.causality import traced
 from flexmarl.errors import EpisodeError, FlexmarlError, StoreError, boundary
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.records import (
@@ -161,7 +162,8 @@ class Player:
     ) -> tuple[EpisodeStatus, str]:
         try:
             async with limit.timeout:
-                with stop.ends(limit.timeout), boundary(EpisodeError, f"workflow on task {context.task.input_id}"):
+                doing = f"workflow on task {context.task.input_id}"
+                with stop.ends(limit.timeout), boundary(EpisodeError, doing), traced():
                     await self._team.run(context.task, team)
         except TimeoutError:
             return (

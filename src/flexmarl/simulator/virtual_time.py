@@ -102,6 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
         selector.loop = self
         self._clock_resolution = math.ulp(0.0)
+        self.set_task_factory(lambda _, coro, **kwargs: _Task(coro, next(self._serials), loop=self, **kwargs))
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -136,12 +137,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True  # type: ignore[attr-defined]  # asyncio counts cancelled timers by it
         return timer
-
-    def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        """Starts a task; its hash is its serial number."""
-        if self.is_closed():
-            raise RuntimeError("Event loop is closed")
-        return _Task(coro, next(self._serials), loop=self, **kwargs)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
         """Refuses threads."""

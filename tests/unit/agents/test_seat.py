@@ -39,6 +39,7 @@ def test_a_reply_has_the_text_and_the_exact_turn():
         "turn": 0,
         "branch": 0,
         "context_hash": "",
+        "after": "",
         "valid": True,
     }
     assert team.turns == (turn,)
