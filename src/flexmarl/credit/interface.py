@@ -23,6 +23,21 @@ GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call in the graph of its episode: what it waited for, and what it cost."""
+
+    hop: int
+    after: tuple[int, ...] = ()
+    """Hops of the calls that it directly depends on; all of them smaller."""
+    new_prompt_tokens: int = 0
+    """Tokens of its prompt beyond those of the turn that it extends."""
+    num_tokens: int = 0
+    """Sampled tokens."""
+    tool_s: float = 0.0
+    """Seconds that a tool took for what its prompt tells of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreditRow:
     """One rewarded turn of a trained policy."""
 
@@ -55,12 +70,8 @@ class CreditRow:
     """False: how the call ended makes it no training row; its weight is 0."""
     greedy: bool = False
     """Of a play at temperature 0 that serves as a baseline; never trained."""
-    after: tuple[int, ...] = ()
-    """Hops of the calls that this one directly depends on."""
-    new_prompt_tokens: int = 0
-    """Tokens of its prompt beyond those of the turn that it extends."""
-    tool_s: float = 0.0
-    """Seconds that tools took between the turn it extends and this one."""
+    calls: tuple[Call, ...] = ()
+    """All calls of its episode, those of frozen policies too, in hop order."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
 
     def tag(self, name: str) -> Scalar:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.interface import Call, CreditRow
 from flexmarl.records import Episode, FinishReason, GroupRecord, PolicyName, SampleId, Task, Turn, split_sample_id
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
@@ -20,13 +20,15 @@ def credit_rows(
     rows: list[CreditRow] = []
     for episode in filter(lambda play: play.finished, group.plays):
         turns = {turn.sample_id: turn for turn in episode.turns}
+        calls = tuple(_call(turn, turns) for turn in episode.turns)
         for turn in episode.turns:
             if turn.policy in trained and turn.finish not in FAILED:
-                rows.append(_row(group.task, episode, turn, turns, trains=turn.finish not in untrained_finish))
+                trains = turn.finish not in untrained_finish
+                rows.append(_row(group.task, episode, turn, calls, trains=trains))
     return tuple(rows)
 
 
-def _row(task: Task, episode: Episode, turn: Turn, turns: Mapping[SampleId, Turn], *, trains: bool) -> CreditRow:
+def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, trains: bool) -> CreditRow:
     reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
     return CreditRow(
         sample_id=turn.sample_id,
@@ -44,14 +46,18 @@ def _row(task: Task, episode: Episode, turn: Turn, turns: Mapping[SampleId, Turn
         valid=bool(tags.get("valid", True)),
         trains=trains,
         greedy=bool(tags.get("greedy", False)),
-        after=tuple(int(hop) for hop in str(tags.get("after", "")).split(",") if hop),
-        new_prompt_tokens=len(turn.prompt_ids) - _held(turn, turns),
-        tool_s=float(tags.get("tool_s", 0.0)),
+        calls=calls,
         tags={"policy_version": turn.version, **tags},
     )
 
 
-def _held(turn: Turn, turns: Mapping[SampleId, Turn]) -> int:
-    """Tokens of its prompt that were there before: those of the turn that it extends."""
+def _call(turn: Turn, turns: Mapping[SampleId, Turn]) -> Call:
     parent = turns.get(turn.parent) if turn.parent else None
-    return len(parent.prompt_ids) + len(parent.response_ids) if parent else 0
+    held = len(parent.prompt_ids) + len(parent.response_ids) if parent else 0
+    return Call(
+        hop=split_sample_id(turn.sample_id)[1],
+        after=tuple(int(hop) for hop in str(turn.tags.get("after", "")).split(",") if hop),
+        new_prompt_tokens=len(turn.prompt_ids) - held,
+        num_tokens=len(turn.response_ids),
+        tool_s=float(turn.tags.get("tool_s", 0.0)),
+    )

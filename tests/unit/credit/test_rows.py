@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexmarl.credit import credit_rows
+from flexmarl.credit.interface import Call
 from flexmarl.records import (
     AgentName,
     Episode,
@@ -98,18 +99,26 @@ def test_a_row_has_the_parts_of_its_reward_and_what_was_found_in_the_call() -> N
 
 
 def test_a_row_reads_the_tags_that_have_a_meaning() -> None:
-    marked = replace(turn("g0e0a0", 5, "solver"), tags={"after": "3,4", "tool_s": 0.5, "valid": False, "greedy": True})
-    row = only_row(marked)
-    assert (row.after, row.tool_s, row.valid, row.greedy) == ((3, 4), 0.5, False, True)
+    marked = only_row(replace(turn("g0e0a0", 5, "solver"), tags={"valid": False, "greedy": True}))
     bare = only_row(turn("g0e0a0", 0, "solver"))
-    assert (bare.after, bare.tool_s, bare.valid, bare.greedy) == ((), 0.0, True, False)
+    assert (marked.valid, marked.greedy) == (False, True)
+    assert (bare.valid, bare.greedy) == (True, False)
 
 
-def test_new_prompt_tokens_are_those_beyond_the_turn_that_is_extended() -> None:
+def test_a_row_has_all_calls_of_its_episode_those_of_frozen_policies_too() -> None:
     first = turn("g0e0a0", 0, "solver")
-    longer = replace(turn("g0e0a0", 1, "solver"), prompt_ids=np.arange(9, dtype=np.int32), parent=first.sample_id)
-    assert only_row(first).new_prompt_tokens == 2
-    assert only_row(first, longer).new_prompt_tokens == 9 - (2 + 3)
+    judged = replace(turn("g0e0a0", 1, "judge"), tags={"after": "0"})
+    longer = replace(
+        turn("g0e0a0", 3, "solver"),
+        prompt_ids=np.arange(9, dtype=np.int32),
+        parent=first.sample_id,
+        tags={"after": "0,1", "tool_s": 0.5},
+    )
+    assert only_row(first, judged, longer).calls == (
+        Call(hop=0, new_prompt_tokens=2, num_tokens=3),
+        Call(hop=1, after=(0,), new_prompt_tokens=2, num_tokens=3),
+        Call(hop=3, after=(0, 1), new_prompt_tokens=9 - (2 + 3), num_tokens=3, tool_s=0.5),
+    )
 
 
 def test_a_finish_that_does_not_train_is_a_row_all_the_same() -> None:
