@@ -11,6 +11,30 @@ from flexmarl.tasks import Environment
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A candidate in a tree of turns (agents/tree_sampling.py)."""
+
+    path: tuple[int, ...]
+    """Which candidate it is, of each turn from the root to its own."""
+
+    @property
+    def name(self) -> str:
+        """E.g. `0.3.1`."""
+        return ".".join(map(str, self.path))
+
+    def tags(self, nth: int) -> dict[str, Scalar]:
+        """Tags of its nth call. `branch` is where that was sampled from: calls with one branch have one context.
+
+        >>> Node((0, 3, 1)).tags(0)
+        {'turn': 2, 'path': '0.3.1', 'branch': '0.3'}
+        >>> Node((0, 3, 1)).tags(1)["branch"]
+        '0.3.1:1'
+        """
+        branch = Node(self.path[:-1]).name if nth == 0 else f"{self.name}:{nth}"
+        return {"turn": len(self.path) - 1, "path": self.name, "branch": branch}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
     """One play of one task: which, and what its seats reach the world through."""
@@ -30,8 +54,15 @@ class EpisodeContext:
 
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment that the task is played in, where there is one."""
+    node: Node | None = None
+    """Where in a tree of turns the team plays, if it plays in one."""
 
     @property
     def episode(self) -> EpisodeId:
         """The trajectory id, as the episode's name."""
         return EpisodeId(self.trajectory_id)
+
+    @property
+    def stream(self) -> str:
+        """What the seeds of its calls depend on: in a tree, each candidate has random numbers of its own."""
+        return f"{self.trajectory_id}/{self.node.name}" if self.node else self.trajectory_id

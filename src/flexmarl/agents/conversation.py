@@ -1,6 +1,7 @@
 """One agent's conversation, as messages and as the exact ids of its last call."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -25,6 +26,12 @@ class Conversation:
         self._next_branch = next_branch
         self._last: Turn | None = None
         self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
+
+    def copy(self, next_branch: Callable[[], int]) -> "Conversation":
+        """The same conversation so far; from here on the two grow apart."""
+        twin = copy(self)
+        twin.messages, twin._next_branch = [*self.messages], next_branch
+        return twin
 
     def hear(self, message: Message) -> None:
         """Someone else speaks: the agent's turn comes after this message."""

@@ -19,6 +19,16 @@ class CallNumbers(NamedTuple):
     """Among the agent's calls."""
     nth: int
     """Among the agent's calls with the same context."""
+    of_fork: int
+    """Among all calls of its fork."""
+
+
+class _Counts:
+    """Calls so far, of a ledger and all its forks."""
+
+    def __init__(self) -> None:
+        self.hops = 0
+        self.calls: dict[AgentName, int] = defaultdict(int)
 
 
 class Ledger:
@@ -28,8 +38,9 @@ class Ledger:
         self.graph = CallGraph()
         self.metrics: dict[str, float] = {}
         self._acts = 0
-        self._hops = 0
-        self._calls: dict[AgentName, int] = defaultdict(int)
+        self._sent = 0
+        self._counts = _Counts()
+        self._forks: list[Ledger] = []
         self._contexts: dict[tuple[AgentName, str], int] = defaultdict(int)
         self._turns: dict[int, Turn] = {}
         # Reward by part, at each of the three levels; what nobody rewarded is not there.
@@ -38,6 +49,13 @@ class Ledger:
         self._call_rewards: dict[SampleId, dict[str, float]] = defaultdict(dict)
         self._signals: dict[SampleId, Mapping[str, float]] = {}
 
+    def fork(self) -> "Ledger":
+        """One for a branch: hops go on counting, what was reported stands; rewards given there reach no other turns."""
+        fork = Ledger()
+        fork.metrics, fork._counts, fork.graph = dict(self.metrics), self._counts, self.graph
+        self._forks.append(fork)
+        return fork
+
     def next_act(self) -> int:
         """Number of an act that begins now."""
         self._acts += 1
@@ -45,10 +63,12 @@ class Ledger:
 
     def next_call(self, agent: AgentName, context: str) -> CallNumbers:
         """Numbers of a call that is sent now."""
-        numbers = CallNumbers(self._hops, self._calls[agent], self._contexts[agent, context])
-        self._hops += 1
-        self._calls[agent] += 1
+        counts = self._counts
+        numbers = CallNumbers(counts.hops, counts.calls[agent], self._contexts[agent, context], self._sent)
+        counts.hops += 1
+        counts.calls[agent] += 1
         self._contexts[agent, context] += 1
+        self._sent += 1
         return numbers
 
     def add(self, hop: int, turn: Turn) -> None:
@@ -71,8 +91,8 @@ class Ledger:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All turns so far, in hop order."""
-        return tuple(self._turns[hop] for hop in sorted(self._turns))
+        """All turns so far, those of forks too, in hop order."""
+        return tuple(turn for turn, _ in self._kept())
 
     def rewards(self) -> dict[SampleId, float | None]:
         """Reward of every turn, in hop order; None where nobody gave one."""
@@ -80,15 +100,26 @@ class Ledger:
 
     def parts(self) -> dict[SampleId, Mapping[str, float]]:
         """The parts that the reward of every turn adds up from, in hop order; empty where nobody gave one."""
-        return {turn.sample_id: self._parts(turn) for turn in self.turns}
+        return {turn.sample_id: ledger._parts(turn) for turn, ledger in self._kept()}
 
     def call_rewards(self) -> dict[SampleId, float]:
         """What of its reward every turn was given for itself, and not as one of its agent's or of the team's."""
-        return {turn.sample_id: sum(self._call_rewards.get(turn.sample_id, {}).values(), 0.0) for turn in self.turns}
+        given = {turn.sample_id: ledger._call_rewards.get(turn.sample_id, {}) for turn, ledger in self._kept()}
+        return {sample_id: sum(parts.values(), 0.0) for sample_id, parts in given.items()}
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
         """What was found in every turn, in hop order."""
-        return {turn.sample_id: self._signals.get(turn.sample_id, {}) for turn in self.turns}
+        return {turn.sample_id: ledger._signals.get(turn.sample_id, {}) for turn, ledger in self._kept()}
+
+    def _kept(self) -> list[tuple[Turn, "Ledger"]]:
+        """Every turn with the ledger that has it, in hop order."""
+        return [kept for _, kept in sorted(self._by_hop().items())]
+
+    def _by_hop(self) -> dict[int, tuple[Turn, "Ledger"]]:
+        found: dict[int, tuple[Turn, Ledger]] = {hop: (turn, self) for hop, turn in self._turns.items()}
+        for fork in self._forks:
+            found |= fork._by_hop()
+        return found
 
     def _parts(self, turn: Turn) -> dict[str, float]:
         parts = dict(self._team_rewards)

@@ -2,13 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from string import Formatter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.agents.reply import Reply
+from flexmarl.agents.seeds import task_seed
 from flexmarl.agents.team import Team
+from flexmarl.agents.tree_sampling import TURNS, PlayTurn, grow
 from flexmarl.agents.workflow import WORKFLOWS, Workflow
 from flexmarl.records import Task
 
@@ -155,6 +158,38 @@ class Iterative(Pattern):
         team.report(success=score, rounds=rounds, approved=float(approved), verifier_accuracy=right / rounds)
 
 
+class Turns(Pattern):
+    """A play of turns, each written as a function of its own; best-of-N at every turn where `candidates` is above 1.
+
+    Each candidate begins from the same context and the same environment; the play goes on from the best (docs: tree
+    sampling). The environment is reset to the task's own start, the same in all of its episodes.
+    """
+
+    type: Literal["turns"] = "turns"
+    turn: str
+    """Of the function, as registered with `@turn(name)`."""
+    candidates: int = Field(default=1, ge=1)
+    """How often a turn is played from each branch. 1: a plain episode."""
+    keep: int = Field(default=1, ge=1)
+    """How many branches go on from each turn: those whose rewards add up to most."""
+    max_turns: int = Field(default=64, ge=1)
+    """A play that is not over by then ends."""
+
+    def resolve(self) -> Workflow:
+        """Plays the registered turn; ConfigError with the nearest names if there is none."""
+        return partial(self._play, TURNS[self.turn])
+
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+        await self.resolve()(task, team)
+
+    async def _play(self, turn: PlayTurn, task: Task, team: Team) -> None:
+        if team.context.environment is not None:
+            team.environment.reset(task_seed(task.input_id))
+        branch = await grow(turn, task, team, candidates=self.candidates, keep=self.keep, max_turns=self.max_turns)
+        team.report(**branch.team.metrics)
+
+
 class Custom(Pattern):
     """A workflow of the user's own, registered with `@workflow(name)` in a file that `code` lists."""
 
@@ -171,5 +206,5 @@ class Custom(Pattern):
         await self.resolve()(task, team)
 
 
-AnyWorkflow = Annotated[Sequential | Iterative | Custom, Field(discriminator="type")]
+AnyWorkflow = Annotated[Sequential | Iterative | Turns | Custom, Field(discriminator="type")]
 """Settings field of a workflow, chosen by its `type`."""

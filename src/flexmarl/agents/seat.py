@@ -8,6 +8,7 @@ The tool-integrated loop of an act, its budget being `max_tool_calls`:
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -140,6 +141,13 @@ class Seat:
         self._conversation = conversation
         return self.last
 
+    def inherit(self, other: "Seat") -> None:
+        """Remembers what the same seat in another branch has said and heard so far."""
+        self.last, self.state = other.last, deepcopy(other.state)
+        self._acts, self._branches = [*other._acts], other._branches
+        if other._conversation is not None:
+            self._conversation = other._conversation.copy(self._next_branch)
+
     def reward(self, reward: float, part: str = "outcome") -> None:
         """Adds to the reward of each turn that this agent has at the end of the episode."""
         self._ledger.reward_agent(self.name, reward, part)
@@ -247,6 +255,7 @@ class Seat:
             "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),
             **context.tags,
             **tags,
+            **(context.node.tags(numbers.of_fork) if context.node else {}),
         }
         sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)
         full = self._sampling
@@ -255,7 +264,7 @@ class Seat:
             policy=agent.policy,
             prompt_ids=prompt_ids,
             sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
-            seed=call_seed(context.run_seed, context.trajectory_id, agent.name, hashed, numbers.nth),
+            seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
         await context.recorder.prompt(

@@ -28,6 +28,11 @@ def episode_seed(run_seed: int, trajectory_id: str) -> int:
     return _hash(run_seed, trajectory_id)
 
 
+def task_seed(input_id: str) -> int:
+    """63-bit seed of what all episodes of a task have in common, such as where its environment starts."""
+    return _hash("task", input_id)
+
+
 def _hash(*parts: int | str) -> int:
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -3,10 +3,11 @@
 import math
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.context import EpisodeContext, Node
 from flexmarl.agents.ledger import Ledger
 from flexmarl.agents.seat import AgentSpec, Seat
 from flexmarl.agents.seeds import episode_seed
@@ -18,10 +19,27 @@ from flexmarl.tasks import Environment
 class Team:
     """Seats by name: `team.solver` or `team["solver"]`; iterating gives all, in the team's order."""
 
-    def __init__(self, agents: Mapping[AgentName, AgentSpec], context: EpisodeContext) -> None:
+    def __init__(
+        self, agents: Mapping[AgentName, AgentSpec], context: EpisodeContext, ledger: Ledger | None = None
+    ) -> None:
         self.context = context
-        self._ledger = Ledger()
+        self._agents = agents
+        self._ledger = ledger or Ledger()
         self._seats = {name: Seat(agent, context, self._ledger) for name, agent in agents.items()}
+
+    def fork(self, node: Node) -> "Team":
+        """The team in a branch of its own, as it is now: memories, environment, random numbers, figures.
+
+        Its calls are tagged with the node. They are among the turns of this team too; rewards that are given in the
+        branch reach its own turns alone.
+        """
+        fork = Team(self._agents, replace(self.context, node=node), self._ledger.fork())
+        for name, seat in fork._seats.items():
+            seat.inherit(self._seats[name])
+        if "environment" in vars(self):
+            fork.environment.restore(self.environment.snapshot())
+        fork.rng.setstate(self.rng.getstate())
+        return fork
 
     def __getitem__(self, name: str) -> Seat:
         try:

@@ -173,7 +173,7 @@ def test_memory_keeps_the_last_acts_in_order(memory, acts):
 def test_calls_are_numbered_in_the_episode_in_the_agent_and_in_the_context():
     ledger = Ledger()
     numbers = [ledger.next_call(agent, hashed) for agent, hashed in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x"))]
-    assert numbers == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 1)]
+    assert numbers == [(0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 0, 2), (3, 2, 1, 3)]
 
 
 def test_an_agent_without_tools_is_not_stopped_by_their_syntax():
