@@ -1,11 +1,18 @@
 """Decides which estimator judges a row: its agent's own, or the one of all other agents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from flexmarl.credit.estimators.group_relative import GroupRelative, Line
 from flexmarl.credit.interface import Credit, CreditRow, Estimator, Extra, GroupKey, Needs
-from flexmarl.records import AgentName
+from flexmarl.credit.keys import Group
+from flexmarl.records import AgentName, SampleId
 
 ORDER_OF_NEEDS: tuple[Needs, ...] = ("row", "group", "batch", "state")
+
+
+def most(needs: Iterable[Needs]) -> Needs:
+    """The one that sees most."""
+    return ORDER_OF_NEEDS[max(map(ORDER_OF_NEEDS.index, needs))]
 
 
 class ByAgent:
@@ -23,7 +30,7 @@ class ByAgent:
     @property
     def needs(self) -> Needs:
         """The most that any of them must see."""
-        return ORDER_OF_NEEDS[max(ORDER_OF_NEEDS.index(estimator.needs) for estimator in self.estimators)]
+        return most(estimator.needs for estimator in self.estimators)
 
     @property
     def uses(self) -> frozenset[Extra]:
@@ -43,14 +50,44 @@ class ByAgent:
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Each row's credit by its estimator; those of a greedy play go to whoever uses them."""
-        shares = [(self._others, [row for row in rows if row.agent not in self._per_agent])]
-        shares += [(own, [row for row in rows if row.agent == agent]) for agent, own in self._per_agent.items()]
         whole = Credit(advantages={}, weights={}, report={}, memory=memory)
-        for estimator, share in shares:
-            if share:
-                seen = [row for row in share if not row.greedy or "greedy" in estimator.uses]
-                whole = _joined(whole, estimator.estimate(seen, memory), before=memory)
+        for _, estimator, share in self._shares(rows):
+            seen = [row for row in share if not row.greedy or "greedy" in estimator.uses]
+            whole = _joined(whole, estimator.estimate(seen, memory), before=memory)
         return whole
+
+    @property
+    def linear(self) -> bool:
+        """Whether all of them are lines over scores that are known before a group is complete."""
+        return all(isinstance(estimator, GroupRelative) and estimator.linear for estimator in self.estimators)
+
+    def open_places(self, rows: Sequence[CreditRow]) -> dict[SampleId, tuple[Group, float]]:
+        """Group and score of every sampled row; only if `linear`."""
+        return {
+            sample_id: (whose + group, score)
+            for whose, estimator, share in self._shares(rows)
+            if isinstance(estimator, GroupRelative)
+            for sample_id, (group, score) in estimator.open_places(share).items()
+        }
+
+    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, Line]:
+        """What each complete group makes of its scores; only if `linear`."""
+        return {
+            whose + group: line
+            for whose, estimator, share in self._shares(rows)
+            if isinstance(estimator, GroupRelative)
+            for group, line in estimator.lines(share).items()
+        }
+
+    def _shares(self, rows: Sequence[CreditRow]) -> Iterator[tuple[Group, Estimator, Sequence[CreditRow]]]:
+        """Each estimator that has rows, with what tells its groups from those of another one."""
+        others = [row for row in rows if row.agent not in self._per_agent]
+        if others:
+            yield (), self._others, others
+        for agent, estimator in self._per_agent.items():
+            own = [row for row in rows if row.agent == agent]
+            if own:
+                yield (("estimator", agent),), estimator, own
 
 
 def _joined(whole: Credit, part: Credit, *, before: Mapping[str, float]) -> Credit:

@@ -71,20 +71,24 @@ class OutcomeFilter(BaseModel):
     def decide(self, rows: Sequence[CreditRow], *, key: GroupKey = ("task", "agent")) -> tuple[FilterDecision, ...]:
         """One decision per task of the rows, in the order of the tasks.
 
-        Agents are looked at one by one, in the groups of `key`, the estimator's. A task whose rows hold no sampled
-        token has nothing to teach: FLAT.
+        Agents are looked at one by one, in the groups of `key`, the estimator's, and inside the task even if the key
+        reaches beyond it. A task whose rows hold no sampled token that trains has nothing to teach: FLAT.
         """
-        ordered = in_order(rows)
-        effects: dict[str, dict[AgentName, Counter[Effect]]] = {row.task: {} for row in ordered}
-        for members in group_rows([row for row in ordered if row.num_tokens], key).values():
-            rewards: dict[AgentName, list[float]] = {}
-            for row in members:
-                rewards.setdefault(row.agent, []).append(self._reward(row))
-            for agent, values in rewards.items():
-                counts = effects[members[0].task].setdefault(agent, Counter())
-                bottom, top = self.reward_range
-                counts[effect_of(values, tol=self.tol, bottom=bottom, top=top)] += 1
-        return tuple(_decision(task, by_agent) for task, by_agent in effects.items())
+        tasks: dict[str, list[CreditRow]] = {}
+        for row in in_order(rows):
+            tasks.setdefault(row.task, []).append(row)
+        return tuple(_decision(task, self._effects(members, key)) for task, members in tasks.items())
+
+    def _effects(self, rows: Sequence[CreditRow], key: GroupKey) -> dict[AgentName, Counter[Effect]]:
+        effects: dict[AgentName, Counter[Effect]] = {}
+        bottom, top = self.reward_range
+        for members in group_rows([row for row in rows if row.num_tokens], key).values():
+            for agent in {row.agent: None for row in members}:
+                own = [row for row in members if row.agent == agent]
+                if any(row.trains for row in own):
+                    effect = effect_of([self._reward(row) for row in own], tol=self.tol, bottom=bottom, top=top)
+                    effects.setdefault(agent, Counter())[effect] += 1
+        return effects
 
     def _reward(self, row: CreditRow) -> float:
         chosen = row.reward if self.filter_on == "final" or row.outcome is None else row.outcome

@@ -1,26 +1,36 @@
 """Decides the credit of rows: shape, penalise, filter, estimate, whiten, balance; in this order.
 
-rows of a task ──► shape ──► decide ──► rows of whole groups ──► credit: estimate, then whiten, then balance
+  rows of a task ──► shape ──► decide ──► rows of whole groups ──► credit: estimate ──► whiten ──► balance
+
+What does not train has weight 0 before anything is whitened or balanced, and only what comes out here is padded, packed
+or split.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flexmarl.credit.interface import Credit, CreditRow, Estimator
+from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Estimator
 
 
-def credit_of(
+def counted(rows: Sequence[CreditRow], *, untrained_in_baseline: bool) -> list[CreditRow]:
+    """The rows that others are compared with; those of a greedy play are for estimators that use them."""
+    return [row for row in rows if row.greedy or row.trains or untrained_in_baseline]
+
+
+def estimated(
     rows: Sequence[CreditRow], memory: Mapping[str, float], *, estimator: Estimator, untrained_in_baseline: bool
 ) -> Credit:
-    """An advantage and a weight for every row; those that do not train have weight 0."""
-    seen = [row for row in rows if untrained_in_baseline or row.trains or row.greedy]
-    credit = estimator.estimate(seen, memory)
-    left_out = [row.sample_id for row in rows if row.greedy or not row.trains]
-    nothing = dict.fromkeys(left_out, 0.0)
+    """An advantage and a weight for every row; greedy ones, and those that do not train, have weight 0."""
+    credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
+    nothing = {row.sample_id: 0.0 for row in rows if row.greedy or not row.trains}
+    report = dict(credit.report)
+    for row in rows:
+        report[row.agent] = report.get(row.agent, AgentReport()) + AgentReport(untrained=not row.trains)
     return replace(
         credit,
         advantages={**credit.advantages, **nothing},
         weights={**credit.weights, **nothing},
+        report=report,
         token_advantages={name: tokens for name, tokens in credit.token_advantages.items() if name not in nothing},
         returns={name: tokens for name, tokens in credit.returns.items() if name not in nothing},
     )

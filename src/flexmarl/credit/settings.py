@@ -1,17 +1,22 @@
 """How rewards become advantages: the `credit` section of a config."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flexmarl.credit.by_agent import ByAgent
+from flexmarl.credit.balance import equal_shares
+from flexmarl.credit.by_agent import ByAgent, most
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.credit.filters import FilterDecision, OutcomeFilter
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
-from flexmarl.credit.order import credit_of
-from flexmarl.records import AgentName, FinishReason
+from flexmarl.credit.keys import Group
+from flexmarl.credit.order import counted, estimated
+from flexmarl.credit.whitening import Scope, whiten
+from flexmarl.records import AgentName, FinishReason, SampleId
 
 
 class CreditSettings(BaseModel):
@@ -29,16 +34,33 @@ class CreditSettings(BaseModel):
     """Turns that ended so are no training rows, e.g. [length]: what was cut off is not learned."""
     untrained_in_baseline: bool = False
     """Whether the rewards of such turns still count among those that others are compared with."""
+    whiten: Scope | None = None
+    """Give the advantages of all tokens of the step, of each policy, or of each agent mean 0 and variance 1."""
+    agent_balance: Literal["none", "equal"] = "none"
+    """equal: each agent of a shared policy has the same share of its step, however much it says (token-mean)."""
+    streaming: Literal["off", "linear"] = "off"
+    """linear: on-policy training of a row starts before its group is complete; exact, costs gradient memory."""
     ready: Literal["group", "trajectory"] = Field(
         default="group",
         description="When rows may be trained: when all episodes of their task have ended, or their own; the latter "
         "needs an estimator that looks at single rows, such as reinforce, and filter=null.",
     )
 
+    @model_validator(mode="after")
+    def _streams_lines(self) -> "CreditSettings":
+        if self.streaming == "linear" and not self.linear:
+            raise ValueError(
+                f"streaming: 'linear' needs advantages that are a line over each group's rewards, and estimator "
+                f"'{getattr(self.estimator, 'type', '')}' with singleton, whiten or agent_balance as given looks at "
+                f"more; use streaming=off, or estimator.type=default, whiten=null and agent_balance=none"
+            )
+        return self
+
     @property
     def needs(self) -> Needs:
         """What one call of `credit` must be given: rows, whole groups, or the whole step."""
-        return self._estimators.needs
+        step_wide = self.whiten is not None or self.agent_balance == "equal"
+        return most((self._estimators.needs, "batch" if step_wide else "row"))
 
     @property
     def uses(self) -> frozenset[Extra]:
@@ -50,6 +72,11 @@ class CreditSettings(BaseModel):
         """What rows are compared by."""
         return self._estimators.key
 
+    @property
+    def linear(self) -> bool:
+        """Whether a group's advantages are a line over scores that are known before the group is complete."""
+        return self._estimators.linear and self.needs == "group"
+
     def shape(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
         """The rows of one task with their final rewards; their raw ones stay as `outcome`."""
         return rows
@@ -58,12 +85,27 @@ class CreditSettings(BaseModel):
         """One decision per task of shaped rows; none without a filter."""
         if self.filter is None:
             return ()
-        judged = [row for row in rows if not row.greedy and (row.trains or self.untrained_in_baseline)]
+        seen = {row.sample_id for row in self._counted(rows) if not row.greedy}
+        judged = [row if row.sample_id in seen else replace(row, num_tokens=0) for row in rows]
         return self.filter.decide(judged, key=self.key)
 
     def credit(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages and weights of shaped rows, which are as many at once as `needs` says."""
-        return credit_of(rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline)
+        credit = estimated(rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline)
+        if self.whiten is not None:
+            credit = whiten(credit, rows, self.whiten)
+        return equal_shares(credit, rows) if self.agent_balance == "equal" else credit
+
+    def open_places(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, tuple[Group, float]]:
+        """Group and score c of the rows of a finished episode that train; with `lines` that is their credit."""
+        return self._estimators.open_places([row for row in rows if row.trains])
+
+    def lines(self, rows: Sequence[CreditRow]) -> Mapping[Group, Line]:
+        """What each group makes of its scores when all rows of its task are there: A = scale c + offset, and w."""
+        return self._estimators.lines(self._counted(rows))
+
+    def _counted(self, rows: Sequence[CreditRow]) -> list[CreditRow]:
+        return counted(rows, untrained_in_baseline=self.untrained_in_baseline)
 
     @property
     def _estimators(self) -> ByAgent:
