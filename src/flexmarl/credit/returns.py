@@ -79,6 +79,12 @@ def token_values(row: CreditRow) -> Steps:
     return np.array(row.values, np.float64)
 
 
+def own_share(row: CreditRow) -> float:
+    """What is left of its reward when it is taken away what it was given itself: its agent's, or the team's."""
+    assert row.reward is not None, "in_order refuses rows without a reward"
+    return row.reward - row.call_reward
+
+
 def _sampled(rewards: Sequence[float] | Steps, mask: Sequence[float] | None) -> tuple[Steps, list[int]]:
     rewards = np.asarray(rewards, np.float64)
     if mask is None:

@@ -29,6 +29,12 @@ ESTIMATORS: Mapping[str, str] = {
     "hierarchical": "flexmarl.credit.estimators.hierarchical:Hierarchical",
     "c3": "flexmarl.credit.estimators.c3:C3",
     "reinforce": "flexmarl.credit.estimators.reinforce:Reinforce",
+    "reinforce++": "flexmarl.credit.estimators.reinforce_pp:ReinforcePP",
+    "gae": "flexmarl.credit.estimators.gae:Gae",
+    "step_gae": "flexmarl.credit.estimators.step_gae:StepGae",
+    "remax": "flexmarl.credit.estimators.remax:ReMax",
+    "rae": "flexmarl.credit.estimators.rae:Rae",
+    "gigpo": "flexmarl.credit.estimators.gigpo:GiGpo",
 }
 """Where the class of each estimator `type` is; a new one adds one line here (docs: write an estimator)."""
 
