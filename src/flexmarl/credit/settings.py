@@ -98,7 +98,9 @@ class CreditSettings(BaseModel):
 
     def open_places(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, tuple[Group, float]]:
         """Group and score c of the rows of a finished episode that train; with `lines` that is their credit."""
-        return self._estimators.open_places([row for row in rows if row.trains])
+        trained = {row.sample_id for row in rows if row.trains}
+        places = self._estimators.open_places(self._counted(rows))
+        return {sample_id: place for sample_id, place in places.items() if sample_id in trained}
 
     def lines(self, rows: Sequence[CreditRow]) -> Mapping[Group, Line]:
         """What each group makes of its scores when all rows of its task are there: A = scale c + offset, and w."""
