@@ -122,6 +122,7 @@ def make_rollout(
         episodes=blueprint.settings.batch.episodes,
         journal=journal,
         policies=[agent.policy for agent in blueprint.team.agents.values()],
+        greedy="greedy" in blueprint.settings.credit.uses,
     )
 
 
