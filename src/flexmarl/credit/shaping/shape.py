@@ -1,0 +1,91 @@
+"""Decides the final reward of every turn of a task: its outcome as a term makes it, and what others add.
+
+  reward = outcome' + what the workflow gave as other parts + terms that add       call_reward: of this, the call's own
+  outcome = outcome'                                                               what filters look at
+  parts   = {outcome, the workflow's own, each term by its type}                   they add up to the reward
+
+Every term reads the rewards as the workflow gave them, so that their order does not matter; only `reward_to_go`, which
+must be the last, reads what the others came to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.shaping.base import AddedTerm, AnyTerm, OutcomeTerm, given
+from flexmarl.credit.shaping.reward_to_go import RewardToGo
+
+
+def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[CreditRow]:
+    """The rows of one task with their final rewards. A row without a reward stays as it is: a reward is missing."""
+    rewarded = sorted((row for row in rows if row.reward is not None), key=lambda row: (row.episode, row.hop))
+    sums = {row.sample_id: _Sum(row, given(row)) for row in rewarded}
+    for term in terms:
+        seen = [sums[row.sample_id].row_now() for row in rewarded] if isinstance(term, RewardToGo) else rewarded
+        said = term.outcomes(seen) if isinstance(term, OutcomeTerm) else term.added(seen)
+        for sample_id, value in said.items():
+            if term.is_for(sums[sample_id].row.agent):
+                sums[sample_id].take(term, value)
+    return [sums[row.sample_id].row_now() if row.sample_id in sums else row for row in rows]
+
+
+def check_terms(terms: Sequence[AnyTerm]) -> Sequence[AnyTerm]:
+    """Raises ValueError for terms that do not go together."""
+    for index, term in enumerate(terms):
+        if isinstance(term, RewardToGo) and index < len(terms) - 1:
+            raise ValueError(f"reward_to_go comes before {terms[index + 1].name}, but reads it; put it last")
+        for other in terms[:index]:
+            if isinstance(term, OutcomeTerm) and isinstance(other, OutcomeTerm) and (shared := _shared(term, other)):
+                raise ValueError(
+                    f"{other.name} and {term.name} both replace the outcome of {shared}; "
+                    f"give one of them, or say with `agents` whose each is"
+                )
+    return terms
+
+
+def _shared(one: AnyTerm, other: AnyTerm) -> str:
+    """An agent that both are for; empty if there is none."""
+    named = [*one.agents, *other.agents]
+    return next((agent for agent in named if one.is_for(agent) and other.is_for(agent)), "" if named else "every agent")
+
+
+@dataclass(slots=True)
+class _Sum:
+    """One row's reward while it is put together."""
+
+    row: CreditRow
+    """As it was given."""
+    outcome: float
+    terms: dict[str, float] = field(default_factory=dict)
+    """What each did to the reward."""
+    call_reward: float = 0.0
+    added: float = 0.0
+
+    def take(self, term: AnyTerm, value: float) -> None:
+        """Adds what a term says."""
+        change = value
+        if isinstance(term, AddedTerm):
+            self.added += value
+            self.call_reward += value if term.of_call else 0.0
+        else:
+            change, self.outcome = value - given(self.row), value
+        self.terms[term.name] = self.terms.get(term.name, 0.0) + change
+
+    def row_now(self) -> CreditRow:
+        """The row with what was taken so far."""
+        row, before = self.row, given(self.row)
+        if not self.terms:
+            return row
+        assert row.reward is not None
+        parts = dict(row.parts) or {"outcome": row.reward}
+        for name, change in self.terms.items():
+            parts[name] = parts.get(name, 0.0) + change
+        # Of an outcome that was given to the very call, the call's share grows with it.
+        share = row.call_reward * self.outcome / before if before else row.call_reward
+        return replace(
+            row,
+            reward=self.outcome + (row.reward - before) + self.added,
+            outcome=self.outcome,
+            call_reward=share + self.call_reward,
+            parts=parts,
+        )
