@@ -4,13 +4,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
 from flexmarl.experience.divisors import divisors_of
@@ -18,7 +19,13 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.corrections import CorrectionSettings, NoCorrection, TruncatedImportanceSampling
+from flexmarl.training.corrections import (
+    CorrectionSettings,
+    IcePop,
+    MultiLevelImportanceSampling,
+    NoCorrection,
+    TruncatedImportanceSampling,
+)
 from flexmarl.training.corrections.base import Sampled
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LossSettings, Ppo, Reinforce
@@ -44,6 +51,12 @@ def sampled(current: Sequence[float], drawn_from: Sequence[float], *, fresh: boo
     )
 
 
+def in_rows(pairs: Sequence[Sequence[tuple[float, float]]]) -> Sampled:
+    """Of rows of tokens (current, drawn from)."""
+    flat = [pair for row in pairs for pair in row]
+    return replace(sampled([lp for lp, _ in flat], [mu for _, mu in flat]), rows=rows_of([len(row) for row in pairs]))
+
+
 @given(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=8), st.floats(0.1, 10))
 def test_p8_the_weight_is_the_importance_ratio_up_to_the_cap(pairs: list[tuple[float, float]], cap: float) -> None:
     tokens = sampled(*zip(*pairs, strict=True))
@@ -52,11 +65,96 @@ def test_p8_the_weight_is_the_importance_ratio_up_to_the_cap(pairs: list[tuple[f
     assert max(found) <= cap
 
 
-@pytest.mark.parametrize("correction", [NoCorrection(), TruncatedImportanceSampling()])
-def test_p7_what_was_drawn_from_the_trained_weights_weighs_one(correction: NoCorrection) -> None:
-    tokens = sampled([-1.0, -7.0], [-1.0, -7.0], fresh=True)
-    assert (torch.ones(2) * correction.weights(tokens)).tolist() == [1.0, 1.0]
-    assert correction.old_logprobs(tokens).tolist() == [-1.0, -7.0]
+EVERY_CORRECTION = [
+    {"type": "none"},
+    {"type": "tis"},
+    {"type": "tis", "cap": None, "veto": 1e-4},
+    {"type": "icepop", "low": 1.0, "high": 1.0},
+    *(
+        {"type": "mis", "level": level, "mode": mode, "high": 1.0, "veto": 0.5}
+        for level in ("token", "sequence", "geometric")
+        for mode in ("truncate", "mask")
+    ),
+]
+
+
+def read(chosen: object) -> CorrectionSettings:
+    return TypeAdapter[CorrectionSettings](CorrectionSettings).validate_python(chosen)
+
+
+@pytest.mark.parametrize("chosen", EVERY_CORRECTION)
+@given(st.lists(logprobs, min_size=1, max_size=6), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_p7_tokens_that_the_trained_weights_drew_weigh_one_and_are_compared_with_them(
+    chosen: dict[str, object], current: list[float], fresh: bool
+) -> None:
+    correction, tokens = read(chosen), sampled(current, current, fresh=fresh)
+    assert correction.weights(tokens).tolist() == [1.0] * len(current)
+    assert correction.old_logprobs(tokens).tolist() == current
+
+
+rows = st.lists(st.lists(st.tuples(logprobs, logprobs), max_size=4), min_size=1, max_size=4).filter(any)
+
+
+@given(rows, st.floats(0.05, 1), st.floats(1, 5))
+def test_p8_icepop_masks_outside_its_bounds_and_keeps_the_bounds_themselves(
+    pairs: list[list[tuple[float, float]]], low: float, high: float
+) -> None:
+    found = IcePop(low=low, high=high).weights(in_rows(pairs)).tolist()
+    ratios = [math.exp(max(-20, min(20, lp - mu))) for row in pairs for lp, mu in row]
+    assert found == pytest.approx([ratio if low <= ratio <= high else 0.0 for ratio in ratios], rel=1e-12)
+    at_bounds = sampled([math.log(0.5), math.log(2.0)], [0.0, 0.0])
+    least, most = at_bounds.log_ratio.exp().tolist()
+    assert IcePop(low=least, high=most).weights(at_bounds).tolist() == [least, most]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@given(rows, st.floats(1, 5))
+def test_p8_mis_is_bounded_at_the_level_it_is_asked_for(
+    level: Literal["token", "sequence", "geometric"], pairs: list[list[tuple[float, float]]], high: float
+) -> None:
+    tokens, ratios = in_rows(pairs), list[float]()
+    for row in pairs:
+        logs, n = [lp - mu for lp, mu in row], max(len(row), 1)
+        own = {"token": logs, "sequence": [sum(logs)] * len(row), "geometric": [sum(logs) / n] * len(row)}
+        ratios += [math.exp(max(-20, min(20, x))) for x in own[level]]
+    truncate = MultiLevelImportanceSampling(level=level, high=high).weights(tokens).tolist()
+    assert truncate == pytest.approx([min(ratio, high) for ratio in ratios], rel=1e-11)
+    mask = MultiLevelImportanceSampling(level=level, mode="mask", high=high).weights(tokens).tolist()
+    clear = [(w, r) for w, r in zip(mask, ratios, strict=True) if min(abs(r - high), abs(r - 1 / high)) > 1e-9]
+    assert [w for w, _ in clear] == pytest.approx([r if 1 / high <= r <= high else 0.0 for _, r in clear], rel=1e-11)
+
+
+@pytest.mark.parametrize("chosen", [{"type": "tis"}, {"type": "icepop"}, {"type": "mis", "level": "geometric"}])
+def test_p8_a_veto_zeroes_the_whole_row_and_no_other(chosen: dict[str, object]) -> None:
+    tokens = in_rows([[(-1.0, -1.0), (-11.0, -1.0)], [], [(-1.5, -1.0)]])
+    without, vetoing = read(chosen).weights(tokens).tolist(), read({**chosen, "veto": 1e-4}).weights(tokens).tolist()
+    assert vetoing == [0.0, 0.0, without[2]]
+    *_, vetoed = read({**chosen, "veto": 1e-4}).measured(tokens)
+    assert vetoed.tolist() == [1.0, 1.0, 0.0]
+    assert read({**chosen, "veto": 1e-5}).weights(tokens).tolist() == without, "exp(-10) is above it"
+
+
+@given(rows)
+def test_p10_without_a_cap_tis_is_decoupled_ppo(pairs: list[list[tuple[float, float]]]) -> None:
+    tokens = in_rows(pairs)
+    decoupled, capped = TruncatedImportanceSampling(cap=None), TruncatedImportanceSampling(cap=1e300)
+    expected = [math.exp(max(-20, min(20, lp - mu))) for row in pairs for lp, mu in row]
+    assert decoupled.weights(tokens).tolist() == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(decoupled.weights(tokens), capped.weights(tokens))
+    assert torch.equal(decoupled.old_logprobs(tokens), tokens.current)
+
+
+def test_tis_has_a_smallest_weight_too() -> None:
+    tokens = sampled([-3.0, -1.0], [-1.0, -1.0])
+    assert TruncatedImportanceSampling(low=0.5).weights(tokens).tolist() == [0.5, 1.0]
+
+
+def test_bounds_that_exclude_everything_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"low is 3\.0, above cap, which is 2\.0; use low: 0"):
+        TruncatedImportanceSampling(low=3.0)
+    with pytest.raises(ValidationError, match=r"low is 3\.0, above high, which is 2\.0; use"):
+        IcePop(low=3.0)
 
 
 def test_without_a_correction_older_tokens_are_compared_with_what_was_recorded() -> None:
@@ -72,7 +170,6 @@ def test_it_tells_how_much_it_weighs_and_how_often_it_truncates() -> None:
 
 
 def test_a_correction_is_chosen_by_its_type() -> None:
-    read = TypeAdapter[CorrectionSettings](CorrectionSettings).validate_python
     assert read({"type": "none"}) == NoCorrection()
     assert read({"type": "tis", "cap": 3}) == TruncatedImportanceSampling(cap=3.0)
 
