@@ -1,16 +1,26 @@
 """What can be chosen about training. Imports neither torch nor transformers, so that a laptop can check any config."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.critic import CriticSettings
 from flexmarl.training.kl import KlSettings
+from flexmarl.training.lora import LoraSettings
 from flexmarl.training.losses import LossSettings, Ppo
 from flexmarl.training.schedule import ScheduleSettings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+def _said_in_yaml(value: object) -> object:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Sharing = Annotated[Literal["auto", "on", "off"], BeforeValidator(_said_in_yaml)]
+"""Whether forward passes go along prefix trees."""
 
 
 class AdamWSettings(BaseModel):
@@ -44,6 +54,9 @@ class TrainingSettings(UpdateSettings):
         description="For tokens that older versions sampled: tis multiplies their loss by how much likelier they have "
         "become, up to cap.",
     )
+    lora: LoraSettings | None = Field(
+        default=None, description="Train an adapter and leave the weights as they are; null trains all of them."
+    )
     kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")
     entropy_coef: float = Field(
         default=0.0, ge=0, description="Weight of the entropy of what tokens are drawn from, as a bonus in the loss."
@@ -55,11 +68,16 @@ class TrainingSettings(UpdateSettings):
     max_tokens_per_forward: int = Field(
         default=16384,
         gt=0,
-        description="Padded tokens of one forward pass; a longer row goes alone.",
+        description="Tokens of one forward pass: padded ones, or nodes of a tree; a longer row goes alone.",
     )
     dtype: Dtype = Field(
         default="float32",
         description="Of weights in the forward pass. With bfloat16 the optimiser keeps float32 master weights.",
+    )
+    tree: Sharing = Field(
+        default="auto",
+        description="Compute prefixes that rows of a micro-batch share once: always (on), never (off), or where it is "
+        "estimated to be faster (auto). The loss is the same.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations layer by layer: about 30% slower, far less memory."

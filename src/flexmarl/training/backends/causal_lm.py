@@ -73,12 +73,13 @@ def move_and_cast(model: PreTrainedModel, device: torch.device, dtype: torch.dty
         parameter.data = parameter.data.to(dtype)
 
 
-def trained_logits(model: PreTrainedModel, rows: PaddedRows) -> tuple[Tensor, Tensor]:
+def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:
     """Logits [N, V] that predict the trained tokens, and those tokens [N].
 
     The hidden states are gathered in front of the head, so that no logits exist at prompts and padding, while whatever
     the model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed:
-    both defaults are right for right-padded rows, and they keep attention on its fast causal path.
+    both defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed
+    on to the model.
     """
     positions = torch.from_numpy(rows.positions).to(model.device)
     head = model.get_output_embeddings()
@@ -88,19 +89,24 @@ def trained_logits(model: PreTrainedModel, rows: PaddedRows) -> tuple[Tensor, Te
         return (inputs[0].flatten(0, 1).index_select(0, positions),)
 
     with head.register_forward_pre_hook(gather):
-        logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False).logits
+        logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False, **options).logits
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     return logits, torch.from_numpy(rows.targets).to(model.device)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of each distribution.
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, places: Tensor | None = None, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of its distribution.
 
-    The entropy's gradient keeps another [N, V] tensor until backward, so it is there only if asked for.
+    Target i has the logits at `places[i]`, or at i. The entropy's gradient keeps another tensor of the logits' size
+    until backward, so it is there only if asked for.
     """
     logprobs = logits.log_softmax(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
+    if places is not None:
+        return logprobs[places, targets], entropy[places]
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 

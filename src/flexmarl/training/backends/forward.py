@@ -1,18 +1,25 @@
 """Forward passes of a Hugging Face causal LM over samples: which rows go together, and what comes out of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.records import Sample
+from flexmarl.records import IntArray, Sample
 from flexmarl.training.backends.causal_lm import token_logprobs, trained_logits
 from flexmarl.training.backends.value_head import ValueHead, hidden_states
 from flexmarl.training.batching import PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.tree.attention import along
+from flexmarl.training.tree.cost import ModelShape, pays
+from flexmarl.training.tree.merge import PrefixTree, merge, sort_rows
+from flexmarl.training.tree.packing import cut
+from flexmarl.training.tree.pieces import attention_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,10 @@ class Pass:
 
     rows: NDArray[np.int64]
     """Their places among the samples that were planned."""
+    tree: PrefixTree | None = None
+    """The same samples merged, in this order; None: they go as padded rows."""
+    tokens_saved: int = 0
+    """Tokens of the samples that are not computed, since others share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +46,69 @@ class TokenOutputs:
     """[N] what the value head expects in front of each token, with gradient."""
 
 
-def plan(samples: Sequence[Sample], settings: TrainingSettings) -> list[Pass]:
-    """Every sample once, in passes of at most `max_tokens_per_forward` tokens."""
-    lengths = np.array([len(s.turn.prompt_ids) + s.num_tokens for s in samples], dtype=np.int64)
-    return [Pass(rows) for rows in plan_passes(lengths, settings.max_tokens_per_forward)]
+def plan(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape | None = None) -> list[Pass]:
+    """Every sample once, in passes of at most `max_tokens_per_forward` tokens.
+
+    `shape` is that of a model that can run along trees (`use_prefix_trees`). With `tree: auto` the samples of a tree
+    that would not pay go as rows.
+    """
+    trees = list(_trees(samples, settings, shape)) if shape is not None and samples else []
+    in_tree = {row for together in trees for row in together.rows.tolist()}
+    left = np.array([row for row in range(len(samples)) if row not in in_tree], dtype=np.int64)
+    lengths = np.array([len(_inputs(samples[row])) + 1 for row in left], dtype=np.int64)
+    return trees + [Pass(left[rows]) for rows in plan_passes(lengths, settings.max_tokens_per_forward)]
 
 
 def run(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     *,
+    tree: PrefixTree | None = None,
     value_head: ValueHead | None = None,
     entropy_gradient: bool = False,
 ) -> TokenOutputs:
-    """One pass. Every sample must have sampled tokens."""
+    """One pass. Every sample must have sampled tokens; `tree` is theirs, on a model that can run along it.
+
+    A node of the tree goes through the head once, whatever number of rows it predicts a token of.
+    """
+    rows, places, options = (_padded(samples), None, {}) if tree is None else _merged(model, samples, tree)
     with hidden_states(model) as hidden:
-        logits, targets = trained_logits(model, _padded(samples))
-    logprobs, entropy = token_logprobs(logits, targets, entropy_gradient=entropy_gradient)
-    return TokenOutputs(logprobs, entropy, None if value_head is None else value_head(hidden[0]))
+        logits, targets = trained_logits(model, rows, **options)
+    logprobs, entropy = token_logprobs(logits, targets, places=places, entropy_gradient=entropy_gradient)
+    if value_head is None:
+        return TokenOutputs(logprobs, entropy)
+    values = value_head(hidden[0])
+    return TokenOutputs(logprobs, entropy, values if places is None else values[places])
+
+
+def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape) -> Iterator[Pass]:
+    inputs = [_inputs(sample) for sample in samples]
+    lengths = np.array([len(row) for row in inputs], dtype=np.int64)
+    order, shared = sort_rows(inputs)
+    for part in cut(lengths[order], shared, settings.max_tokens_per_forward):
+        rows = order[part]
+        tree = merge([inputs[i] for i in rows], [samples[i].num_tokens for i in rows])
+        if settings.tree == "on" or _pays(tree, lengths[rows], settings, shape):
+            yield Pass(rows, tree, int(lengths[rows].sum()) - tree.num_tokens)
+
+
+def _pays(tree: PrefixTree, lengths: NDArray[np.int64], settings: TrainingSettings, shape: ModelShape) -> bool:
+    passes = plan_passes(lengths + 1, settings.max_tokens_per_forward)
+    as_rows = sum(shape.cost_of_rows(lengths[rows]) for rows in passes)
+    return pays(shape.cost_of_tree(tree.num_tokens, attention_pieces(tree)), as_rows)
+
+
+def _inputs(sample: Sample) -> IntArray:
+    """What a row has to be computed for: its last token predicts nothing."""
+    return np.concatenate((sample.turn.prompt_ids, sample.turn.response_ids[:-1]))
+
+
+def _merged(model: PreTrainedModel, samples: Sequence[Sample], tree: PrefixTree) -> tuple[PaddedRows, Tensor, Any]:
+    """The tree as one row; which of the nodes in front of the head predicts each token; what else the model is told."""
+    ids, options = along(tree, model.device, model.dtype)
+    nodes, places = np.unique(tree.predictors, return_inverse=True)
+    targets = np.concatenate([s.turn.response_ids for s in samples]).astype(np.int64)
+    return PaddedRows(ids, nodes, targets), torch.from_numpy(places).to(model.device), options
 
 
 def _padded(samples: Sequence[Sample]) -> PaddedRows:

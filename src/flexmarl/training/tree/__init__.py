@@ -1,0 +1,4 @@
+"""Computes prefixes that rows share once. In: the rows of a forward pass. Out: one tree of tokens, and attention on it.
+
+The proof that nothing else changes is in docs/tree.md.
+"""

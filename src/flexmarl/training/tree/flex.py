@@ -1,0 +1,57 @@
+"""FlexAttention for prefix trees: attention of a tree on a GPU in one call, by blocks."""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from flexmarl.training.tree.block_mask import padded_ends, visible_blocks
+
+BLOCK = 128
+"""Nodes of a block, the kernel's own tile."""
+
+
+class FlexAttention:
+    """Attention of one tree, the same for all layers. Compiled on a GPU; elsewhere a reference to test it with."""
+
+    def __init__(self, ends: NDArray[np.int64], device: torch.device) -> None:
+        """`ends` as of `PrefixTree`; the nodes that it is called with are padded to whole blocks."""
+        padded = padded_ends(ends, BLOCK)
+        self.num_nodes = len(padded)
+        self._mask = _block_mask(padded, device)
+        self._attend = _compiled() if device.type == "cuda" else flex_attention
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[1, H, T, D]; keys and values may have fewer heads. Returns [1, H, T, D]."""
+        grouped = query.shape[1] != key.shape[1]
+        found = self._attend(query, key, value, block_mask=self._mask, scale=scale, enable_gqa=grouped)
+        assert isinstance(found, Tensor), "no log-sums were asked for"
+        return found
+
+
+def _block_mask(ends: NDArray[np.int64], device: torch.device) -> BlockMask:
+    behind = torch.from_numpy(ends).to(device)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < behind[key])
+
+    partly, fully = (_listed(blocks, device) for blocks in visible_blocks(ends, BLOCK))
+    return BlockMask.from_kv_blocks(
+        *partly, *fully, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(len(ends), len(ends))
+    )
+
+
+def _listed(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[1, 1, B] how many blocks of keys each block of queries has, and [1, 1, B, B] which: those come first."""
+    counts = torch.from_numpy(blocks.sum(1, dtype=np.int32)).to(device)
+    indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)).to(device)
+    return counts[None, None], indices[None, None]
+
+
+@cache
+def _compiled() -> Callable[..., object]:
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,170 @@
+"""Decides how rows become one tree: each distinct (prefix, token) once, in depth-first order.
+
+    rows        a b c d          segments   [a b]──[c d]        tokens    a b c d e f
+                a b c                          └───[e]──[f]     depths    0 1 2 3 2 3
+                a b e f                                         ends      6 6 4 4 6 6
+
+Rows are sorted, so that what neighbours share is what any two rows share; the tree then grows by one branch a row.
+A segment is a stretch of tokens without a fork; a row that ends inside a path leaves a mark, not a cut in the work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmarl.records import IntArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Rows merged. Nodes are tokens, numbered in depth-first order: a subtree is a range of nodes."""
+
+    tokens: Indices
+    """[T] token ids."""
+    depths: Indices
+    """[T] how many tokens come before each in its rows: its position."""
+    starts: Indices
+    """[S] first node of each segment, rising; segments are in depth-first order, too."""
+    stops: Indices
+    """[S] behind its last node."""
+    subtree_stops: Indices
+    """[S] behind the last node of its subtree. A segment's largest child comes right behind it."""
+    predictors: Indices
+    """[N] the node that predicts each label, row after row, in the order of the rows that were merged."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Nodes."""
+        return len(self.tokens)
+
+    @property
+    def ends(self) -> Indices:
+        """[T] behind each node's subtree: node q sees node k if and only if k <= q < ends[k]."""
+        return np.repeat(self.subtree_stops, self.stops - self.starts)
+
+
+def sort_rows(rows: Sequence[IntArray]) -> tuple[Indices, Indices]:
+    """Row numbers in lexicographic order, a prefix before what extends it; and what each shares with the one before.
+
+    >>> [a.tolist() for a in sort_rows([np.array([1, 2, 9]), np.array([1]), np.array([1, 2, 4])])]
+    [[1, 2, 0], [0, 1, 2]]
+    """
+    keys = [row.astype(">u4").tobytes() for row in rows]  # big-endian: bytes compare as the numbers do
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    shared = [0] * min(len(rows), 1)
+    shared += [_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    return np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64)
+
+
+def merge(rows: Sequence[IntArray], num_labels: Sequence[int]) -> PrefixTree:
+    """The tree of the rows, none of them empty; the last `num_labels[i]` tokens of row i predict one label each.
+
+    A row's last label is no part of it: nothing has to be computed for a token that predicts nothing.
+
+    >>> tree = merge([np.array([7, 8, 9]), np.array([7, 8]), np.array([7, 5])], [1, 1, 2])
+    >>> tree.tokens.tolist(), tree.depths.tolist(), tree.predictors.tolist()
+    ([7, 8, 9, 5], [0, 1, 2, 1], [2, 1, 0, 3])
+    """
+    order, shared = sort_rows(rows)
+    branches = _Branches([rows[i] for i in order])
+    for rank, common in enumerate(shared.tolist()):
+        branches.add(rank, common)
+    return branches.numbered(order.argsort(), num_labels)
+
+
+def _common(first: IntArray, second: IntArray) -> int:
+    shorter = min(len(first), len(second))
+    differs = first[:shorter] != second[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+class _Branches:
+    """The segments while sorted rows are added: parallel lists, since a fork cuts a segment in two."""
+
+    def __init__(self, rows: Sequence[IntArray]) -> None:
+        self._rows = rows
+        self._begins: list[int] = []
+        """Depth of each segment's first token; `_ends`: behind its last."""
+        self._ends: list[int] = []
+        self._ranks: list[int] = []
+        """A row that each one's tokens are from."""
+        self._parents: list[int] = []
+        self._path: list[int] = []
+        """From the root to where the latest row ends."""
+        self._leaves: list[int] = []
+        """Where each row ends."""
+
+    def add(self, rank: int, shared: int) -> None:
+        """The next row, which has `shared` tokens in common with the one before."""
+        path, length = self._path, len(self._rows[rank])
+        while path and self._begins[path[-1]] >= shared:
+            path.pop()
+        if path and self._ends[path[-1]] > shared:
+            lower = path.pop()
+            path.append(self._new(self._begins[lower], shared, self._ranks[lower], self._parents[lower]))
+            self._begins[lower], self._parents[lower] = shared, path[-1]
+        if length > shared:
+            path.append(self._new(shared, length, rank, path[-1] if path else -1))
+        self._leaves.append(path[-1])
+
+    def numbered(self, ranks: Indices, num_labels: Sequence[int]) -> PrefixTree:
+        """The tree, its nodes numbered; row i is the one of rank `ranks[i]`."""
+        order, sizes = self._depth_first()
+        begins, ends = np.array(self._begins)[order], np.array(self._ends)[order]
+        stops = np.cumsum(ends - begins)
+        starts = stops - (ends - begins)
+        first_nodes = np.empty(len(order), dtype=np.int64)
+        first_nodes[order] = starts
+        spans = list(zip(order, begins.tolist(), ends.tolist(), strict=True))
+        return PrefixTree(
+            tokens=np.concatenate([self._rows[self._ranks[s]][a:b] for s, a, b in spans]).astype(np.int64),
+            depths=np.concatenate([np.arange(a, b) for _, a, b in spans]),
+            starts=starts,
+            stops=stops,
+            subtree_stops=starts + np.array(sizes)[order],
+            predictors=np.concatenate(
+                [self._last_nodes(rank, n, first_nodes) for rank, n in zip(ranks.tolist(), num_labels, strict=True)]
+            ),
+        )
+
+    def _new(self, begin: int, end: int, rank: int, parent: int) -> int:
+        self._begins.append(begin)
+        self._ends.append(end)
+        self._ranks.append(rank)
+        self._parents.append(parent)
+        return len(self._begins) - 1
+
+    def _depth_first(self) -> tuple[list[int], list[int]]:
+        """Segments in order, and the nodes of each one's subtree. The largest child first: long paths stay ranges."""
+        sizes = [end - begin for begin, end in zip(self._begins, self._ends, strict=True)]
+        children: list[list[int]] = [[] for _ in range(len(sizes) + 1)]  # the last: segments without a parent
+        for segment in sorted(range(len(sizes)), key=self._begins.__getitem__, reverse=True):
+            parent = self._parents[segment]
+            children[parent].append(segment)
+            if parent >= 0:
+                sizes[parent] += sizes[segment]
+        order, waiting = [], [-1]
+        while waiting:
+            segment = waiting.pop()
+            if segment >= 0:
+                order.append(segment)
+            # By content among equals: the order in which rows came must not matter.
+            waiting += sorted(children[segment], key=lambda child: (sizes[child], -self._ranks[child]))
+        return order, sizes
+
+    def _last_nodes(self, rank: int, count: int, first_nodes: Indices) -> Indices:
+        """The last `count` nodes of a row, found from its end upwards."""
+        stop = len(self._rows[rank])
+        first, segment = stop - count, self._leaves[rank]
+        nodes = np.empty(count, dtype=np.int64)
+        while stop > first:
+            begin = self._begins[segment]
+            top = max(begin, first)
+            nodes[top - first : stop - first] = np.arange(top, stop) - begin + first_nodes[segment]
+            segment, stop = self._parents[segment], top
+        return nodes

@@ -1,0 +1,158 @@
+"""Decides which attention calls a tree takes: each pair of a node and an ancestor in one of them, and few calls.
+
+A path that always goes to the largest child is a chain, and a range of nodes. So every node's ancestors are prefixes of
+a few chains (at most log2 T), and all that a chain's prefix is seen by, beside the chain itself, are ranges of nodes:
+
+    chain  ├─────────────┬───────────┤          own      the chain sees itself, causally
+                         └ side subtrees ┤      side     every node of them sees the chain up to the fork: no mask
+
+Subtrees of a few nodes see themselves under a mask, neighbours together, so that a bushy tree is no heap of tiny calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmarl.training.tree.merge import PrefixTree
+
+TILE = 64
+"""Most nodes under one mask. A node pays for at most so many pairs that it does not see, which is 4% of the linear
+layers of a model of width 256; half as many make twice the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """`count` chains of `length` nodes each, one behind the other from `start` on: each sees itself, causally."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def num_pairs(self) -> int:
+        """What is computed, about."""
+        return self.count * self.length * (self.length + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Whole subtrees of few nodes, which see themselves under a mask."""
+
+    start: int
+    stop: int
+    visible: NDArray[np.bool_]
+    """[stop - start, stop - start]: whether the row's node sees the column's."""
+
+    @property
+    def num_pairs(self) -> int:
+        """What is computed, unseen pairs included."""
+        return (self.stop - self.start) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Nodes `start` to `stop` all see the nodes `seen_start` to `seen_stop`."""
+
+    start: int
+    stop: int
+    seen_start: int
+    seen_stop: int
+
+    @property
+    def num_pairs(self) -> int:
+        """What is computed."""
+        return (self.stop - self.start) * (self.seen_stop - self.seen_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The calls. What a node sees is spread over one of `own` and any number of `sides`."""
+
+    own: tuple[Chains | Tile, ...]
+    """Cover each node once."""
+    sides: tuple[Side, ...]
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that are computed."""
+        return sum(piece.num_pairs for piece in (*self.own, *self.sides))
+
+    @property
+    def num_calls(self) -> int:
+        """How many there are."""
+        return len(self.own) + len(self.sides)
+
+
+def attention_pieces(tree: PrefixTree) -> Pieces:
+    """The calls of a tree.
+
+    >>> from flexmarl.training.tree.merge import merge
+    >>> attention_pieces(merge([np.arange(200), np.arange(300)], [1, 1]))
+    Pieces(own=(Chains(start=0, length=300, count=1),), sides=())
+    """
+    units: list[_Unit] = []
+    sides: list[Side] = []
+    starts, stops, below = (array.tolist() for array in (tree.starts, tree.stops, tree.subtree_stops))
+    head = 0
+    for segment in range(len(starts)):
+        if stops[segment] < below[segment]:
+            continue
+        leaf = segment  # the chain of `head` ends here; what comes next begins one
+        if not units or units[-1].stop <= starts[head]:
+            if below[head] - starts[head] <= TILE:
+                units.append(_Unit(starts[head], below[head], is_chain=leaf == head or below[head] == stops[leaf]))
+            else:
+                units.append(_Unit(starts[head], stops[leaf], is_chain=True))
+                sides += [
+                    Side(below[s + 1], below[s], starts[head], stops[s])
+                    for s in range(head, leaf)
+                    if below[s + 1] < below[s]
+                ]
+        head = segment + 1
+    return Pieces(tuple(_own(units, tree.ends)), tuple(sides))
+
+
+class _Unit(NamedTuple):
+    """Nodes that see themselves in one call."""
+
+    start: int
+    stop: int
+    is_chain: bool
+
+
+def _own(units: Sequence[_Unit], ends: NDArray[np.int64]) -> Iterator[Chains | Tile]:
+    """Runs of equal chains in one call each, small neighbours under one mask, anything else alone."""
+    together: list[_Unit] = []
+    for _, group in groupby(units, key=lambda unit: (unit.is_chain, unit.stop - unit.start)):
+        run = list(group)
+        start, stop = run[0].start, run[-1].stop
+        if run[0].is_chain and stop - start > TILE:
+            yield from _tiles(together, ends)
+            together = []
+            yield Chains(start, run[0].stop - start, len(run))
+        else:
+            together += run
+    yield from _tiles(together, ends)
+
+
+def _tiles(units: Sequence[_Unit], ends: NDArray[np.int64]) -> Iterator[Chains | Tile]:
+    while units:
+        count = sum(unit.stop - units[0].start <= TILE for unit in units)
+        together, units = units[:count], units[count:]
+        first, last = together[0], together[-1]
+        if count == 1 and first.is_chain:
+            yield Chains(first.start, first.stop - first.start, 1)
+        else:
+            yield Tile(first.start, last.stop, _visible(together, ends))
+
+
+def _visible(units: Sequence[_Unit], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Who sees whom within each unit; what a unit sees of another one, a chain whose side subtree it is, is a side."""
+    start, stop = units[0].start, units[-1].stop
+    nodes = np.arange(start, stop)
+    number = np.repeat(np.arange(len(units)), [unit.stop - unit.start for unit in units])
+    return (nodes <= nodes[:, None]) & (nodes[:, None] < ends[start:stop]) & (number == number[:, None])
