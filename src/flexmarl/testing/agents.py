@@ -60,6 +60,12 @@ class ScriptedModel:
         )
 
 
+def _in_its_branch(turn: Turn, parent: Turn) -> bool:
+    if "path" in turn.tags:  # A candidate in a tree of turns extends what was said on its own path.
+        return f"{turn.tags['path']}.".startswith(f"{parent.tags['path']}.")
+    return parent.tags["branch"] == turn.tags["branch"]
+
+
 def check_turns(turns: Iterable[Turn]) -> None:
     """Checks what holds of the turns of one episode, whoever played it.
 
@@ -80,6 +86,6 @@ def check_turns(turns: Iterable[Turn]) -> None:
             parent = by_id[turn.parent]
             history = np.concatenate((parent.prompt_ids, parent.response_ids))
             assert parent.agent == turn.agent, f"{turn.sample_id} extends another agent's turn"
-            assert parent.tags["branch"] == turn.tags["branch"], f"{turn.sample_id} extends another branch"
+            assert _in_its_branch(turn, parent), f"{turn.sample_id} extends another branch"
             extends = np.array_equal(turn.prompt_ids[: len(history)], history)
             assert extends, f"{turn.sample_id} does not extend the exact ids of its parent"

@@ -1,0 +1,272 @@
+"""Trees of turns: one context per group of candidates, and on each row the reward of its own action (law X3)."""
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmarl.agents import tree_sampling
+from flexmarl.agents.context import Node
+from flexmarl.agents.tree_sampling import Branch, best
+from flexmarl.errors import EpisodeError, boundary
+from flexmarl.records import split_sample_id
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tasks import StepResult
+from flexmarl.testing.agents import check_turns
+from flexmarl.testing.environment import check_environment
+from tests.unit.agents.tables import CALCULATOR, TASK, context, spec, text
+
+LAST = 90
+
+
+class Lattice:
+    """Places 0 to 100. Where a digit leads and what it pays is odd enough that no two actions are mixed up."""
+
+    def __init__(self, task=None):
+        self.reset(0)
+
+    def reset(self, seed):
+        self.place = seed % LAST
+
+    def observe(self):
+        return f"at {self.place}"
+
+    def step(self, action):
+        if self.place >= LAST:
+            raise EpisodeError("the play is over; reset or restore the environment")
+        digit = int(action) if action.isdecimal() and action.isascii() else 0
+        reward = pay(self.place, digit)
+        self.place = leads(self.place, digit)
+        return StepResult(reward, self.place >= LAST)
+
+    def snapshot(self):
+        return self.place
+
+    def restore(self, snapshot):
+        self.place = snapshot
+
+
+def pay(place, digit):
+    return (place * 31 + digit * 17) % 29 / 29
+
+
+def leads(place, digit):
+    return (place * 7 + digit * 13 + 1) % 101
+
+
+@tree_sampling.turn("lattice")
+async def lattice(task, team):
+    """The seats take turns."""
+    seats, played = [*team], team.metrics.get("turns", 0.0)
+    reply = await seats[int(played) % len(seats)].act(team.environment.observe())
+    result = team.environment.step(reply.text)
+    reply.reward(result.reward)
+    team.report(turns=played + 1, total=team.metrics.get("total", 0.0) + result.reward)
+    return result.done
+
+
+def digits(prompt, request):
+    """A model that says a digit, by the seed of the call."""
+    return str(random.Random(request.seed).randrange(10))
+
+
+def grown(candidates, keep=1, *, agents=2, memory="none", max_turns=4, delays=0, name="lattice", script=digits, **more):
+    """The team after a tree was played."""
+    team = {agent: {"memory": memory, **more} for agent in ("red", "blue", "green")[:agents]}
+    workflow = {"type": "turns", "turn": name, "candidates": candidates, "keep": keep, "max_turns": max_turns}
+    team_spec = spec(team, workflow)
+    random_delay = random.Random(delays)
+    played = context(script, delay_s=lambda request: random_delay.random(), environment=Lattice)
+    team = team_spec.seat(played)
+    run_virtual(team_spec.run(TASK, team))
+    return team
+
+
+def by_path(team):
+    """path -> (prompt, response, seed-dependent log-probabilities, reward)."""
+    rewards = team.rewards()
+    return {
+        turn.tags["path"]: (text(turn.prompt_ids), turn.text, turn.logprobs.tolist(), rewards[turn.sample_id])
+        for turn in team.turns
+    }
+
+
+trees = given(
+    candidates=st.integers(1, 4),
+    keep=st.integers(1, 3),
+    agents=st.integers(1, 3),
+    memory=st.sampled_from(["none", "full", 1]),
+    max_turns=st.integers(1, 4),
+    delays=st.integers(0, 99),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@trees
+def test_every_group_of_candidates_has_one_context_hash(**tree):
+    team = grown(**tree)
+    check_turns(team.turns)
+    groups = defaultdict(list)
+    for turn in team.turns:
+        groups[turn.tags["branch"]].append(turn)
+    for members in groups.values():
+        assert len(members) == tree["candidates"]
+        assert len({turn.tags["context_hash"] for turn in members}) == 1
+        assert len({(turn.agent, turn.tags["turn"]) for turn in members}) == 1
+    assert len(by_path(team)) == len(team.turns), "no two calls have one path"
+
+
+@settings(max_examples=60, deadline=None)
+@trees
+def test_the_reward_on_a_row_is_the_one_its_own_action_produced(**tree):
+    team = grown(**tree)
+    places = {"": None}
+    for turn in sorted(team.turns, key=lambda turn: turn.tags["turn"]):
+        seen = int(text(turn.prompt_ids).split("at ")[-1].split("<")[0])
+        assert team.rewards()[turn.sample_id] == pay(seen, int(turn.text))
+        before = places[turn.tags["branch"]]
+        assert before is None or seen == before, "a candidate plays on from where its branch was, not its sibling"
+        places[turn.tags["path"]] = leads(seen, int(turn.text))
+
+
+@settings(max_examples=40, deadline=None)
+@trees
+def test_the_branches_with_the_highest_rewards_so_far_go_on(**tree):
+    played = by_path(grown(**tree))
+
+    def score(path):
+        names = path.split(".")
+        return sum(played[".".join(names[: n + 1])][3] for n in range(len(names)))
+
+    went_on = {path.rpartition(".")[0] for path in played} - {""}
+    for depth in range(tree["max_turns"] - 1):
+        level = [path for path in played if path.count(".") == depth and not over(played[path])]
+        gone = {path for path in level if path in went_on}
+        assert len(gone) <= tree["keep"]
+        rest = [score(path) for path in level if path not in gone]
+        assert not gone or not rest or min(map(score, gone)) >= max(rest) - 1e-12
+
+
+def over(row):
+    prompt, said, _, _ = row
+    return leads(int(prompt.split("at ")[-1].split("<")[0]), int(said)) >= LAST
+
+
+@settings(max_examples=30, deadline=None)
+@trees
+def test_whatever_finishes_first_the_tree_is_the_same(**tree):
+    again = by_path(grown(**{**tree, "delays": tree["delays"] + 1000}))
+    assert again == by_path(grown(**tree))
+
+
+def test_candidates_have_seeds_of_their_own_also_in_equal_contexts():
+    team = grown(4, agents=1, max_turns=1)
+    assert len({tuple(turn.logprobs) for turn in team.turns}) == 4
+
+
+def test_the_tags_say_where_in_the_tree_a_call_is():
+    team = grown(2, agents=1, max_turns=3, script=lambda prompt, request: "3")
+    places = [(turn.tags["turn"], turn.tags["path"], turn.tags["branch"]) for turn in team.turns]
+    assert places == [
+        *((0, path, "") for path in ("0", "1")),
+        *((1, path, "0") for path in ("0.0", "0.1")),
+        *((2, path, "0.0") for path in ("0.0.0", "0.0.1")),
+    ], "equal rewards: the lowest index goes on"
+    assert [split_sample_id(turn.sample_id)[1] for turn in team.turns] == [*range(6)]
+
+
+def test_a_call_after_the_first_of_a_turn_is_sampled_from_a_branch_of_its_own():
+    said = lambda prompt, request: "5" if "<|tool|>" in prompt else "calc(2+3)"  # noqa: E731
+    team = grown(2, agents=1, max_turns=1, script=said, max_tool_calls=1, **CALCULATOR)
+    places = {turn.tags["path"]: [] for turn in team.turns}
+    for turn in team.turns:
+        places[turn.tags["path"]].append(turn.tags["branch"])
+    assert places == {"0": ["", "0:1"], "1": ["", "1:1"]}
+
+
+def test_the_figures_of_the_best_play_are_those_of_the_episode():
+    team = grown(3, keep=2, agents=1, max_turns=2)
+    played = by_path(team)
+    totals = [played[path][3] + played[path.split(".")[0]][3] for path in played if "." in path]
+    assert team.metrics == {"turns": 2.0, "total": max(totals)}
+
+
+def test_one_candidate_is_a_plain_episode():
+    team = grown(1, max_turns=3)
+    assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0", "0.0.0"]
+    assert [turn.agent for turn in team.turns] == ["red", "blue", "red"]
+
+
+def test_of_equal_scores_the_lowest_path_goes_on():
+    branches = [Branch(team=None, path=(index,), score=score) for index, score in enumerate([0.0, 2.0, 1.0, 2.0])]
+    assert [branch.path for branch in best(branches, 3)] == [(1,), (3,), (2,)]
+
+
+def test_a_fork_remembers_what_was_said_and_what_it_says_is_forgotten_outside():
+    async def play(team):
+        await team.red.act("one")
+        team.red.state["heard"] = ["one"]
+        left, right = team.fork(Node((0,))), team.fork(Node((1,)))
+        left.red.state["heard"].append("left")
+        await left.red.act("left")
+        await right.red.act("right")
+        await team.red.act("two")
+        assert (team.red.state, right.red.state) == ({"heard": ["one"]}, {"heard": ["one"]})
+        assert left.rng.random() == right.rng.random(), "siblings that draw see the same"
+
+    team = spec({"red": {"memory": "full"}}).seat(context(lambda *_: "ok"))
+    run_virtual(play(team))
+    heard = [text(turn.prompt_ids).count("<|user|>") for turn in team.turns]
+    assert heard == [1, 2, 2, 2]
+    prompts = [text(turn.prompt_ids) for turn in team.turns]
+    assert all("left" not in prompt for prompt in prompts[2:])
+
+
+def test_a_reward_for_an_agent_in_a_branch_reaches_the_turns_of_that_branch_alone():
+    async def play(team):
+        await team.red.act("root")
+        for index in range(2):
+            fork = team.fork(Node((index,)))
+            await fork.red.act("leaf")
+            fork.red.reward(float(index))
+            fork.reward(10.0 * index)
+
+    team = spec({"red": {}}).seat(context(lambda *_: "ok"))
+    run_virtual(play(team))
+    assert list(team.rewards().values()) == [None, 0.0, 11.0]
+
+
+@tree_sampling.turn("draws_in_the_prompt")
+async def draws_in_the_prompt(task, team):
+    (await team.red.act(team.context.node.name)).reward(0.0)
+    return True
+
+
+@tree_sampling.turn("unrewarded")
+async def unrewarded(task, team):
+    await team.red.act("x")
+    return True
+
+
+@tree_sampling.turn("silent")
+async def silent(task, team):
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("draws_in_the_prompt", "candidates 0 and 1 of a turn have different contexts"),
+        ("unrewarded", "candidate . got no reward"),
+        ("silent", "candidate . made no call"),
+    ],
+)
+def test_a_turn_that_cannot_be_compared_fails_the_episode(name, error):
+    with pytest.raises(EpisodeError, match=error), boundary(EpisodeError, "workflow"):
+        grown(2, name=name)
+
+
+def test_the_lattice_is_an_environment():
+    check_environment(Lattice, actions=[*"0123456789"])
