@@ -1,7 +1,9 @@
 """Every preset that compares rows in groups: its options, the worked example, and what is its own (docs/math.md 5)."""
 
 import pkgutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
@@ -11,6 +13,7 @@ from flexmarl.credit.estimators.c3 import C3
 from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.estimators.dr_grpo import DrGrpo
 from flexmarl.credit.estimators.drmas import DrMas
+from flexmarl.credit.estimators.gdpo import Gdpo
 from flexmarl.credit.estimators.gpg import Gpg
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.grouped import Grouped
@@ -20,9 +23,11 @@ from flexmarl.credit.estimators.hierarchical import Hierarchical
 from flexmarl.credit.estimators.max_rl import MaxRl
 from flexmarl.credit.estimators.opo import Opo
 from flexmarl.credit.estimators.pass_at_k import PassAtK
+from flexmarl.credit.estimators.reinforce_pp_baseline import ReinforcePPBaseline
 from flexmarl.credit.estimators.rllm import Rllm
 from flexmarl.credit.estimators.rloo import Rloo
 from flexmarl.credit.estimators.rloo_trajectory import RlooTrajectory
+from flexmarl.errors import CreditError
 from flexmarl.testing.credit import check_estimator, credit_row
 
 CLASSES = {
@@ -120,3 +125,127 @@ LEFT_OUT = [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.5, -0.5]
 )
 def test_the_worked_example_comes_out_to_its_printed_digits(estimator: Grouped, expected: list[float]) -> None:
     assert advantages(estimator, W1) == pytest.approx(expected, abs=6e-7)
+
+
+# What is a preset's own
+
+
+def test_reinforce_pp_baseline_whitens_what_was_centred_in_the_group() -> None:
+    credit = ReinforcePPBaseline(whiten="batch").estimate(W1)
+    centred = np.repeat([*CENTRED, 0.7], [row.num_tokens for row in W1])
+    expected = (centred - centred.mean()) / centred.std(ddof=1)
+    found = np.repeat([credit.advantages[row.sample_id] for row in W1], [row.num_tokens for row in W1])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_gdpo_standardises_each_part_by_itself() -> None:
+    # Added up, (1, 0) and (0, 1) are the same; apart, the second part counts as much as the first, though it is small.
+    mixes = [(1.0, 0.0), (1.0, 0.1), (0.0, 0.0), (0.0, 0.1)]
+    rows = [
+        replace(row, parts=dict(zip(("right", "short"), m, strict=True)))
+        for row, m in zip(scored(*A), mixes, strict=True)
+    ]
+    expected = np.array([0.0, 1.0, -1.0, 0.0])
+    found = np.array(advantages(Gdpo(), rows))
+    np.testing.assert_allclose(found, expected * found[1], rtol=0, atol=1e-4)
+    heavier = np.array(advantages(Gdpo(weights={"short": 3.0}), rows))
+    np.testing.assert_allclose(heavier, np.array([-0.5, 1.0, -1.0, 0.5]) * heavier[1], rtol=0, atol=1e-4)
+
+
+def test_gdpo_without_parts_is_grpo_and_whitens() -> None:
+    rows = scored(*A)
+    assert advantages(Gdpo(), rows) == pytest.approx(advantages(Gdpo(weights={"outcome": 2.0}), rows), abs=1e-5)
+    assert np.sign(advantages(Gdpo(), rows)).tolist() == [1, -1, -1, 1]
+
+
+def test_a_part_that_a_row_lacks_is_0() -> None:
+    rows = [
+        replace(scored(1, 1)[0], parts={"outcome": 0.5, "bonus": 0.5}),
+        replace(scored(1, 1)[1], parts={"outcome": 0.5}),
+    ]
+    high, low = advantages(Gdpo(), rows)
+    assert high == -low > 0
+
+
+def test_hierarchical_roles_are_compared_inside_their_episode_and_others_across_the_task() -> None:
+    proposals = [credit_row(reward, episode=e, agent="proposer") for e, reward in enumerate([1.0, 0.0])]
+    solutions = [
+        credit_row(reward, episode=e, hop=1 + hop, agent="solver")
+        for e, rewards in enumerate([[1.0, 0.0], [0.75, 0.25]])
+        for hop, reward in enumerate(rewards)
+    ]
+    estimator = Hierarchical(episode_roles=("solver",))
+    assert advantages(estimator, [*proposals, *solutions]) == [0.5, -0.5, 0.5, -0.5, 0.25, -0.25]
+    assert Hierarchical.model_validate(estimator.model_dump(mode="json")) == estimator
+
+
+def tree(rewards: dict[str, float], *, episode: int = 0) -> list[CreditRow]:
+    """Rows of a tree, by path."""
+    return [
+        credit_row(
+            reward,
+            episode=episode,
+            hop=hop,
+            tags={"path": path, "branch": path.rpartition(".")[0], "context_hash": path.rpartition(".")[0]},
+        )
+        for hop, (path, reward) in enumerate(rewards.items())
+    ]
+
+
+def test_on_a_tree_a_turn_is_worth_the_mean_of_the_leaves_below_it() -> None:
+    # What the inner turns 0, 1 and 1.1 were given themselves is not terminal.
+    rows = tree({"0": 9, "1": 9, "0.0": 1, "0.1": 0, "1.0": 1, "1.1": 9, "1.1.0": 0.5, "1.1.1": 0, "2": 0})
+    found = dict(zip([row.tags["path"] for row in rows], advantages(C3(), rows), strict=True))
+    # q: 0 is 1/2, 1 is (1 + 1/2 + 0) / 3, 1.1 is 1/4, 2 is 0.
+    assert found == pytest.approx(
+        {"0": 0.25, "1": 0.25, "2": -0.5, "0.0": 1, "0.1": -1, "1.0": 0.75, "1.1": -0.75, "1.1.0": 0.5, "1.1.1": -0.5}
+    )
+
+
+def test_siblings_are_compared_with_the_mean_of_the_others() -> None:
+    assert advantages(C3(), tree({"0": 1, "1": 0, "2": 1})) == [0.5, -1.0, 0.5]
+
+
+def test_one_sibling_alone_teaches_nothing_and_trees_of_other_episodes_are_not_looked_at() -> None:
+    assert advantages(C3(), [*tree({"0": 1, "0.0": 0.5}), *tree({"0": 0}, episode=1)]) == [0.0, 0.0, 0.0]
+
+
+def test_a_path_of_two_digits_is_below_no_path_of_one() -> None:
+    rows = tree({"1": 0, "10": 1, "1.0": 0.5})
+    assert advantages(C3(), rows) == [-0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("signal", "alpha", "expected"),
+    [
+        ("value_only", 1.0, [0.5, -1.0, 0.5]),
+        ("value_assisted", 1.0, [0.0, 0.0, 1.0]),
+        ("value_assisted", 0.0, [-0.5, -0.5, 1.0]),
+        ("value_assisted", 0.5, [-0.25, -0.25, 1.0]),
+    ],
+)
+def test_a_critic_stands_in_for_the_siblings_or_for_all(signal: str, alpha: float, expected: list[float]) -> None:
+    values = [(0.5, 1.5, 1.0), (0.0,) * 3, (1.0, 0.5, 1.5)] if signal == "value_only" else [(0.0,) * 3] * 3
+    rows = [replace(row, values=v) for row, v in zip(tree({"0": 0, "1": 0, "2": 1}), values, strict=True)]
+    estimator = C3.model_validate({"signal": signal, "alpha": alpha})
+    assert estimator.uses == {"values"}
+    assert advantages(estimator, rows) == pytest.approx(expected)
+
+
+def test_c3_says_what_it_lacks() -> None:
+    rows = tree({"0": 0, "1": 1})
+    assert C3().uses == frozenset()
+    with pytest.raises(CreditError, match="has no values, and C3's signal needs a critic's"):
+        C3(signal="value_only").estimate(rows)
+    with pytest.raises(CreditError, match="unknown tag 'path'"):
+        C3().estimate([credit_row(1)])
+
+
+def test_a_turn_that_only_a_penalty_tells_from_the_others_is_reported() -> None:
+    rows = [replace(row, outcome=1.0) for row in scored(1, 0.9, 1)]
+    for estimator in (Default(), PassAtK(), Gpg()):
+        report = estimator.estimate(rows).report[rows[0].agent]
+        assert (report.effective, report.penalty_alone) == (1, 1)
+    report = C3().estimate([replace(row, outcome=1.0) for row in tree({"0": 1, "1": 0.9})]).report[rows[0].agent]
+    assert (report.effective, report.penalty_alone) == (1, 1)
+    assert Default().estimate(scored(1, 0)).report[rows[0].agent].penalty_alone == 0
