@@ -13,7 +13,7 @@ Divergence = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 
 class KlSettings(BaseModel):
-    """How far the policy is kept from its initial weights; d = lp - ref (docs/math.md section 12)."""
+    """How far the policy is kept from its initial weights; d = lp - ref (docs/math.md section 13)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
