@@ -1,6 +1,7 @@
 """Decides the credit of rows: shape, penalise, filter, estimate, whiten, balance; in this order.
 
-  rows of a task ──► shape ──► decide ──► rows of whole groups ──► credit: estimate ──► whiten ──► balance
+  rows of a task ──► shape ──► penalise ──► decide
+                                            ╰──► rows of whole groups ──► estimate ──► whiten ──► (penalise) ──► balance
 
 What does not train has weight 0 before anything is whitened or balanced, and only what comes out here is padded, packed
 or split.

@@ -15,6 +15,8 @@ from flexmarl.credit.filters import FilterDecision, OutcomeFilter
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
 from flexmarl.credit.keys import Group
 from flexmarl.credit.order import counted, estimated
+from flexmarl.credit.penalties import InvalidAction
+from flexmarl.credit.shaping import Terms, shape
 from flexmarl.credit.whitening import Scope, whiten
 from flexmarl.records import AgentName, FinishReason, SampleId
 
@@ -28,6 +30,10 @@ class CreditSettings(BaseModel):
     """Chosen by `type`; its options are its own."""
     per_agent: Mapping[AgentName, AnyEstimator] = Field(default={})
     """Agents that have an estimator of their own; it sees no other agent's rows."""
+    shaping: Terms = ()
+    """Terms that reshape the outcome or add to it; each is logged as a part of the reward."""
+    invalid_action: InvalidAction | None = InvalidAction()
+    """What a call costs whose reply or tool call was not in the form asked for; null: nothing."""
     filter: OutcomeFilter | None = OutcomeFilter()
     """Which tasks are worth training on; null trains on all."""
     untrained_finish: tuple[FinishReason, ...] = ()
@@ -50,9 +56,10 @@ class CreditSettings(BaseModel):
     def _streams_lines(self) -> "CreditSettings":
         if self.streaming == "linear" and not self.linear:
             raise ValueError(
-                f"streaming: 'linear' needs advantages that are a line over each group's rewards, and estimator "
-                f"'{getattr(self.estimator, 'type', '')}' with singleton, whiten or agent_balance as given looks at "
-                f"more; use streaming=off, or estimator.type=default, whiten=null and agent_balance=none"
+                f"streaming: 'linear' needs advantages that are a line over rewards known when an episode ends, and "
+                f"estimator '{getattr(self.estimator, 'type', '')}' with singleton, shaping, invalid_action, whiten or "
+                f"agent_balance as given looks at more; use streaming=off, or estimator.type=default, no term that "
+                f"compares episodes, invalid_action.order=before, whiten=null and agent_balance=none"
             )
         return self
 
@@ -60,7 +67,8 @@ class CreditSettings(BaseModel):
     def needs(self) -> Needs:
         """What one call of `credit` must be given: rows, whole groups, or the whole step."""
         step_wide = self.whiten is not None or self.agent_balance == "equal"
-        return most((self._estimators.needs, "batch" if step_wide else "row"))
+        of_shaping: Needs = "group" if any(term.sees == "task" for term in self.shaping) else "row"
+        return most((self._estimators.needs, of_shaping, "batch" if step_wide else "row"))
 
     @property
     def uses(self) -> frozenset[Extra]:
@@ -75,11 +83,14 @@ class CreditSettings(BaseModel):
     @property
     def linear(self) -> bool:
         """Whether a group's advantages are a line over scores that are known before the group is complete."""
-        return self._estimators.linear and self.needs == "group"
+        known_early = all(term.sees != "task" for term in self.shaping)
+        compared_last = self.invalid_action is None or self.invalid_action.order == "before"
+        return self._estimators.linear and self.needs == "group" and known_early and compared_last
 
     def shape(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows of one task with their final rewards; their raw ones stay as `outcome`."""
-        return rows
+        """The rows of one task with their final rewards; `outcome` has no penalties and no terms that add."""
+        shaped = shape(rows, self.shaping)
+        return self.invalid_action.penalise(shaped) if self.invalid_action else shaped
 
     def decide(self, rows: Sequence[CreditRow]) -> tuple[FilterDecision, ...]:
         """One decision per task of shaped rows; none without a filter."""
@@ -94,6 +105,8 @@ class CreditSettings(BaseModel):
         credit = estimated(rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline)
         if self.whiten is not None:
             credit = whiten(credit, rows, self.whiten)
+        if self.invalid_action:
+            credit = self.invalid_action.lower(credit, rows)
         return equal_shares(credit, rows) if self.agent_balance == "equal" else credit
 
     def open_places(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, tuple[Group, float]]:

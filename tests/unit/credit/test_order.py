@@ -272,3 +272,54 @@ def test_what_is_no_line_cannot_be_streamed(options: dict[str, object]) -> None:
     assert not configured(**options).linear
     with pytest.raises(ValidationError, match="streaming: 'linear' needs advantages that are a line"):
         configured(streaming="linear", **options)
+
+
+# Shaping and penalties
+
+
+def invalid(row: CreditRow) -> CreditRow:
+    return replace(row, valid=False)
+
+
+def test_outcomes_are_shaped_then_penalised_and_the_filter_sees_them_before_the_penalty() -> None:
+    rows = [*scored(0.9, 0.6), invalid(credit_row(0.8, episode=2))]
+    settings = CreditSettings.model_validate({"shaping": [{"type": "binary"}]})
+    shaped = settings.shape(rows)
+    assert [(row.reward, row.outcome) for row in shaped] == [(1.0, 1.0), (1.0, 1.0), (0.9, 1.0)]
+    assert dict(shaped[2].parts) == pytest.approx({"outcome": 0.8, "binary": 0.2, "invalid_action": -0.1})
+    assert [decision.reason for decision in settings.decide(shaped)] == ["too_easy"]
+    credit = settings.credit(shaped)
+    assert [credit.advantages[row.sample_id] for row in rows] == pytest.approx([0.1 / 3, 0.1 / 3, -0.2 / 3])
+    assert credit.report[AgentName("solver")].penalty_alone == 1
+
+
+def test_a_penalty_after_the_comparison_comes_off_the_whitened_advantage() -> None:
+    rows = [
+        *scored(1, 0),
+        invalid(credit_row(1.0, episode=2)),
+        invalid(replace(credit_row(1, episode=3), trains=False)),
+    ]
+    plain = configured(whiten="policy", invalid_action=None)
+    after = configured(whiten="policy", invalid_action={"penalty": 0.25, "order": "after"})
+    before, found = plain.credit(plain.shape(rows)), after.credit(after.shape(rows))
+    assert [b - f for b, f in zip(advantages(before, rows), advantages(found, rows), strict=True)] == [0, 0, 0.25, 0]
+
+
+@given(BATCHES, st.sets(st.integers(0, 3)))
+@LAW
+def test_a_penalty_before_a_centred_comparison_changes_no_advantage_by_more_than_itself(
+    rows: list[CreditRow], hops: set[int]
+) -> None:
+    rows = [invalid(row) if row.hop in hops else row for row in rows]
+    with_it, without = configured(), configured(invalid_action=None)
+    changed, plain = with_it.credit(with_it.shape(rows)), without.credit(without.shape(rows))
+    assert all(abs(changed.advantages[name] - plain.advantages[name]) <= 0.1 + 1e-12 for name in plain.advantages)
+
+
+def test_a_term_that_compares_episodes_makes_credit_wait_for_the_task() -> None:
+    term = {"type": "completion_time"}
+    assert configured(estimator={"type": "reinforce"}, shaping=[term]).needs == "group"
+    assert configured(estimator={"type": "reinforce"}, shaping=[{"type": "margin"}]).needs == "row"
+    assert not configured(shaping=[term]).linear
+    assert configured(shaping=[{"type": "margin"}]).linear
+    assert not configured(invalid_action={"order": "after"}).linear
