@@ -47,7 +47,7 @@ class Ledger:
         self._team_rewards: dict[str, float] = {}
         self._agent_rewards: dict[AgentName, dict[str, float]] = defaultdict(dict)
         self._call_rewards: dict[SampleId, dict[str, float]] = defaultdict(dict)
-        self._signals: dict[SampleId, Mapping[str, float]] = {}
+        self._signals: dict[SampleId, dict[str, float]] = defaultdict(dict)
 
     def fork(self) -> "Ledger":
         """One for a branch: hops go on counting, what was reported stands; rewards given there reach no other turns."""
@@ -88,6 +88,10 @@ class Ledger:
     def reward_team(self, reward: float, part: str) -> None:
         """Adds to the reward of each turn, of all agents, that there is at the end of the episode."""
         _add(self._team_rewards, part, reward)
+
+    def note(self, turn: Turn, signals: Mapping[str, float]) -> None:
+        """Keeps what was found in a turn."""
+        self._signals[turn.sample_id] |= signals
 
     @property
     def turns(self) -> tuple[Turn, ...]:

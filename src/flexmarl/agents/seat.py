@@ -7,6 +7,7 @@ The tool-integrated loop of an act, its budget being `max_tool_calls`:
                       └── result, as prompt ◄─┘
 """
 
+import asyncio
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from flexmarl.agents.memory import Memory, recall
 from flexmarl.agents.parsers import Parser
 from flexmarl.agents.reply import Reply, ToolUse
 from flexmarl.agents.seeds import call_seed, context_hash
+from flexmarl.agents.signals import found, language_mix
 from flexmarl.agents.tool_loop import Ending, Next, next_move
 from flexmarl.errors import EngineError, EpisodeError, boundary
 from flexmarl.records import (
@@ -38,7 +40,7 @@ from flexmarl.records import (
     make_sample_id,
     split_sample_id,
 )
-from flexmarl.tools import Parsed, Tool, ToolCall
+from flexmarl.tools import Parsed, Tool, ToolCall, is_refusal
 from flexmarl.tools.syntax import Syntax
 
 OURS = frozenset(
@@ -176,13 +178,19 @@ class Seat:
         uses: list[ToolUse] = []
         transcript: list[str] = []
         conversation.hear(Message("user", observation))
+        clock = asyncio.get_running_loop().time
+        heard: Mapping[str, Scalar] = {}
         while True:
-            said = await self._speak(conversation, tags, may_call=len(uses) < self._agent.max_tool_calls)
+            may_call = len(uses) < self._agent.max_tool_calls
+            said = await self._speak(conversation, tags, may_call=may_call, first_tags=heard)
             turns += said.turns
             transcript.append(said.text)
             if said.follows is Next.STAND:
                 break
+            began = clock()
             uses.append(await self._use_tool(said))
+            heard = {"tool_s": clock() - began}
+            self._ledger.note(turns[-1], found(tool_error=is_refusal(uses[-1].result)))
             transcript.append(uses[-1].result)
             conversation.hear(Message("tool", uses[-1].result))
         return Reply(
@@ -196,28 +204,40 @@ class Seat:
             give=self._ledger.reward_turns,
         )
 
-    async def _speak(self, conversation: Conversation, tags: Mapping[str, Scalar], *, may_call: bool) -> _Message:
-        """One message of at most `max_tokens`; where a stop string ended no tool call, the agent goes on in another."""
+    async def _speak(
+        self,
+        conversation: Conversation,
+        tags: Mapping[str, Scalar],
+        *,
+        may_call: bool,
+        first_tags: Mapping[str, Scalar],
+    ) -> _Message:
+        """One message of at most `max_tokens`; where a stop string ended no tool call, the agent goes on in another.
+
+        `first_tags` go onto its first call alone.
+        """
         turns: list[Turn] = []
         left = self._sampling.max_tokens
         while True:
-            call = await self._call(conversation, tags, left)
+            call = await self._call(conversation, tags if turns else {**tags, **first_tags}, left)
             left -= len(call.generation.response_ids)
             text = self._joined(turns, call)
-            found = self._agent.syntax.parse(text) if self._agent.syntax else None
-            follows = next_move(found, self._ending(call, left), may_call=may_call)
+            use = self._agent.syntax.parse(text) if self._agent.syntax else None
+            follows = next_move(use, self._ending(call, left), may_call=may_call)
             parsed = self._agent.parser(text) if follows is Next.STAND else None
             valid = {
                 Next.GO_ON: True,
-                Next.USE_TOOL: isinstance(found, ToolCall) and found.name in self._agent.tools,
-                Next.STAND: found is None and parsed is not None,
+                Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
+                Next.STAND: use is None and parsed is not None,
             }[follows]
             turn = await self._record(call, conversation, valid)
+            mix = language_mix(turn.text, self._context.task.prompt)
+            self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
             turns.append(turn)
             conversation.answer(turn)
             if follows is not Next.GO_ON:
                 conversation.end_message(text)
-                return _Message(tuple(turns), text, found, follows, parsed)
+                return _Message(tuple(turns), text, use, follows, parsed)
 
     def _joined(self, turns: list[Turn], call: _Call) -> str:
         if not turns:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from flexmarl.tools.calculator import Calculator
-from flexmarl.tools.interface import Tool
+from flexmarl.tools.interface import Tool, is_refusal
 from flexmarl.tools.syntax import AnySyntax, FunctionSyntax, Incomplete, Malformed, Parsed, TagSyntax, ToolCall
 
 TOOLS = {
@@ -33,4 +33,5 @@ __all__ = [
     "TagSyntax",
     "Tool",
     "ToolCall",
+    "is_refusal",
 ]

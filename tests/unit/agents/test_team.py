@@ -69,7 +69,7 @@ def test_a_part_has_the_name_of_a_variable():
     async def workflow(team):
         (await team.solver.act("a")).reward(1.0, part="a/b")
 
-    with pytest.raises(EpisodeError, match="named as a variable is, e.g. 'format', got 'a/b'"):
+    with pytest.raises(EpisodeError, match=r"named as a variable is, e\.g\. 'format', got 'a/b'"):
         played(workflow)
 
 
