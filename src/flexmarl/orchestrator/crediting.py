@@ -21,6 +21,7 @@ from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
 from flexmarl.credit.effect import Effect
 from flexmarl.credit.filters import OutcomeFilter
 from flexmarl.credit.interface import Tokens
+from flexmarl.credit.parts import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row
 from flexmarl.observability.journal import Journal
@@ -46,6 +47,8 @@ class Judged:
     """Why there is nothing to learn from it; "": it is kept."""
     effects: Mapping[AgentName, Mapping[Effect, int]] = field(default_factory=dict)
     """How many of each agent's credit groups are what; empty if no filter has looked at them."""
+    parts: Mapping[AgentName, RewardParts] = field(default_factory=dict)
+    """What the rewards of its turns are made of."""
 
     @property
     def trainable(self) -> bool:
@@ -103,8 +106,9 @@ class Crediting:
         if "greedy" in self._settings.uses and not (group.greedy and group.greedy.finished):
             return Judged(f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}")
         for decision in self._settings.decide(rows):
-            return Judged("" if decision.kept else f"{decision.reason}: {decision.because}", decision.effects)
-        return Judged("")
+            drop = "" if decision.kept else f"{decision.reason}: {decision.because}"
+            return Judged(drop, decision.effects, reward_parts(rows))
+        return Judged("", parts=reward_parts(rows))
 
     async def drop(self, group: GroupRecord, because: str) -> None:
         """Ends a finished group and its rows as FILTERED."""
@@ -125,6 +129,7 @@ class Crediting:
             "credited",
             groups=[group.group for group in groups],
             report=credit.report,
+            parts=reward_parts(rows),
             because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
         )
         credited: list[Credited] = []

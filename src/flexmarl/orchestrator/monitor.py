@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from flexmarl.credit.effect import Effect
+from flexmarl.credit.parts import RewardParts
 from flexmarl.errors import EngineError, cause_of
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
@@ -129,11 +130,16 @@ class Monitor:
             for agent, reward in mean_rewards([episode]).items():
                 metrics.mean(f"reward/{agent}", reward)
 
-    def judged(self, effects: Mapping[AgentName, Mapping[Effect, int]]) -> None:
-        """Counts what the filter found each agent's credit groups to be, in whatever became of their group."""
+    def judged(
+        self, effects: Mapping[AgentName, Mapping[Effect, int]], rewards: Mapping[AgentName, RewardParts]
+    ) -> None:
+        """Notes what the filter found each agent's credit groups to be, and its rewards to be made of, kept or not."""
         for agent, counts in effects.items():
             for effect, count in counts.items():
                 self._metrics.add(f"filter/{agent}/{effect}", count)
+        for agent, parts in rewards.items():
+            for part, mean in parts.means.items():
+                self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts.turns)
 
     def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
         """Notes how many groups a step took to be filled."""

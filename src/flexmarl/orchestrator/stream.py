@@ -144,7 +144,7 @@ class Stream:
 
     async def _judge(self, group: GroupRecord) -> None:
         judged = self._crediting.judge(group)
-        self._monitor.judged(judged.effects)
+        self._monitor.judged(judged.effects, judged.parts)
         if judged.drop:
             await self._crediting.drop(group, judged.drop)
             self._window.ended(group.group)

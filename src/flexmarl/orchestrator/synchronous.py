@@ -122,7 +122,7 @@ class Synchronous:
         self._parts.monitor.group_finished(group)
         self._failures += [] if group.finished else [group.episodes[-1].reason]
         for judged in await self._parts.collector.take(group):
-            self._parts.monitor.judged(judged.effects)
+            self._parts.monitor.judged(judged.effects, judged.parts)
         self._parts.feed.look_again()
 
     def _note_refill(self, step: int) -> None:
