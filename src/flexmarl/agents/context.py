@@ -51,6 +51,8 @@ class EpisodeContext:
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
     """Tags of every turn, e.g. {"greedy": True}."""
+    trains: bool = True
+    """False: played to see how the team does; nothing of it is trained on, so nothing is sampled for comparison."""
 
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment that the task is played in, where there is one."""

@@ -169,7 +169,7 @@ class Turns(Pattern):
     turn: str
     """Of the function, as registered with `@turn(name)`."""
     candidates: int = Field(default=1, ge=1)
-    """How often a turn is played from each branch. 1: a plain episode."""
+    """How often a turn is played from each branch. 1: a plain episode, as evaluations and greedy plays always are."""
     keep: int = Field(default=1, ge=1)
     """How many branches go on from each turn: those whose rewards add up to most."""
     max_turns: int = Field(default=64, ge=1)
@@ -186,7 +186,14 @@ class Turns(Pattern):
     async def _play(self, turn: PlayTurn, task: Task, team: Team) -> None:
         if team.context.environment is not None:
             team.environment.reset(task_seed(task.input_id))
-        branch = await grow(turn, task, team, candidates=self.candidates, keep=self.keep, max_turns=self.max_turns)
+        branch = await grow(
+            turn,
+            task,
+            team,
+            candidates=self.candidates if team.context.trains else 1,
+            keep=self.keep,
+            max_turns=self.max_turns,
+        )
         team.report(**branch.team.metrics)
 
 

@@ -114,6 +114,7 @@ class Player:
             recorder=recorder or NoRecorder(),
             sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
             tags={"greedy": True} if greedy else {},
+            trains=recorder is not None and not greedy,
             environment=self._team.environment,
         )
         team = self._team.seat(context)

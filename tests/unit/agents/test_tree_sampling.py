@@ -72,13 +72,25 @@ def digits(prompt, request):
     return str(random.Random(request.seed).randrange(10))
 
 
-def grown(candidates, keep=1, *, agents=2, memory="none", max_turns=4, delays=0, name="lattice", script=digits, **more):
+def grown(
+    candidates,
+    keep=1,
+    *,
+    agents=2,
+    memory="none",
+    max_turns=4,
+    delays=0,
+    name="lattice",
+    script=digits,
+    trains=True,
+    **more,
+):
     """The team after a tree was played."""
     team = {agent: {"memory": memory, **more} for agent in ("red", "blue", "green")[:agents]}
     workflow = {"type": "turns", "turn": name, "candidates": candidates, "keep": keep, "max_turns": max_turns}
     team_spec = spec(team, workflow)
     random_delay = random.Random(delays)
-    played = context(script, delay_s=lambda request: random_delay.random(), environment=Lattice)
+    played = context(script, delay_s=lambda request: random_delay.random(), environment=Lattice, trains=trains)
     team = team_spec.seat(played)
     run_virtual(team_spec.run(TASK, team))
     return team
@@ -197,6 +209,11 @@ def test_one_candidate_is_a_plain_episode():
     team = grown(1, max_turns=3)
     assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0", "0.0.0"]
     assert [turn.agent for turn in team.turns] == ["red", "blue", "red"]
+
+
+def test_an_evaluation_plays_one_candidate():
+    team = grown(3, max_turns=2, trains=False)
+    assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0"]
 
 
 def test_of_equal_scores_the_lowest_path_goes_on():
