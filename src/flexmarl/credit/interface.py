@@ -110,6 +110,11 @@ class AgentReport:
     notes: tuple[str, ...] = ()
     """What could not be done, and why."""
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """All that is counted, by name."""
+        return {name: int(getattr(self, name)) for name in self.__slots__ if name not in ("group_sizes", "notes")}
+
     def __add__(self, other: "AgentReport") -> "AgentReport":
         """The report of both."""
         return AgentReport(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})

@@ -164,7 +164,14 @@ def test_the_report_counts_each_agents_groups() -> None:
     assert sorted(solver.group_sizes) == [2, 2, 2, 3]
     assert report[AgentName("verifier")].dropped_singleton == 1
     total = solver + report[AgentName("verifier")]
-    assert (total.groups, total.too_easy, total.dropped_singleton) == (5, 2, 1)
+    assert {name: count for name, count in total.counts.items() if count} == {
+        "groups": 5,
+        "effective": 1,
+        "too_easy": 2,
+        "too_hard": 1,
+        "flat": 1,
+        "dropped_singleton": 1,
+    }
 
 
 @pytest.mark.parametrize(
