@@ -3,7 +3,8 @@
 prompt_row      before the call      opens the row: a call that never answers is seen, and never trained
 response_row    after it             the whole turn; where a prompt row was put, the two must agree
 closing_row     after the episode    a reward that is missing is a missing column, never 0.0
-credit_row      with the group       advantage and weight; then the row is settled READY
+open_row        after the episode    where rows train before their group is complete: a score, and the credit group
+credit_row      with the group       advantage and weight; then the row is settled READY, if it was not open
 """
 
 from typing import Any
@@ -40,6 +41,8 @@ TURN_COLUMNS = (
     Column("advantages", ColumnKind.TENSOR),  # these three per token, and only where an estimator gives them
     Column("returns", ColumnKind.TENSOR),
     Column("values", ColumnKind.TENSOR),
+    Column("score", ColumnKind.FLOAT),  # these two only where rows train before their group is complete
+    Column("open_group", ColumnKind.TEXT),
 )
 """The data columns of every agent's table; a run may add its own."""
 
@@ -88,6 +91,12 @@ def credit_row(sample: Sample) -> PartialRow:
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
+def open_row(sample: Sample) -> PartialRow:
+    """What is known of a turn whose credit group is not complete."""
+    values = {"score": sample.advantage, "open_group": sample.open_group}
+    return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
+
+
 def turn_from_row(row: Row) -> Turn:
     """The turn that `response_row` wrote; StoreError if the response is not there."""
     return Turn(
@@ -108,7 +117,13 @@ def turn_from_row(row: Row) -> Turn:
 
 
 def sample_from_row(row: Row) -> Sample:
-    """The row as training sees it; StoreError if its turn, reward, advantage or weight is not there."""
+    """The row as training sees it; StoreError if its turn, reward, advantage or weight is not there.
+
+    A row of a credit group that is not complete yet has a score instead.
+    """
+    if "open_group" in row.values and "advantage" not in row.values:
+        score, group = _value(row, "score"), _value(row, "open_group")
+        return Sample(turn=turn_from_row(row), advantage=score, open_group=group, reward=_value(row, "reward"))
     return Sample(
         turn=turn_from_row(row),
         advantage=_value(row, "advantage"),

@@ -18,9 +18,11 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill
+from flexmarl.orchestrator.streaming import Streaming
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
+from flexmarl.training.session import TrainingSession
 
 
 class Release(StrEnum):
@@ -58,6 +60,7 @@ class Collector:
         self._release = Release.AT_END if crediting.batch_wide else release
         self._on_ready = on_ready
         self._journal = journal
+        self._streaming: Streaming | None = None
         self._turn = asyncio.Lock()
         self._came: dict[GroupId, GroupRecord] = {}
         """Not judged yet: older ones have to come first."""
@@ -78,12 +81,21 @@ class Collector:
         self._samples = {}
         self._divisors = {policy: Divisors() for policy in self._crediting.trained}
 
+    def stream_to(self, sessions: Mapping[PolicyName, TrainingSession]) -> None:
+        """From now on rows are READY when their episode has ended, and these are told what their groups come to."""
+        self._streaming = Streaming(self._crediting, sessions)
+
     async def take_episode(self, group: GroupRecord, episode: Episode) -> None:
         """Takes a finished episode of a group that still plays. Its group comes later, in `take`."""
-        if self._release is Release.BY_EPISODE:
-            self._versions.check(episode.turns, max_staleness=0)
-            async with self._turn:
+        if self._release is not Release.BY_EPISODE and self._streaming is None:
+            return
+        self._versions.check(episode.turns, max_staleness=0)
+        async with self._turn:
+            if self._streaming is None:
                 await self._pass_on([replace(group, episodes=(episode,))])
+            else:
+                for policy in await self._streaming.take_episode(group, episode):
+                    self._on_ready(policy)
 
     async def take(self, group: GroupRecord) -> Sequence[Judged]:
         """Takes a group of this step when it has finished playing, failed ones too (law 3 is checked).
@@ -143,7 +155,7 @@ class Collector:
             judged = Judged("") if by_episode else self._crediting.judge(group)
         kept = self.refill.keeps(judged)
         if group.finished and not kept:
-            await self._crediting.drop(group, judged.drop)
+            await (self._streaming or self._crediting).drop(group, judged.drop)
         self.refill.judged(kept=kept)
         self._kept[group.group] = group if kept else None
         return judged
@@ -167,16 +179,21 @@ class Collector:
         self._end(groups)
 
     async def _pass_on(self, groups: Sequence[GroupRecord]) -> None:
+        if self._streaming:
+            for group in groups:
+                self._count(await self._streaming.credit(group))
+            return
         for credited in await self._crediting.credit(groups):
-            await self._make_ready(credited)
+            for policy, samples in credited.samples.items():
+                await self._crediting.make_ready(samples)
+                self._on_ready(policy)
+            self._count(credited)
 
-    async def _make_ready(self, credited: Credited) -> None:
+    def _count(self, credited: Credited) -> None:
         for policy, samples in credited.samples.items():
-            await self._crediting.make_ready(samples)
             self._divisors[policy] += divisors_of(samples)
             counts = self._samples.setdefault(credited.group, {})
             counts[policy] = counts.get(policy, 0) + len(samples)
-            self._on_ready(policy)
 
     def _end(self, groups: Sequence[GroupRecord]) -> None:
         """Says of each group what became of it, now that all of it was passed on."""

@@ -11,7 +11,7 @@ unblocked by the store
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
 from flexmarl.credit.effect import Effect
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.credit.filters import OutcomeFilter
 from flexmarl.credit.interface import Tokens
+from flexmarl.credit.keys import Group
 from flexmarl.credit.parts import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import credit_row
+from flexmarl.experience.rows import credit_row, open_row
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
@@ -37,6 +39,8 @@ from flexmarl.records import (
     SampleId,
 )
 from flexmarl.rollout.admission import Admission
+
+NO_WEIGHT = "weight 0: nothing was sampled, or there is nothing to compare with"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ class Crediting:
         return self._settings.needs not in ("row", "group")
 
     @property
+    def streams(self) -> bool:
+        """Whether rows are trained before their group is complete (streaming.py)."""
+        return self._settings.streaming == "linear"
+
+    @property
     def filter(self) -> OutcomeFilter | None:
         """Which groups are worth training on; None: all."""
         return self._settings.filter
@@ -110,14 +119,22 @@ class Crediting:
             return Judged(drop, decision.effects, reward_parts(rows))
         return Judged("", parts=reward_parts(rows))
 
-    async def drop(self, group: GroupRecord, because: str) -> None:
-        """Ends a finished group and its rows as FILTERED."""
-        ids = [turn.sample_id for episode in group.finished for turn in episode.turns]
+    def open_places(self, group: GroupRecord) -> Mapping[SampleId, tuple[Group, float]]:
+        """Credit group and score of the rows of finished episodes, whatever the others of their group will be."""
+        return self._settings.open_places(self._rows(group))
+
+    def lines(self, group: GroupRecord) -> Mapping[Group, Line]:
+        """What each credit group of a complete group makes of its scores."""
+        return self._settings.lines(self._rows(group))
+
+    async def drop(self, group: GroupRecord, because: str, *, but: Container[SampleId] = ()) -> None:
+        """Ends a finished group and its rows as FILTERED, `but` for some that somebody else ends."""
+        ids = [turn.sample_id for episode in group.finished for turn in episode.turns if turn.sample_id not in but]
         await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
         self.filtered(group.group, because)
 
-    async def credit(self, groups: Sequence[GroupRecord]) -> list[Credited]:
-        """Compares the groups, or parts of groups, and ends the rows that training does not see."""
+    async def credit(self, groups: Sequence[GroupRecord], *, opened: Container[SampleId] = ()) -> list[Credited]:
+        """Compares the groups, or parts of groups, and ends the rows that training does not see, but for `opened`."""
         rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
         if self._appraisal:
             turns = [turn for group in groups for play in group.plays for turn in play.turns]
@@ -136,7 +153,8 @@ class Crediting:
         for group in groups:
             samples, left_out = samples_of(group, credit, values)
             for because, ids in left_out.items():
-                await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
+                ended = [sample_id for sample_id in ids if sample_id not in opened]
+                await self._store.settle(ended, Outcome(state=RowState.FILTERED, reason=because))
             credited.append(Credited(group.group, samples))
         return credited
 
@@ -147,12 +165,16 @@ class Crediting:
 
     async def make_ready(self, samples: Sequence[Sample]) -> None:
         """Puts the credit into the rows, and makes them READY."""
+        await self.put_credit(samples)
+        await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
+
+    async def put_credit(self, samples: Sequence[Sample]) -> None:
+        """Puts the credit into the rows; of samples whose credit group is open, what is known of it."""
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for sample in samples:
-            rows[sample.turn.agent].append(credit_row(sample))
+            rows[sample.turn.agent].append(open_row(sample) if sample.open_group else credit_row(sample))
         for agent, partial in rows.items():
             await self._store.put(agent, partial)
-        await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
 
     def filtered(self, group: GroupId, because: str) -> None:
         """Ends a group all of whose rows have ended."""
@@ -182,7 +204,7 @@ def samples_of(
             if weight is None:
                 left_out["not a trained policy's turn"].append(turn.sample_id)
             elif not weight or reward is None:
-                left_out["weight 0: nothing was sampled, or there is nothing to compare with"].append(turn.sample_id)
+                left_out[NO_WEIGHT].append(turn.sample_id)
             else:
                 sample = Sample(
                     turn=turn,

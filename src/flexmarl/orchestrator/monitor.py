@@ -160,8 +160,8 @@ class Monitor:
             ended=ended,
             policy=done.policy,
             micro_batch=report.micro_batch_id,
-            rows=report.num_samples,
-            tokens=report.num_tokens,
+            rows=report.num_samples + report.open_samples,
+            tokens=report.num_tokens + report.open_tokens,
             duration_s=report.duration_s,
         )
 

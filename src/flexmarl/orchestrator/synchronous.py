@@ -43,6 +43,8 @@ class Synchronous:
         self._failures: list[str] = []
         self._unserved: list[NewWeights] = []
         self._beside: asyncio.TaskGroup
+        if parts.crediting.streams:
+            parts.collector.stream_to(parts.sessions)
         self._rollout: Rolling | None = None
         """Of the next step to be made, once it has begun."""
 

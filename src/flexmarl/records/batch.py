@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ class Sample:
     """[R] what a critic should have expected at each token; None: nothing to learn for it."""
     values: NDArray[np.float64] | None = None
     """[R] what the critic expected when the advantages were computed."""
+    open_group: str = ""
+    """The credit group that is not complete, so that `advantage` is only a score c as yet: when it is, the advantage
+    is scale x c + offset of its line. "": the advantage is final."""
     weight: float = 1.0
     """Row weight w_i of docs/math.md section 1; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
@@ -55,6 +59,17 @@ class MicroBatch:
     policy: PolicyName
     samples: tuple[Sample, ...]
 
+    def counts(self) -> dict[str, Any]:
+        """What a LossReport says of its samples and their weighted tokens."""
+        closed = [sample for sample in self.samples if not sample.open_group]
+        opened = [sample for sample in self.samples if sample.open_group]
+        return {
+            "num_samples": len(closed),
+            "num_tokens": sum(sample.weight * sample.num_tokens for sample in closed),
+            "open_samples": len(opened),
+            "open_tokens": sum(sample.weight * sample.num_tokens for sample in opened),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divisors:
@@ -86,7 +101,10 @@ class LossReport:
 
     micro_batch_id: str
     num_samples: int
+    """In the sums; samples of open credit groups are `open_samples`, until their group is closed."""
     num_tokens: float
+    open_samples: int = 0
+    open_tokens: float = 0.0
     sums: Mapping[str, float] = field(default_factory=dict)
     """`loss`, `clipped`, `kl_to_sampler`, `entropy` ... each a sum over weighted tokens."""
     duration_s: float = 0.0

@@ -1,6 +1,7 @@
 """The two life cycles of the system as tables: what is not in a table is an error.
 
-row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED
+row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED; -> FILTERED from OPEN, and from READY and ACCUMULATED where
+       rows are trained before their group is complete, and it is dropped
 group  WAITING -> RUNNING -> DONE -> TRAINED
 """
 
@@ -27,9 +28,9 @@ class RowState(StrEnum):
 
 ROW_MOVES: Mapping[RowState, frozenset[RowState]] = {
     RowState.OPEN: frozenset({RowState.READY, RowState.FILTERED, RowState.FAILED, RowState.EXPIRED}),
-    RowState.READY: frozenset({RowState.CLAIMED, RowState.EXPIRED}),
+    RowState.READY: frozenset({RowState.CLAIMED, RowState.FILTERED, RowState.EXPIRED}),
     RowState.CLAIMED: frozenset({RowState.READY, RowState.ACCUMULATED, RowState.EXPIRED}),
-    RowState.ACCUMULATED: frozenset({RowState.READY, RowState.TRAINED}),
+    RowState.ACCUMULATED: frozenset({RowState.READY, RowState.TRAINED, RowState.FILTERED}),
     RowState.TRAINED: frozenset(),
     RowState.FILTERED: frozenset(),
     RowState.FAILED: frozenset(),

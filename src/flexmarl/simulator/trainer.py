@@ -6,12 +6,14 @@ whether each row entered one update (law 5), in whatever split (law 2), and whet
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
@@ -38,6 +40,8 @@ class SimulatedTrainer:
         self._objects = objects
         self._host = host or Host()
         self._reports: dict[str, LossReport] = {}
+        self._open: dict[str, tuple[float, float, int]] = {}
+        """Of each open credit group: weighted tokens, the same times scores, and samples."""
         self._lost = ""
         self._calls: list[asyncio.Future[None]] = []
         """That run."""
@@ -51,7 +55,7 @@ class SimulatedTrainer:
 
     def lose_cache(self) -> None:
         """A fault: the gradient sums are gone, and nothing says so until the update misses them."""
-        self._reports = {}
+        self._reports, self._open = {}, {}
 
     async def accumulate(self, batch: MicroBatch) -> LossReport:
         """Sums weight x advantage x tokens."""
@@ -62,13 +66,30 @@ class SimulatedTrainer:
             return self._reports[batch.micro_batch_id]
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
-            num_samples=len(batch.samples),
-            num_tokens=sum(s.weight * s.num_tokens for s in batch.samples),
-            sums={"gradient": sum(s.weight * s.advantage * s.num_tokens for s in batch.samples)},
+            **batch.counts(),
+            sums={"gradient": sum(s.weight * s.advantage * s.num_tokens for s in batch.samples if not s.open_group)},
             duration_s=await self.compute(batch),
         )
         self._reports[batch.micro_batch_id] = report
+        for sample in batch.samples:
+            if sample.open_group:
+                tokens, scored, samples = self._open.get(sample.open_group, (0.0, 0.0, 0))
+                more = sample.weight * sample.num_tokens
+                self._open[sample.open_group] = (tokens + more, scored + more * sample.advantage, samples + 1)
         return report
+
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """Takes no time: a real one adds up two buffers."""
+        self._check_on_devices()
+        closed = 0.0
+        for name, line in lines.items():
+            tokens, scored, samples = self._open.pop(name, (0.0, 0.0, 0))
+            if line and samples:
+                sums = {"gradient": line.scale * scored + line.offset * tokens}
+                report = LossReport(micro_batch_id=f"line/{name}", num_samples=samples, num_tokens=tokens, sums=sums)
+                self._reports[report.micro_batch_id] = report
+                closed += tokens
+        return closed
 
     async def compute(self, batch: MicroBatch) -> float:
         """Takes the time of a micro-batch, in seconds; what it says is in no cache yet."""
@@ -79,6 +100,8 @@ class SimulatedTrainer:
     async def step(self, divisors: Divisors) -> Version:
         """weight += gradient / N_tok."""
         self._check_on_devices()
+        if self._open:
+            raise TrainingError(f"policy '{self.policy}': credit groups are open: {', '.join(self._open)}")
         reports = self._reports.values()
         num_tokens = sum(report.num_tokens for report in reports)
         if not reports or divisors.num_tokens <= 0 or abs(num_tokens - divisors.num_tokens) > 1e-9 * num_tokens:
@@ -131,7 +154,7 @@ class SimulatedTrainer:
         """Writes `trainer.json`; also while it is set aside."""
         self._check_alive()
         reports = [asdict(report) for report in self._reports.values()]
-        text = json.dumps({"weight": self.weight, "version": self.version, "reports": reports})
+        text = json.dumps({"weight": self.weight, "version": self.version, "reports": reports, "open": self._open})
         _write(path, "trainer.json", text)
 
     async def load(self, path: Path) -> Version:
@@ -141,6 +164,7 @@ class SimulatedTrainer:
             state = json.loads((path / "trainer.json").read_text())
         self.weight, self.version = state["weight"], Version(state["version"])
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
+        self._open = {name: (tokens, scored, samples) for name, (tokens, scored, samples) in state["open"].items()}
         return self.version
 
     async def export(self, path: Path) -> None:

@@ -210,12 +210,27 @@ async def a_failed_row_is_never_claimed(store: ExperienceStore) -> None:
 async def settling_moves_all_rows_or_none(store: ExperienceStore) -> None:
     await ready(store, SOLVER, sample(0))
     await store.put(VERIFIER, [partial(sample(1))])
-    filtered = Outcome(state=RowState.FILTERED, reason="zero variance")
-    await refuses(store.settle([sample(1), sample(0)], filtered), TransitionError, sample(0), "ready", "filtered")
-    await refuses(store.settle([sample(1), sample(9)], filtered), StoreError, sample(9))
+    failed = Outcome(state=RowState.FAILED, reason="the workflow raised")
+    await refuses(store.settle([sample(1), sample(0)], failed), TransitionError, sample(0), "ready", "failed")
+    await refuses(store.settle([sample(1), sample(9)], failed), StoreError, sample(9))
     assert await state_of(store, sample(1)) is RowState.OPEN
-    await store.settle([sample(1)], filtered)
-    assert (await store.get([sample(1)]))[0].reason == "zero variance"
+    await store.settle([sample(1)], failed)
+    assert (await store.get([sample(1)]))[0].reason == "the workflow raised"
+
+
+async def a_row_that_was_ready_too_early_may_be_filtered_before_and_after_it_is_in_a_cache(
+    store: ExperienceStore,
+) -> None:
+    filtered = Outcome(state=RowState.FILTERED, reason="zero variance")
+    for number in range(2):
+        await ready(store, SOLVER, sample(number))
+    await store.claim(SHARED, 1, holder="trainer")
+    await refuses(store.settle([sample(0)], filtered), TransitionError, sample(0), "claimed", "filtered")
+    await store.settle([sample(0)], Outcome(state=RowState.ACCUMULATED, cache="c0"))
+    await store.settle([sample(0), sample(1)], filtered)
+    assert [row.cache for row in await store.get([sample(0), sample(1)])] == [None, None]
+    assert await store.release(cache="c0") == []
+    assert await store.claim(SHARED, 2) == []
 
 
 async def a_row_lives_until_it_is_trained_into_a_version(store: ExperienceStore) -> None:
@@ -416,6 +431,7 @@ CHECKS = (
     claims_at_the_same_time_share_no_row,
     a_failed_row_is_never_claimed,
     settling_moves_all_rows_or_none,
+    a_row_that_was_ready_too_early_may_be_filtered_before_and_after_it_is_in_a_cache,
     a_row_lives_until_it_is_trained_into_a_version,
     an_outcome_names_what_its_state_needs,
     losing_a_holder_returns_exactly_its_claimed_rows,

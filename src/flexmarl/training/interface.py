@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
 
@@ -78,11 +79,20 @@ class Trainer(Protocol):
         """
         ...
 
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """Open credit groups are complete: their samples were accumulated as two sums, of c g and of g.
+
+        Adds scale x (sum of c g) + offset x (sum of g) by each group's line to the cache, or drops the sums where it is
+        None. Returns the weighted tokens that are in the cache by this. A group without sums is no error. Raises
+        TrainingError.
+        """
+        ...
+
     async def step(self, divisors: Divisors) -> Version:
         """One optimiser update from the cached sums, which are then cleared; returns the new version.
 
-        Raises TrainingError, with the weights as they were, if there is nothing to divide by or a gradient is not
-        finite.
+        Raises TrainingError, with the weights as they were, if there is nothing to divide by, a credit group is open,
+        or a gradient is not finite.
         """
         ...
 

@@ -5,7 +5,8 @@
 
 consumes       READY rows of the policy, from the experience store
 waits for      `notify_ready` and `close_step`, which the collect loop calls; devices, where policies share them
-produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it
+produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it; lines, which
+               close the sums of open credit groups
 unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection; a policy that gives way
 """
 
@@ -13,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.records import Divisors, PolicyName, RowState, SampleId, Version
@@ -67,7 +69,15 @@ class TrainingSession:
         """Micro-batches that the trainer has, the oldest first."""
         self._closed = False
         self._claims = 0
+        self._claiming = asyncio.Lock()
+        """No row is claimed while it is held."""
+        self._claimed = set[SampleId]()
+        """In this step."""
         self._accumulated: list[SampleId] = []
+        self._dropped: dict[SampleId, str] = {}
+        """Rows of groups that were dropped while the trainer had them, and why."""
+        self._lines: dict[str, Line | None] = {}
+        """Of credit groups that were closed since the trainer was last told."""
         self._num_tokens = 0.0
 
     @property
@@ -83,6 +93,22 @@ class TrainingSession:
     def notify_ready(self) -> None:
         """Rows of the policy have become READY."""
         self._wake.set()
+
+    async def close_group(self, name: str, ids: Sequence[SampleId], line: Line | None, because: str = "") -> None:
+        """A credit group is complete, some of whose rows, these, became READY before it was.
+
+        With a line, rows that the trainer reads from now on have their advantage already; it makes one of the scores of
+        the others. Without, the rows end FILTERED: those that the trainer has, when it is done with their micro-batch.
+        """
+        async with self._claiming:
+            claimed = [sample_id for sample_id in ids if sample_id in self._claimed]
+            if line is None:
+                self._dropped |= dict.fromkeys(claimed, because)
+                left = [i for i in ids if i not in self._claimed or i in self._accumulated]
+                self._accumulated = [i for i in self._accumulated if i not in self._dropped]
+                await self._store.settle(left, Outcome(state=RowState.FILTERED, reason=because))
+        if claimed:
+            self._lines[name] = line
 
     def close_step(self) -> None:
         """No more rows will become READY in this step: what there is may be trained in a smaller micro-batch."""
@@ -111,6 +137,9 @@ class TrainingSession:
 
         A step without weighted tokens makes no update: its rows end TRAINED at the version there was.
         """
+        if self._lines:
+            await self._hold()
+            await self._tell_lines()
         if abs(self._num_tokens - divisors.num_tokens) > 1e-9 * divisors.num_tokens:
             raise TrainingError(
                 f"policy '{self._policy}' at version {self._version}: {self._num_tokens:g} weighted tokens were "
@@ -126,6 +155,7 @@ class TrainingSession:
         outcome = Outcome(state=RowState.TRAINED, version=self._version, reason=reason)
         await self._store.settle(self._accumulated, outcome)
         self._closed, self._claims, self._accumulated, self._num_tokens = False, 0, [], 0.0
+        self._claimed, self._dropped = set(), {}
         self._wake.clear()
         return self._version
 
@@ -166,13 +196,16 @@ class TrainingSession:
         # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
         batch_id = f"{self.cache}/{self._claims}"
         self._claims += 1
-        ids = await self._store.claim(self._policy, self._micro_batch, holder=_holder(batch_id))
+        async with self._claiming:
+            ids = await self._store.claim(self._policy, self._micro_batch, holder=_holder(batch_id))
+            self._claimed.update(ids)
         task = asyncio.create_task(self._accumulate_one(batch_id, ids), name=f"accumulate-{batch_id}")
         task.add_done_callback(lambda _: self._wake.set())
         return task
 
     async def _accumulate_one(self, batch_id: str, ids: Sequence[SampleId]) -> None:
         try:
+            await self._tell_lines()
             with boundary(TrainingError, f"accumulating micro-batch {batch_id}"):
                 report = await self._accumulate_rows(batch_id, ids)
         except BaseException:
@@ -180,10 +213,20 @@ class TrainingSession:
             raise
         ended = asyncio.get_running_loop().time()
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
-        self._accumulated += ids
+        self._accumulated += [sample_id for sample_id in ids if sample_id not in self._dropped]
         self._num_tokens += report.num_tokens
-        self._residency.trained(self._policy, report.num_samples, report.duration_s)
+        for sample_id in ids:
+            if because := self._dropped.get(sample_id):
+                await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
+        self._residency.trained(self._policy, report.num_samples + report.open_samples, report.duration_s)
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
+
+    async def _tell_lines(self) -> None:
+        """What was closed meanwhile; the trainer takes it after the micro-batches that it was sent before."""
+        lines, self._lines = self._lines, {}
+        if lines:
+            with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: closing credit groups"):
+                self._num_tokens += await self._trainer.close_groups(lines)
 
 
 def _holder(batch_id: str) -> str:

@@ -14,6 +14,7 @@ from flexmarl.experience.rows import (
     TURN_COLUMNS,
     closing_row,
     credit_row,
+    open_row,
     prompt_row,
     response_row,
     sample_from_row,
@@ -35,6 +36,7 @@ from flexmarl.records import (
 from flexmarl.simulator.virtual_time import run_virtual
 
 SOLVER, POLICY = AgentName("solver"), PolicyName("p")
+OPEN = ("score", "open_group")
 NUMBER = st.integers(0, 999)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 TOKENS = st.integers(0, 2**31 - 1)
@@ -149,11 +151,21 @@ def row_with(*, without: str = "") -> Row:
     )
 
 
-@pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in PER_TOKEN])
+@pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in (*PER_TOKEN, *OPEN)])
 def test_a_row_without_a_value_is_no_sample_and_the_column_is_named(missing):
     assert bits(sample_from_row(row_with()).turn) == bits(A_TURN)
     with pytest.raises(StoreError, match=rf"'mul-7_2_g12e3a0' \(claimed\) has no {missing};"):
         sample_from_row(row_with(without=missing))
+
+
+def test_a_row_of_an_open_credit_group_has_a_score_until_it_has_an_advantage():
+    turn = turn_from_row(row_with())
+    opened = Sample(turn=turn, advantage=0.25, open_group="12: task=mul-7", weight=1.0)
+    values = {**row_with(without="advantage").values, **open_row(opened).values}
+    read = sample_from_row(dataclasses.replace(row_with(), values=values))
+    assert (read.advantage, read.open_group, read.weight) == (0.25, "12: task=mul-7", 1.0)
+    closed = sample_from_row(dataclasses.replace(row_with(), values={**values, "advantage": -0.5}))
+    assert (closed.advantage, closed.open_group) == (-0.5, "")
 
 
 def test_a_turn_needs_no_reward_and_no_credit():

@@ -1,9 +1,60 @@
-"""Gradient sums on a device: what the micro-batches since the last update add up to."""
+"""Gradient sums on a device: what the micro-batches since the last update add up to.
 
-from collections.abc import Sequence
+rows with an advantage ───────────────────────────────► sums
+rows of an open credit group ──► two sums of its own ──► scale x (sum of c g) + offset x (sum of g), or nothing
+                                                         (docs/math.md, Streaming credit)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from flexmarl.credit.estimators.group_relative import Line
+from flexmarl.records import LossReport
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenSums:
+    """What was accumulated of one credit group that is not complete."""
+
+    plain: list[Tensor]
+    """Sum of g_i: the gradient that a row has with advantage 1."""
+    scored: list[Tensor]
+    """Sum of c_i g_i."""
+    num_samples: int
+    num_tokens: float
+    sums: dict[str, float] = field(default_factory=dict)
+    """As a LossReport has them, with advantage 1."""
+    scored_loss: float = 0.0
+    """The loss with advantage c_i."""
+
+    def add(self, more: Self) -> None:
+        """Takes the other one over."""
+        torch._foreach_add_(self.plain, more.plain)
+        torch._foreach_add_(self.scored, more.scored)
+        self.num_samples += more.num_samples
+        self.num_tokens += more.num_tokens
+        self.sums = {name: value + more.sums.get(name, 0.0) for name, value in {**more.sums, **self.sums}.items()}
+        self.scored_loss += more.scored_loss
+
+    def gradients(self, line: Line) -> list[Tensor]:
+        """scale x scored + offset x plain, in the memory of `scored`."""
+        torch._foreach_mul_(self.scored, line.scale)
+        torch._foreach_add_(self.scored, self.plain, alpha=line.offset)
+        return self.scored
+
+    def report(self, name: str, line: Line) -> LossReport:
+        """What a micro-batch of the same rows would have reported, had their advantages been known."""
+        loss = line.scale * self.scored_loss + line.offset * self.sums["loss"]
+        return LossReport(
+            micro_batch_id=f"line/{name}",
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            sums={**self.sums, "loss": loss},
+        )
 
 
 class GradientCache:
@@ -11,6 +62,8 @@ class GradientCache:
 
     def __init__(self) -> None:
         self.sums: list[Tensor] | None = None
+        self.open: dict[str, OpenSums] = {}
+        """By the name of the credit group: two sums per parameter each."""
 
     def add(self, gradients: list[Tensor]) -> None:
         """Takes the tensors over: the caller may not use them afterwards."""
@@ -19,11 +72,41 @@ class GradientCache:
         else:
             torch._foreach_add_(self.sums, gradients)
 
+    def add_open(self, more: Mapping[str, OpenSums]) -> None:
+        """Takes over what a micro-batch had of open credit groups."""
+        for name, of_group in more.items():
+            if name in self.open:
+                self.open[name].add(of_group)
+            else:
+                self.open[name] = of_group
+
+    def close(self, name: str, line: Line | None) -> LossReport | None:
+        """Adds what the line makes of an open group's sums, or drops them; None: there is nothing to report."""
+        of_group = self.open.pop(name, None)
+        if of_group is None or line is None:
+            return None
+        report = of_group.report(name, line)
+        self.add(of_group.gradients(line))
+        return report
+
     def clear(self) -> None:
         """Forgets the sums."""
         self.sums = None
+        self.open.clear()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """All that it holds."""
-        return self.sums or ()
+        open_sums = [tensor for of_group in self.open.values() for tensor in (*of_group.plain, *of_group.scored)]
+        return [*(self.sums or ()), *open_sums]
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        names = [each.name for each in fields(OpenSums)]
+        open_sums = {group: {name: getattr(sums, name) for name in names} for group, sums in self.open.items()}
+        return {"sums": self.sums, "open": open_sums}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` gave."""
+        self.sums = state["sums"]
+        self.open = {name: OpenSums(**of_group) for name, of_group in state["open"].items()}

@@ -1,10 +1,11 @@
 """Trainer in a worker's process, beside a client of the store from which it reads its rows itself."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.objects.interface import Checksum, ObjectKey
@@ -34,6 +35,11 @@ class TrainerHost:
         batch = asyncio.create_task(read_micro_batch(self._store, self._policy, micro_batch_id, ids), name="read-rows")
         async with self._turn:
             return await self._trainer.accumulate(await batch)
+
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """As the trainer does, after the micro-batches that were sent before."""
+        async with self._turn:
+            return await self._trainer.close_groups(lines)
 
     async def step(self, divisors: Divisors) -> tuple[Version, UpdateReport | None]:
         """The new version, and what the update was."""

@@ -1,11 +1,12 @@
 """Trainer in another process: what `training/interface.py` asks, over the calls of one worker."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flexmarl.cluster.interface import Worker
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
@@ -37,6 +38,10 @@ class RemoteTrainer:
     async def accumulate_rows(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
         """Sends the ids of the rows; the trainer's process reads them from the store."""
         return await self._change(f"micro-batch {micro_batch_id}", "accumulate_rows", micro_batch_id, ids)
+
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """Sends the lines; the sums are there."""
+        return await self._change("closing credit groups", "close_groups", lines)
 
     async def step(self, divisors: Divisors) -> Version:
         """One update there; what it was comes back with the version."""
