@@ -15,6 +15,7 @@ class HopDiscount(RowOutcome):
     max_hops: int = Field(default=10, ge=1)
     """H."""
     gamma: float = Field(default=0.99, gt=0, le=1)
+    """For each call that could still have been made."""
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """By the number of the call in its episode."""

@@ -20,6 +20,7 @@ class RewardToGo(AddedTerm):
 
     type: Literal["reward_to_go"] = "reward_to_go"
     gamma: float = Field(default=1.0, gt=0, le=1)
+    """For each call in between; 1 leaves expected gradients as they are."""
     scope: Literal["descendants", "agent", "team"] = "descendants"
     """Whose p_j: those of calls that depend on this one, of the agent's later calls, or of all later calls."""
 

@@ -15,6 +15,7 @@ class TurnDiscount(RowOutcome):
     max_turns: int = Field(default=8, ge=1)
     """K."""
     gamma: float = Field(default=0.99, gt=0, le=1)
+    """For each turn that could still have been taken."""
     last_undiscounted: bool = True
     """The first form: the last turn keeps its outcome. The second discounts it too."""
 
