@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import EngineError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
@@ -192,6 +193,8 @@ class BreakableTrainer(FakeTrainer):
         """What each version that it made was made of."""
         self.published: dict[Version, Checksum] = {}
         self._cached: Batches = {}
+        self._group_of: dict[SampleId, str] = {}
+        """The open credit group that a sample was accumulated in."""
         self._injection = injection
         self._skew_s = 0.0
 
@@ -205,10 +208,21 @@ class BreakableTrainer(FakeTrainer):
             await asyncio.sleep(half_s)
         report = await super().accumulate(batch)
         self._cached.setdefault(batch.micro_batch_id, [sample.turn.sample_id for sample in batch.samples])
+        self._group_of |= {sample.turn.sample_id: sample.open_group for sample in batch.samples if sample.open_group}
         if self._injection.occurs(FaultKind.LOST_CACHE, self.policy):
             self.lose_cache()
             self._cached = {}
         return replace(report, duration_s=report.duration_s + self._skew_s)
+
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """Closes, and forgets the samples of what is dropped."""
+        closed = await super().close_groups(lines)
+        dropped = {name for name, line in lines.items() if line is None}
+        self._cached = {
+            batch: [sample_id for sample_id in ids if self._group_of.get(sample_id) not in dropped]
+            for batch, ids in self._cached.items()
+        }
+        return closed
 
     async def step(self, divisors: Divisors) -> Version:
         """Updates, and remembers from what."""

@@ -94,8 +94,12 @@ def draw(seed: int, *, mode: str | None = None) -> Schedule:
         raising=random.choice([0.0, 0.0, 0.15]),
         forgetful=random.choice([0.0, 0.0, 0.1]),
         long_winded=random.choice([0.0, 0.05]),
-        sections=_sections(random, mode or drawn, steps, groups, instances)
-        | {"credit": _credit(random, mode or drawn, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+        sections=_streamed(
+            random,
+            mode or drawn,
+            _sections(random, mode or drawn, steps, groups, instances)
+            | {"credit": _credit(random, mode or drawn, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+        ),
         plan=plan,
     )
 
@@ -152,6 +156,12 @@ def _sections(random: Random, mode: str, steps: int, groups: int, instances: Map
         "checkpoint": {"every": random.choice([1, 1, 2])},
         "policies": policies,
     }
+
+
+def _streamed(random: Random, mode: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """Some of the runs that can train rows before their group is complete do so."""
+    streams = mode == Mode.MICROBATCH and not sections["deterministic"] and random.random() < 0.5
+    return sections | ({"credit": {**sections["credit"], "streaming": "linear"}} if streams else {})
 
 
 def _credit(random: Random, mode: str, *, filtered: bool) -> dict[str, Any]:
