@@ -1,5 +1,7 @@
 """The greedy play of a group: a baseline that is played beside the episodes and is none of them."""
 
+import asyncio
+
 import pytest
 
 from flexmarl.agents import Team
@@ -28,7 +30,7 @@ async def solve(task: Task, team: Team) -> None:
     answer.reward(task.score(answer.text))
 
 
-def rolled_out(workflow=solve, script=lambda prompt, request: "7", *, greedy_s=1.0, **settings):
+def rolled_out(workflow=solve, script=lambda prompt, request: "7", *, greedy_s=1.0, stop_at=None, **settings):
     """(the group as it was emitted, finished episodes emitted before it, requests, admission, seconds)."""
     delay_s = lambda request: 1.0 if request.sampling.temperature else greedy_s  # noqa: E731
     one, model = player(workflow, script, delay_s=delay_s, timeout_s=200.0)
@@ -55,6 +57,8 @@ def rolled_out(workflow=solve, script=lambda prompt, request: "7", *, greedy_s=1
             policies=(PolicyName("solver"), PolicyName("verifier")),
             greedy=True,
         )
+        if stop_at:
+            asyncio.get_running_loop().call_later(stop_at, rollout.stop, GROUP.group, "it was late")
         await rollout.play(feed(), emit, emit_episode)
         return now()
 
@@ -152,3 +156,10 @@ def test_a_workflow_cannot_tag_a_turn_as_greedy() -> None:
 
     episode = run_virtual(player(cheat)[0].play(GROUP, 0))
     assert "'greedy' is set by the seat" in episode.reason
+
+
+def test_it_ends_when_its_group_is_stopped() -> None:
+    group, _, _, _, took = rolled_out(greedy_s=50.0, stop_at=10.0)
+    assert group.greedy is not None
+    assert (group.greedy.status, group.greedy.reason, took) == (EpisodeStatus.TIMED_OUT, "it was late", 10.0)
+    assert len(group.finished) == 2
