@@ -170,12 +170,15 @@ class PlanPath:
         self._play = Play(place, facing, play.round + 1)
         return StepResult(self.grid.worth(place) - self.grid.worth(play.place) - BUMP * bumps, self._over)
 
-    def promise(self, plan: str) -> tuple[float, int]:
-        """(what a plan would gain if it were followed, how many walls are in its way); what is no plan has one."""
+    def promise(self, plan: str) -> tuple[float, Place, int]:
+        """(what a plan would gain if it were followed, where it leads, how many walls are in its way).
+
+        What is no plan leads nowhere, as if it ran into a wall.
+        """
         if not understood(plan, COMPASS):
-            return 0.0, 1
-        place, walls = self.grid.follow(self._play.place, plan)
-        return self.grid.worth(place) - self.grid.worth(self._play.place), walls
+            return 0.0, self.place, 1
+        place, walls = self.grid.follow(self.place, plan)
+        return self.grid.worth(place) - self.grid.worth(self.place), place, walls
 
     def snapshot(self) -> Play:
         """The state is one frozen record."""
@@ -184,6 +187,11 @@ class PlanPath:
     def restore(self, snapshot: Play) -> None:
         """Takes it as it is."""
         self._play = snapshot
+
+    @property
+    def place(self) -> Place:
+        """Where the executor is."""
+        return self._play.place
 
     @property
     def distance(self) -> int:

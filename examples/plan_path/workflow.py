@@ -2,10 +2,9 @@
 
     map ──► planner ──► plan, e.g. "NE" ──► executor, with what it sees ──► moves, e.g. "LR" ──► map ...
 
-Each is rewarded for what its own words changed. Take the place that a plan leads to as the state after the planner's
-turn; then a plan earns the worth of that place less that of the place before, and the moves earn the worth of where
-they led less that of where the plan would have led. Besides, each pays for its own faults: the planner for a plan that
-runs into a wall, the executor for running into one. In each round the two rewards add up to the environment's own.
+Each is rewarded for what its own words changed. A plan earns what it promises: the worth of the place that it leads to,
+less that of the place before; and it pays for each wall in its way. Moves pay for what was promised and not gained, and
+for ending elsewhere than the plan does. So in no round do the two earn more than the environment gives.
 """
 
 from typing import Any
@@ -16,6 +15,8 @@ from flexmarl.records import Task
 
 BLOCKED = 0.5
 """For each wall in the way of a plan."""
+ASTRAY = 1.0
+"""For moves that end elsewhere than the plan."""
 
 
 @turn("plan_path")
@@ -25,15 +26,15 @@ async def plan_or_move(task: Task, team: Team) -> bool:
     heard = team.executor.state
     if "plan" not in heard:
         said = await team.planner.act(world.map())
-        promised, walls = world.promise(said.text)
+        promised, _, walls = world.promise(said.text)
         said.reward(promised - BLOCKED * walls)
         heard["plan"] = said.text
         return False
     plan = heard.pop("plan")
-    promised, _ = world.promise(plan)
+    promised, target, _ = world.promise(plan)
     moves = await team.executor.act(told(plan, world.observe()))
     result = world.step(moves.text)
-    moves.reward(result.reward - promised)
+    moves.reward(min(0.0, result.reward - promised) - ASTRAY * (world.place != target))
     team.report(success=float(world.arrived), left=world.distance)
     return result.done
 

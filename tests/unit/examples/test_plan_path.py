@@ -30,10 +30,12 @@ from examples.plan_path.grid import (  # noqa: E402
     plan_path_task,
     split_of,
 )
-from examples.plan_path.workflow import BLOCKED, told  # noqa: E402
+from examples.plan_path.workflow import ASTRAY, BLOCKED, plan_or_move, told  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.records import Task  # noqa: E402
+from flexmarl.simulator.virtual_time import run_virtual  # noqa: E402
 from flexmarl.testing.environment import check_environment  # noqa: E402
+from tests.unit.agents.tables import context, spec  # noqa: E402
 
 SEED_MODEL = ROOT / "examples" / "plan_path" / "seed_model"
 DETOUR = ".G./.#A/..."
@@ -82,22 +84,45 @@ def test_a_promise_is_what_following_the_plan_gives():
     for index in range(60):
         made = world(plan_path_task(1, index, "train").prompt, seed=index)
         for plan in words(COMPASS):
-            snapshot, (promised, walls) = made.snapshot(), made.promise(plan)
+            snapshot, (promised, target, walls) = made.snapshot(), made.promise(plan)
             result = made.step(translated(plan, made.observe()[0]))
-            assert result.reward == promised - BUMP * walls
+            assert (result.reward, made.place) == (promised - BUMP * walls, target)
             made.restore(snapshot)
-    assert world().promise("up") == (0.0, 1)
+    assert world().promise("up") == (0.0, (1, 2), 1)
 
 
-def test_in_each_round_the_two_rewards_add_up_to_the_environments_own():
-    made, rng = world(), random.Random(0)
-    for _ in range(200):
-        made.reset(rng.randrange(9))
-        plan, moves = rng.choice([*words(COMPASS), "?"]), rng.choice([*words(TURNS), "?"])
-        promised, walls = made.promise(plan)
-        result = made.step(moves)
-        planner, executor = promised - BLOCKED * walls, result.reward - promised
-        assert planner + executor == pytest.approx(result.reward - BLOCKED * walls, abs=1e-12)
+PLANS, MOVED = [*words(COMPASS), "?"], [*words(TURNS), "?"]
+
+
+def rounds_of(script):
+    """(reward of the plan, of the moves, of the environment) of each round in which a team says these words."""
+    left, task = list(script), Task(input_id="x", prompt=DETOUR)
+    agents = {"planner": {"system": "plan"}, "executor": {"system": "move"}}
+    team = spec(agents).seat(context(lambda *_: left.pop(0), task=task, environment=PlanPath))
+
+    async def play():
+        while left and not await plan_or_move(task, team):
+            pass
+
+    team.environment.reset(0)
+    start = team.environment.grid.worth(team.environment.place)
+    run_virtual(play())
+    given = list(team.rewards().values())
+    return given[::2], given[1::2], team.environment.grid.worth(team.environment.place) - start
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PLANS), st.sampled_from(MOVED)), min_size=1, max_size=ROUNDS))
+def test_whatever_is_said_the_two_together_never_earn_more_than_was_gained(rounds):
+    plans, moves, gained = rounds_of([said for pair in rounds for said in pair])
+    assert all(reward <= 0 for reward in moves), "the executor pays; it never earns by anything but doing its part"
+    assert sum(plans) + sum(moves) <= gained + 1e-12
+
+
+def test_who_does_their_part_earns_all_that_was_gained():
+    facing = world(seed=0).observe()[0]
+    plans, moves, gained = rounds_of(["NW", translated("NW", facing)])
+    assert (plans, moves, gained) == ([3.0], [0.0], 3.0)
 
 
 GRIDS = ["A.G", "A../.#./..G", DETOUR, "A#G/..."]
@@ -130,8 +155,11 @@ def best_returns(text, who, *, discount):
                 continue  # The planner plans a shortest way.
             for done in words(COMPASS) if who != "planner" else [plan]:  # The executor does as it is told.
                 after, bumps = grid.follow(place, done)
-                gained = discount * grid.worth(after) - grid.worth(place)
-                parts = {"planner": named - BLOCKED * walls, "executor": gained - BUMP * bumps - named}
+                gained = discount * grid.worth(after) - grid.worth(place) - BUMP * bumps
+                parts = {
+                    "planner": named - BLOCKED * walls,
+                    "executor": min(0.0, gained - named) - ASTRAY * (after != target),
+                }
                 yield after, parts.get(who, sum(parts.values()))
 
     @cache
