@@ -76,6 +76,23 @@ def test_a_task_that_goes_on_is_not_known_yet():
     assert after(workflow) == {"slow": set(), "meanwhile": set(), "end": {"slow", "meanwhile"}}
 
 
+def test_what_a_task_was_told_is_known_when_it_has_ended():
+    async def twice(team):
+        await team.solver.act("a", label="first")
+        await asyncio.sleep(100)
+        await team.solver.act("b", label="second")
+
+    async def workflow(team):
+        going_on = asyncio.create_task(twice(team))
+        await asyncio.sleep(50)
+        await team.solver.act("c", label="meanwhile")
+        await going_on
+        await team.solver.act("d", label="end")
+
+    expected = {"first": set(), "second": {"first"}, "meanwhile": set(), "end": {"second", "meanwhile"}}
+    assert after(workflow) == expected
+
+
 def test_the_calls_of_a_tool_loop_are_a_chain():
     async def workflow(team):
         await team.solver.act("1+1")

@@ -95,6 +95,7 @@ def test_what_takes_no_time_at_all_is_not_compared():
 def test_the_greedy_play_is_compared_and_not_compared_with():
     greedy = [replace(row, greedy=True) for row in episode(1.0, number=2, tokens=[5])]
     assert rewards([*lone(10, 20), *greedy], PER_TOKEN) == pytest.approx([1 + 0.1 / 3, 1 - 0.1 / 3, 1 + 0.1 * 2 / 3])
+    assert rewards([*lone(10), *greedy], PER_TOKEN) == [1.0, 1.0], "one success beside it is nothing to compare"
 
 
 def test_an_outcome_that_is_neither_success_nor_failure_is_an_error():
