@@ -99,6 +99,8 @@ def test_min_std_and_std_floor_tame_small_spreads() -> None:
     rows = scored(1, 0.9, 1, 1)
     assert advantages(Grpo(), rows) == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-4)
     assert advantages(Grpo(min_std=0.1), rows) == [0, 0, 0, 0]
+    assert advantages(Grpo(min_std=1.0, ddof=0), scored(2, 0)) == [0, 0]
+    assert advantages(Grpo(eps=0), scored(1, 1)) == [0, 0]
     assert advantages(Grpo(std_floor=1.0), rows) == pytest.approx([0.025, -0.075, 0.025, 0.025], abs=1e-6)
 
 
