@@ -1,5 +1,7 @@
 """Trainer of one policy, in whichever process its world has for it."""
 
+import zlib
+
 from flexmarl.assemble.blueprint import load_tokenizer, model_source
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.config import RunSettings
@@ -21,4 +23,5 @@ def make_trainer(
         thread=thread,
         tokenizer=load_tokenizer(settings, policy),
         device=device,
+        seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
     )

@@ -1,8 +1,8 @@
 """Trainer on one device in this process: a Hugging Face causal LM and AdamW."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.device_thread import DeviceThread
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
@@ -27,7 +26,8 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.backends.forward import plan, run
-from flexmarl.training.backends.gradients import GradientCache, OpenSums
+from flexmarl.training.backends.gradients import GradientCache
+from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.reference import FrozenCopy
 from flexmarl.training.backends.value_head import ValueHead
 from flexmarl.training.free_space import require_space
@@ -55,7 +55,8 @@ class SingleProcessTrainer:
     multiplied by, is the correction's decision.
 
     Memory per parameter in float32: weight 4, gradients of the micro-batch 4, gradient cache 4, AdamW 8 bytes. The two
-    gradients are apart, so that a micro-batch that fails half-way leaves the cache as it was.
+    gradients are apart, so that a micro-batch that fails half-way leaves the cache as it was. With `lora` only the
+    adapter has more than its weights, and is all that a checkpoint holds.
     """
 
     def __init__(
@@ -69,17 +70,20 @@ class SingleProcessTrainer:
         tokenizer: SavesPretrained | None = None,
         device: str = "cpu",
         version: int = 0,
+        seed: int = 0,
     ) -> None:
+        """`seed` is of what a new adapter begins with."""
         self._policy = policy
         self._settings = settings
         self._objects = objects
         self._thread = thread
         self._tokenizer = tokenizer
         self._model = model
+        self._adapter = Adapter(model, settings.lora, seed=seed) if settings.lora is not None else None
         move_and_cast(model, torch.device(device), DTYPES[settings.dtype])
         prepare_for_training(self._model, activation_checkpointing=settings.activation_checkpointing)
         self._objective = Objective(settings)
-        self._reference = FrozenCopy(model) if settings.kl is not None else None
+        self._reference = (self._adapter or FrozenCopy(model)) if settings.kl is not None else None
         self._value_head = ValueHead(model) if settings.critic is not None else None
         head = dict(self._value_head.named_parameters(prefix="value_head")) if self._value_head is not None else {}
         self._updater = Updater(self._model, settings, beside=head)
@@ -113,21 +117,18 @@ class SingleProcessTrainer:
         loss = self._settings.loss
         weights = token_weights(batch.samples, loss.aggregation, loss.horizon_tokens)
         skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
-        weighted = [pair for pair in zip(batch.samples, weights.tolist(), strict=True) if pair[1]]
-        trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].teaches or not skip_zero)]
+        trained = [
+            (sample, weight)
+            for sample, weight in zip(batch.samples, weights.tolist(), strict=True)
+            if weight and (sample.teaches or not skip_zero)
+        ]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
             passes = [
                 await self._run(self._forward_backward, [trained[i] for i in together.rows])
                 for together in plan([sample for sample, _ in trained], self._settings)
             ]
-            gradients = await self._run(self._updater.take_gradients) if passes else None
-            open_sums = await self._open_sums([pair for pair in weighted if pair[0].open_group])
-            return await self._run(self._commit, batch, gradients, passes, open_sums, started)
-
-    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
-        """Two sums per parameter become one, and join the others."""
-        return await self._run(self._close_groups, lines)
+            return await self._run(self._commit, batch, passes, started)
 
     async def step(self, divisors: Divisors) -> Version:
         """Divides by kappa D, clips, and updates."""
@@ -137,9 +138,8 @@ class SingleProcessTrainer:
         """Sets `weights/{policy}/{version}`: the model's state dict by its own names, without tied duplicates."""
         if version != self._version:
             raise TrainingError(f"{self._where}: asked to publish version {version}, the weights are {self._version}")
-        meta = await self._objects.set(
-            ObjectKey(f"weights/{self._policy}/{version}"), dict(unique_tensors(self._model))
-        )
+        tensors = dict(await self._run(self._published))
+        meta = await self._objects.set(ObjectKey(f"weights/{self._policy}/{version}"), tensors)
         return meta.key, meta.checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
@@ -170,7 +170,7 @@ class SingleProcessTrainer:
     async def export(self, path: Path) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
         with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
-            await self._run(self._model.save_pretrained, path)
+            await self._run(self._export, path)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(str(path))
 
@@ -192,66 +192,17 @@ class SingleProcessTrainer:
             (loss * self._settings.accumulation_scale).backward()
         return samples, figures
 
-    async def _open_sums(self, rows: Sequence[tuple[Sample, float]]) -> Mapping[str, OpenSums]:
-        """What rows of open credit groups add to the two sums of their group, each group in passes of its own."""
-        found: dict[str, OpenSums] = {}
-        for name in dict.fromkeys(sample.open_group for sample, _ in rows):
-            members = [row for row in rows if row[0].open_group == name]
-            for together in plan([sample for sample, _ in members], self._settings):
-                more = await self._run(self._forward_backward_open, [members[i] for i in together.rows])
-                if name in found:
-                    found[name].add(more)
-                else:
-                    found[name] = more
-        return found
-
-    def _forward_backward_open(self, rows: Sequence[tuple[Sample, float]]) -> OpenSums:
-        """One forward pass; a second backward pass only where scores differ: then sum of c g is no multiple of g's."""
-        samples, weights = [sample for sample, _ in rows], [weight for _, weight in rows]
-        scores = [sample.advantage for sample in samples]
-        plain_samples = [replace(sample, advantage=1.0) for sample in samples]
-        with precision(self._model):
-            outputs = run(self._model, samples)
-            plain_loss, figures = self._objective(plain_samples, weights, outputs, version=self._version)
-            scored_loss, _ = self._objective(samples, weights, outputs, version=self._version)
-            differ = len(set(scores)) > 1
-            (plain_loss * self._settings.accumulation_scale).backward(retain_graph=differ)
-            plain = self._updater.take_gradients()
-            if differ:
-                (scored_loss * self._settings.accumulation_scale).backward()
-                scored = self._updater.take_gradients()
-            else:
-                scored = list(torch._foreach_mul(plain, scores[0]))
-        return OpenSums(
-            plain=plain,
-            scored=scored,
-            num_samples=len(samples),
-            num_tokens=sum(sample.weight * sample.num_tokens for sample in samples),
-            sums=self._objective.sums(plain_samples, figures),
-            scored_loss=float(scored_loss.detach()),
-        )
-
-    def _close_groups(self, lines: Mapping[str, Line | None]) -> float:
-        reports = [report for name, line in lines.items() if (report := self._cache.close(name, line))]
-        self._reports |= {report.micro_batch_id: report for report in reports}
-        return sum(report.num_tokens for report in reports)
-
     def _commit(
-        self,
-        batch: MicroBatch,
-        gradients: list[Tensor] | None,
-        passes: Sequence[tuple[Sequence[Sample], Tensor]],
-        open_sums: Mapping[str, OpenSums],
-        started: float,
+        self, batch: MicroBatch, passes: Sequence[tuple[Sequence[Sample], Tensor]], started: float
     ) -> LossReport:
-        if gradients is not None:
-            self._cache.add(gradients)
-        self._cache.add_open(open_sums)
+        if passes:
+            self._cache.add(self._updater.take_gradients())
         figures = [figures for _, figures in passes] or [torch.zeros(0, len(self._objective.names))]
         samples = [sample for together, _ in passes for sample in together]
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
-            **batch.counts(),
+            num_samples=len(batch.samples),
+            num_tokens=sum(sample.weight * sample.num_tokens for sample in batch.samples),
             sums=self._objective.sums(samples, torch.cat(figures)),
             duration_s=time.perf_counter() - started,
         )
@@ -259,10 +210,6 @@ class SingleProcessTrainer:
         return report
 
     def _step(self, divisors: Divisors) -> Version:
-        if self._cache.open:
-            raise TrainingError(
-                f"{self._where}: credit groups are open: {', '.join(self._cache.open)}; close them first"
-            )
         total = self._objective.divisor(divisors, self._reports.values())
         if not self._reports or total <= 0:
             raise TrainingError(
@@ -331,10 +278,19 @@ class SingleProcessTrainer:
             "policy": self._policy,
             "version": self._version,
             "optimizer": self._updater.optimizer.state_dict(),
-            "cache": self._cache.state(),
+            "cache": self._cache.sums,
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
+
+    def _published(self) -> dict[str, Tensor]:
+        return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self._model))
+
+    def _export(self, path: Path) -> None:
+        if self._adapter is not None and self._adapter.settings.export == "adapter":
+            self._adapter.export(path)
+        else:
+            self._model.save_pretrained(path, state_dict=self._published())
 
     def _checkpoint_bytes(self) -> int:
         tensors = [*self._updater.masters.values(), *self._cache.tensors]
@@ -354,5 +310,5 @@ class SingleProcessTrainer:
         self._updater.refresh()
         self._updater.optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
-        self._cache.load(state["cache"])
+        self._cache.sums = state["cache"]
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}

@@ -1,0 +1,110 @@
+"""peft's LoRA layers in a model: the adapter is trained, the base never changes, and the world sees merged weights.
+
+base W ── frozen ──────────────┐
+adapter A, B ── trained        ├──► published: W + (alpha / rank) B A, under the base's names
+  │                            │    exported:  the same, or the adapter alone
+  └── gradients, optimiser, checkpoints
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexmarl.errors import ConfigError, boundary
+from flexmarl.training.backends.causal_lm import unique_tensors
+from flexmarl.training.lora import LoraSettings
+
+NAME = "default"
+"""Of the adapter among those that peft could hold; we have one per model."""
+BASE = ".base_layer"
+"""What peft puts into the name of a layer that it has wrapped."""
+
+
+class Adapter:
+    """The adapter of one model. It begins as no change at all: A is random, B is 0."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:
+        """Wraps the model's linear layers in place and freezes all else; equal seeds give equal adapters.
+
+        Raises ConfigError where `target_modules` fits no linear layer, or one whose weight is another's too.
+        """
+        self._model, self.settings = model, settings
+        targets = settings.target_modules
+        self._config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] - any number is divided by the rank
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type=TaskType.CAUSAL_LM,
+            base_model_name_or_path=model.name_or_path,
+        )
+        with torch.random.fork_rng(devices=[]), boundary(ConfigError, f"training.lora.target_modules {targets!r}"):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(self._config, model, NAME)
+        self._check_targets(targets)
+
+    @contextmanager
+    def model(self) -> Iterator[PreTrainedModel]:
+        """The model without its adapter, as a `Reference`: it computes what the initial weights would."""
+        self._enable(False)
+        try:
+            yield self._model
+        finally:
+            self._enable(True)
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that the adapted model amounts to, by the base's names, without tied duplicates.
+
+        Merged tensors are new ones: the base is only read, so that a thousand updates leave no rounding in it.
+        """
+        layers = {f"{name}{BASE}.weight": layer for name, layer in self._layers()}
+        for name, tensor in unique_tensors(self._model):
+            if ".lora_" not in name:
+                yield name.replace(BASE, ""), _merged(layers[name]) if name in layers else tensor
+
+    def export(self, path: Path) -> None:
+        """Writes the adapter alone: `adapter_config.json` and `adapter_model.safetensors`."""
+        path.mkdir(parents=True, exist_ok=True)
+        state: dict[str, Any] = get_peft_model_state_dict(self._model, adapter_name=NAME)
+        save_file(
+            {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in state.items()},
+            path / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        self._config.save_pretrained(str(path))
+
+    def _layers(self) -> Iterator[tuple[str, LoraLinear]]:
+        for name, module in self._model.named_modules():
+            if isinstance(module, LoraLinear):
+                yield name, module
+
+    def _enable(self, enabled: bool) -> None:
+        for _, layer in self._layers():
+            layer.enable_adapters(enabled)
+
+    def _check_targets(self, targets: object) -> None:
+        wrapped = {name for name, module in self._model.named_modules() if hasattr(module, "base_layer")}
+        if other := wrapped - {name for name, _ in self._layers()}:
+            raise ConfigError(
+                f"training.lora.target_modules {targets!r}: '{min(other)}' is no linear layer; leave it out"
+            )
+        head = self._model.get_output_embeddings()
+        tied = self._model.config.get_text_config().tie_word_embeddings
+        if tied and isinstance(head, LoraLinear):
+            raise ConfigError(
+                f"training.lora.target_modules {targets!r}: the head's weight is that of the embeddings too, and one "
+                f"merged weight cannot be both; leave the head out"
+            )
+
+
+@torch.no_grad()
+def _merged(layer: LoraLinear) -> Tensor:
+    base = layer.get_parameter("base_layer.weight")
+    return base + layer.get_delta_weight(NAME)
