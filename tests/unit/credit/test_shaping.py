@@ -182,6 +182,12 @@ def test_terms_read_raw_rewards_whatever_stands_before_them():
     assert [row.reward for row in forward] == [row.reward for row in backward]
 
 
+def test_a_term_reads_what_another_agent_was_given_not_what_a_term_made_of_it():
+    rows = chain(1.0, 0.0, agents=("solver", "judge"))
+    margin = {"type": "margin", "scope": "team", "agents": ["judge"]}
+    assert rewards(rows, {"type": "hop_weighted", "agents": ["solver"]}, margin) == [0.1, -0.5]
+
+
 def test_a_missing_reward_stays_missing():
     rows = [credit_row(None), credit_row(1.0, hop=1)]
     (missing, present) = shape(rows, terms("turn_weighted", "process"))
