@@ -1,6 +1,6 @@
 """Demonstrations for the cold start of plan_path: both agents, in the chat format of the run.
 
-They teach the skills and the bad habits that reinforcement learning starts from: two in three of what is demonstrated
+They teach the skills and the bad habits that reinforcement learning starts from: seven in ten of what is demonstrated
 last is said at random, by the planner and by the executor.
 """
 

@@ -2,7 +2,7 @@
 
     python -m examples.plan_path.make_seed [folder]
 
-About three minutes on one core. The same kind of machine gives the same model, bit for bit.
+About six minutes on one core.
 """
 
 import random

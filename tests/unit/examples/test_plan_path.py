@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shlex
 import sys
 from functools import cache
 from pathlib import Path
@@ -32,12 +33,15 @@ from examples.plan_path.grid import (  # noqa: E402
 )
 from examples.plan_path.workflow import ASTRAY, BLOCKED, plan_or_move, told  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
+from flexmarl.config import load_run  # noqa: E402
 from flexmarl.records import Task  # noqa: E402
 from flexmarl.simulator.virtual_time import run_virtual  # noqa: E402
 from flexmarl.testing.environment import check_environment  # noqa: E402
+from tests.docs.pages import commands  # noqa: E402
 from tests.unit.agents.tables import context, spec  # noqa: E402
 
 SEED_MODEL = ROOT / "examples" / "plan_path" / "seed_model"
+CPU = ROOT / "examples" / "plan_path" / "cpu.yaml"
 DETOUR = ".G./.#A/..."
 """Two ways to the goal: two moves, or six around the wall."""
 
@@ -230,3 +234,26 @@ def test_the_seed_model_that_ships_loads_and_has_the_stated_size():
     tokenizer = AutoTokenizer.from_pretrained(SEED_MODEL)
     assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
     assert tokenizer.chat_template == build_tokenizer().chat_template
+
+
+@pytest.mark.parametrize("command", commands("examples/plan_path/README.md"))
+def test_every_command_of_the_page_is_one_that_there_is(command):
+    program, *rest = shlex.split(command)
+    if program == "python":
+        assert rest[0] == "-m"
+        assert (ROOT / rest[1].replace(".", "/")).with_suffix(".py").is_file()
+        return
+    assert program == "flexmarl"
+    doing, source, *overrides = rest
+    assert doing in ("train", "eval")
+    load_run(ROOT / source if doing == "train" else CPU, overrides)
+
+
+@pytest.mark.parametrize("config", ["cpu", "shared", "tree"])
+def test_the_configs_differ_in_what_they_are_named_for(config):
+    settings = load_run(CPU.with_stem(config))
+    same = {"tasks", "rollout", "evaluate", "steps", "cluster"}
+    assert settings.model_dump(include=same) == load_run(CPU).model_dump(include=same)
+    assert settings.trained == ({"both"} if config == "shared" else {"planner", "executor"})
+    candidates = settings.team.workflow.candidates
+    assert candidates * settings.batch.episodes == 8, "every run plays a task eight times"
