@@ -1,8 +1,8 @@
 """Trainer on one device in this process: a Hugging Face causal LM and AdamW."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
@@ -26,7 +27,7 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.backends.forward import plan, run
-from flexmarl.training.backends.gradients import GradientCache
+from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.reference import FrozenCopy
 from flexmarl.training.backends.value_head import ValueHead
@@ -117,18 +118,21 @@ class SingleProcessTrainer:
         loss = self._settings.loss
         weights = token_weights(batch.samples, loss.aggregation, loss.horizon_tokens)
         skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
-        trained = [
-            (sample, weight)
-            for sample, weight in zip(batch.samples, weights.tolist(), strict=True)
-            if weight and (sample.teaches or not skip_zero)
-        ]
+        weighted = [pair for pair in zip(batch.samples, weights.tolist(), strict=True) if pair[1]]
+        trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].teaches or not skip_zero)]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
             passes = [
                 await self._run(self._forward_backward, [trained[i] for i in together.rows])
                 for together in plan([sample for sample, _ in trained], self._settings)
             ]
-            return await self._run(self._commit, batch, passes, started)
+            gradients = await self._run(self._updater.take_gradients) if passes else None
+            open_sums = await self._open_sums([pair for pair in weighted if pair[0].open_group])
+            return await self._run(self._commit, batch, gradients, passes, open_sums, started)
+
+    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        """Two sums per parameter become one, and join the others."""
+        return await self._run(self._close_groups, lines)
 
     async def step(self, divisors: Divisors) -> Version:
         """Divides by kappa D, clips, and updates."""
@@ -192,17 +196,66 @@ class SingleProcessTrainer:
             (loss * self._settings.accumulation_scale).backward()
         return samples, figures
 
+    async def _open_sums(self, rows: Sequence[tuple[Sample, float]]) -> Mapping[str, OpenSums]:
+        """What rows of open credit groups add to the two sums of their group, each group in passes of its own."""
+        found: dict[str, OpenSums] = {}
+        for name in dict.fromkeys(sample.open_group for sample, _ in rows):
+            members = [row for row in rows if row[0].open_group == name]
+            for together in plan([sample for sample, _ in members], self._settings):
+                more = await self._run(self._forward_backward_open, [members[i] for i in together.rows])
+                if name in found:
+                    found[name].add(more)
+                else:
+                    found[name] = more
+        return found
+
+    def _forward_backward_open(self, rows: Sequence[tuple[Sample, float]]) -> OpenSums:
+        """One forward pass; a second backward pass only where scores differ: then sum of c g is no multiple of g's."""
+        samples, weights = [sample for sample, _ in rows], [weight for _, weight in rows]
+        scores = [sample.advantage for sample in samples]
+        plain_samples = [replace(sample, advantage=1.0) for sample in samples]
+        with precision(self._model):
+            outputs = run(self._model, samples)
+            plain_loss, figures = self._objective(plain_samples, weights, outputs, version=self._version)
+            scored_loss, _ = self._objective(samples, weights, outputs, version=self._version)
+            differ = len(set(scores)) > 1
+            (plain_loss * self._settings.accumulation_scale).backward(retain_graph=differ)
+            plain = self._updater.take_gradients()
+            if differ:
+                (scored_loss * self._settings.accumulation_scale).backward()
+                scored = self._updater.take_gradients()
+            else:
+                scored = list(torch._foreach_mul(plain, scores[0]))
+        return OpenSums(
+            plain=plain,
+            scored=scored,
+            num_samples=len(samples),
+            num_tokens=sum(sample.weight * sample.num_tokens for sample in samples),
+            sums=self._objective.sums(plain_samples, figures),
+            scored_loss=float(scored_loss.detach()),
+        )
+
+    def _close_groups(self, lines: Mapping[str, Line | None]) -> float:
+        reports = [report for name, line in lines.items() if (report := self._cache.close(name, line))]
+        self._reports |= {report.micro_batch_id: report for report in reports}
+        return sum(report.num_tokens for report in reports)
+
     def _commit(
-        self, batch: MicroBatch, passes: Sequence[tuple[Sequence[Sample], Tensor]], started: float
+        self,
+        batch: MicroBatch,
+        gradients: list[Tensor] | None,
+        passes: Sequence[tuple[Sequence[Sample], Tensor]],
+        open_sums: Mapping[str, OpenSums],
+        started: float,
     ) -> LossReport:
-        if passes:
-            self._cache.add(self._updater.take_gradients())
+        if gradients is not None:
+            self._cache.add(gradients)
+        self._cache.add_open(open_sums)
         figures = [figures for _, figures in passes] or [torch.zeros(0, len(self._objective.names))]
         samples = [sample for together, _ in passes for sample in together]
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
-            num_samples=len(batch.samples),
-            num_tokens=sum(sample.weight * sample.num_tokens for sample in batch.samples),
+            **batch.counts(),
             sums=self._objective.sums(samples, torch.cat(figures)),
             duration_s=time.perf_counter() - started,
         )
@@ -210,6 +263,10 @@ class SingleProcessTrainer:
         return report
 
     def _step(self, divisors: Divisors) -> Version:
+        if self._cache.open:
+            raise TrainingError(
+                f"{self._where}: credit groups are open: {', '.join(self._cache.open)}; close them first"
+            )
         total = self._objective.divisor(divisors, self._reports.values())
         if not self._reports or total <= 0:
             raise TrainingError(
@@ -278,7 +335,7 @@ class SingleProcessTrainer:
             "policy": self._policy,
             "version": self._version,
             "optimizer": self._updater.optimizer.state_dict(),
-            "cache": self._cache.sums,
+            "cache": self._cache.state(),
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
@@ -290,7 +347,8 @@ class SingleProcessTrainer:
         if self._adapter is not None and self._adapter.settings.export == "adapter":
             self._adapter.export(path)
         else:
-            self._model.save_pretrained(path, state_dict=self._published())
+            merged = None if self._adapter is None else dict(self._adapter.merged())
+            self._model.save_pretrained(path, state_dict=merged)
 
     def _checkpoint_bytes(self) -> int:
         tensors = [*self._updater.masters.values(), *self._cache.tensors]
@@ -310,5 +368,5 @@ class SingleProcessTrainer:
         self._updater.refresh()
         self._updater.optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
-        self._cache.sums = state["cache"]
+        self._cache.load(state["cache"])
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
