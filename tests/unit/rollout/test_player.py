@@ -36,6 +36,24 @@ def test_a_finished_episode_has_its_turns_rewards_metrics_and_duration():
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize(
+    ("recorded", "greedy", "trains"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_the_team_knows_whether_its_play_can_be_trained_on(recorded, greedy, trains):
+    told = []
+
+    async def look(task, team):
+        told.append(team.context.trains)
+        await solve_and_verify(task, team)
+
+    async def scenario():
+        one, _ = player(look, store=new_store() if recorded else None)
+        await one.play(GROUP, 0, greedy=greedy)
+
+    run_virtual(scenario())
+    assert told == [trains]
+
+
 async def broken(task, team):
     await team.solver.act(task.prompt)
     raise KeyError("answer")
