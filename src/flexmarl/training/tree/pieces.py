@@ -87,8 +87,8 @@ class Pieces:
         return len(self.own) + len(self.sides)
 
 
-def attention_pieces(tree: PrefixTree) -> Pieces:
-    """The calls of a tree.
+def attention_pieces(tree: PrefixTree, tile: int = TILE) -> Pieces:
+    """The calls of a tree; at most `tile` nodes are under one mask.
 
     >>> from flexmarl.training.tree.merge import merge
     >>> attention_pieces(merge([np.arange(200), np.arange(300)], [1, 1]))
@@ -103,7 +103,7 @@ def attention_pieces(tree: PrefixTree) -> Pieces:
             continue
         leaf = segment  # the chain of `head` ends here; what comes next begins one
         if not units or units[-1].stop <= starts[head]:
-            if below[head] - starts[head] <= TILE:
+            if below[head] - starts[head] <= tile:
                 units.append(_Unit(starts[head], below[head], is_chain=leaf == head or below[head] == stops[leaf]))
             else:
                 units.append(_Unit(starts[head], stops[leaf], is_chain=True))
@@ -113,7 +113,7 @@ def attention_pieces(tree: PrefixTree) -> Pieces:
                     if below[s + 1] < below[s]
                 ]
         head = segment + 1
-    return Pieces(tuple(_own(units, tree.ends)), tuple(sides))
+    return Pieces(tuple(_own(units, tree.ends, tile)), tuple(sides))
 
 
 class _Unit(NamedTuple):
@@ -124,24 +124,24 @@ class _Unit(NamedTuple):
     is_chain: bool
 
 
-def _own(units: Sequence[_Unit], ends: NDArray[np.int64]) -> Iterator[Chains | Tile]:
+def _own(units: Sequence[_Unit], ends: NDArray[np.int64], tile: int) -> Iterator[Chains | Tile]:
     """Runs of equal chains in one call each, small neighbours under one mask, anything else alone."""
     together: list[_Unit] = []
     for _, group in groupby(units, key=lambda unit: (unit.is_chain, unit.stop - unit.start)):
         run = list(group)
         start, stop = run[0].start, run[-1].stop
-        if run[0].is_chain and stop - start > TILE:
-            yield from _tiles(together, ends)
+        if run[0].is_chain and stop - start > tile:
+            yield from _tiles(together, ends, tile)
             together = []
             yield Chains(start, run[0].stop - start, len(run))
         else:
             together += run
-    yield from _tiles(together, ends)
+    yield from _tiles(together, ends, tile)
 
 
-def _tiles(units: Sequence[_Unit], ends: NDArray[np.int64]) -> Iterator[Chains | Tile]:
+def _tiles(units: Sequence[_Unit], ends: NDArray[np.int64], tile: int) -> Iterator[Chains | Tile]:
     while units:
-        count = sum(unit.stop - units[0].start <= TILE for unit in units)
+        count = sum(unit.stop - units[0].start <= tile for unit in units)
         together, units = units[:count], units[count:]
         first, last = together[0], together[-1]
         if count == 1 and first.is_chain:

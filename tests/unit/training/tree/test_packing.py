@@ -1,0 +1,60 @@
+"""Cuts into trees within the bound at the least cost, and when a tree pays."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmarl.records import IntArray
+from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
+from flexmarl.training.tree.cost import ModelShape, pays
+from flexmarl.training.tree.merge import merge, sort_rows
+from flexmarl.training.tree.packing import cut
+from flexmarl.training.tree.pieces import attention_pieces
+from tests.unit.training.tree.forests import forests
+
+SHAPE = ModelShape(linear_parameters=1_600_000, num_layers=2, attention_width=256)
+
+
+def sizes(rows: list[IntArray], cuts: list[slice]) -> list[int]:
+    return [merge(rows[part], [1] * len(rows[part])).num_tokens for part in cuts]
+
+
+@given(forests(most=9), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_cuts_hold_every_row_within_the_bound_at_the_least_cost(forest: list[tuple[IntArray, int]], most: int) -> None:
+    order, shared = sort_rows([row for row, _ in forest])
+    rows = [forest[i][0] for i in order]
+    cuts = cut(np.array([len(row) for row in rows]), shared, most)
+    assert [i for part in cuts for i in range(len(rows))[part]] == list(range(len(rows)))
+
+    def cost(parts: list[slice]) -> float:
+        nodes = sizes(rows, parts)
+        fits = all(n <= most or part.stop - part.start == 1 for n, part in zip(nodes, parts, strict=True))
+        return sum(nodes) + PASS_OVERHEAD_TOKENS * len(parts) if fits else np.inf
+
+    n = len(rows)
+    every_cut = [(0, *inner, n) for size in range(n) for inner in combinations(range(1, n), size)]
+    assert cost(cuts) == min(cost([slice(a, b) for a, b in pairwise(edges)]) for edges in every_cut)
+
+
+def test_a_cut_goes_where_the_least_is_shared() -> None:
+    rows = [np.array(row) for row in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 7, 8, 9], [1, 7, 8, 6])]
+    assert cut(np.full(4, 4), sort_rows(rows)[1], max_tokens=5) == [slice(0, 2), slice(2, 4)]
+
+
+def cost_of(rows: list[IntArray]) -> tuple[float, float]:
+    tree = merge(rows, [1] * len(rows))
+    return SHAPE.cost_of_tree(tree.num_tokens, attention_pieces(tree)), SHAPE.cost_of_rows(
+        np.array([len(r) for r in rows])
+    )
+
+
+def test_a_long_shared_prompt_pays_and_equal_rows_that_share_nothing_do_not() -> None:
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 500, 400)
+    group = [np.concatenate((prompt, random.integers(0, 500, 100))) for _ in range(8)]
+    apart = [random.integers(0, 500, 500) for _ in range(8)]
+    assert pays(*cost_of(group))
+    assert not pays(*cost_of(apart))
