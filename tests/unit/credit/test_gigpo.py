@@ -39,6 +39,14 @@ def test_both_parts_are_standardised_in_the_other_mode() -> None:
     assert advantages(GiGpo(mode="mean_std_norm"), rows) == pytest.approx([2 * half, -2 * half], abs=1e-12)
 
 
+def test_episodes_are_compared_by_all_their_rows_or_by_their_first() -> None:
+    rows = [call(1.0), call(0.8, step=1), call(0.0, episode=1)]
+    estimator = GiGpo(key=("task",), step_weight=0.0)
+    assert advantages(estimator, rows) == pytest.approx([0.4, 0.2, -0.6], abs=1e-12)
+    first = GiGpo(key=("task",), unit="trajectory_first", step_weight=0.0)
+    assert advantages(first, rows) == pytest.approx([0.5, 0.3, -0.5], abs=1e-12)
+
+
 def test_a_lone_row_keeps_its_reward_and_has_no_step_part() -> None:
     assert advantages(GiGpo(), [call(0.7)]) == [0.7]
 
