@@ -13,6 +13,7 @@ from flexmarl.assemble.world import World
 from flexmarl.config import RunSettings
 from flexmarl.inference.scaling import RULES
 from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.collect import Collector, Release
@@ -107,7 +108,16 @@ def make_crediting(settings: RunSettings, world: World, admission: Admission, jo
         trained=[PolicyName(name) for name in settings.trained],
         admission=admission,
         journal=journal,
+        appraisal=make_appraisal(settings, world, journal),
     )
+
+
+def make_appraisal(settings: RunSettings, world: World, journal: Journal) -> Appraisal | None:
+    """What asks trainers for what credit needs of them; None: the settings need nothing."""
+    training = {policy: settings.policies[policy].training for policy in world.trainers}
+    if not any(of_policy.needs_appraisal for of_policy in training.values()):
+        return None
+    return Appraisal(trainers=world.trainers, training=training, journal=journal)
 
 
 def make_rollout(

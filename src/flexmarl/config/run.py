@@ -15,6 +15,7 @@ from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types
 from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
+from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
@@ -91,6 +92,8 @@ class RunSettings(BaseModel):
             *self._policies_are_used(),
             *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
+            *self._critics_are_used(),
+            *self._terms_are_for_agents(),
             *self._rows_can_be_ready(),
             *self._groups_can_be_taken(),
             *self._bits_can_repeat(),
@@ -127,6 +130,33 @@ class RunSettings(BaseModel):
                 f"'{singleton}' lets a lone one teach nothing; use batch.episodes=8, or singleton: raw there "
                 f"and credit.filter=null"
             )
+
+    def _critics_are_used(self) -> Iterator[str]:
+        compared: set[str] = set()
+        for agent, seat in self.team.agents.items():
+            estimator = self.credit.per_agent.get(AgentName(agent), self.credit.estimator)
+            if "values" not in estimator.uses or seat.policy not in self.trained:
+                continue
+            compared.add(seat.policy)
+            if self.policies[seat.policy].training.critic is None:
+                yield (
+                    f"credit compares agent '{agent}' with a critic's values, but policies.{seat.policy}.training."
+                    f"critic is null; use policies.{seat.policy}.training.critic={{}}, or another estimator"
+                )
+        for name in sorted(self.trained - compared):
+            if self.policies[name].training.critic is not None:
+                yield (
+                    f"policies.{name}.training.critic is set, but credit looks at no values of its agents; use "
+                    f"critic=null, or credit.estimator.type=gae"
+                )
+
+    def _terms_are_for_agents(self) -> Iterator[str]:
+        named = [(f"per_agent.{agent}", {agent}) for agent in self.credit.per_agent]
+        for index, term in enumerate(self.credit.shaping):
+            named.append((f"shaping[{index}]", {*term.agents, *getattr(term, "solvers", ())}))
+        for where, agents in named:
+            for agent in sorted(agents - set(self.team.agents)):
+                yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(self.team.agents)}"
 
     def _rows_can_be_ready(self) -> Iterator[str]:
         if self.credit.ready == "group":

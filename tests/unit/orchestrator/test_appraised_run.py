@@ -1,0 +1,78 @@
+"""Whole runs that ask their trainers before credit: in every mode, and across a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexmarl.records import MicroBatch, PolicyName, RowState
+from flexmarl.testing.run import ScriptedRun
+from flexmarl.training.interface import Appraised
+
+SOLVER = PolicyName("solver")
+KL = {"type": "k1", "where": "reward", "coef": 0.1, "target": 0.1, "horizon": 40}
+
+
+async def opinion(batch: MicroBatch) -> list[Appraised]:
+    """A critic that expects a quarter, and a reference half a nat away."""
+    return [
+        Appraised(
+            values=np.full(sample.num_tokens, 0.25, np.float32),
+            reference=(sample.turn.raw_logprobs - np.float32(0.5)).astype(np.float32),
+        )
+        for sample in batch.samples
+    ]
+
+
+def run_of(folder: Path, *, estimator: str = "gae", critic: bool = True, steps: int = 3, **more: Any) -> ScriptedRun:
+    training: dict[str, Any] = {"kl": KL, **({"critic": {}} if critic else {})}
+    run = ScriptedRun(
+        steps=steps,
+        folder=folder,
+        checkpoint={"every": 1},
+        credit={"filter": None, "estimator": {"type": estimator}},
+        policies={SOLVER: {"training": training}},
+        **more,
+    )
+    for trainer in run.trainers.values():
+        trainer.appraise = opinion
+    return run
+
+
+MODES: list[dict[str, Any]] = [
+    {"mode": "microbatch"},
+    {"mode": "sync"},
+    {"mode": "async", "pipeline": {"lag": 1}},
+    {"mode": "async", "pipeline": {"lag": 1, "updates": "per_policy"}, "estimator": "reinforce", "critic": False},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.get("pipeline", {}).get("updates", mode["mode"]))
+def test_rewards_pay_more_from_batch_to_batch_while_the_divergence_is_above_its_target(
+    tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    run = run_of(tmp_path, **mode).play()
+    coefs = [event["next_coef"] for event in run.events("kl_in_reward")]
+    assert len(coefs) >= 3
+    assert coefs == sorted(coefs)
+    assert coefs[0] > 0.1
+    assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.EXPIRED}
+
+
+def test_a_critics_values_and_returns_reach_the_trainer(tmp_path: Path) -> None:
+    for batch in run_of(tmp_path).play().trainers[SOLVER].accumulated:
+        for sample in batch.samples:
+            assert sample.values is not None
+            assert sample.returns is not None
+            assert sample.advantages is not None
+            assert set(sample.values.tolist()) == {0.25}
+
+
+def test_a_resumed_run_goes_on_with_the_coefficient_it_had(tmp_path: Path) -> None:
+    whole = run_of(tmp_path / "whole", steps=4).play()
+    run_of(tmp_path / "cut", steps=2).play()
+    again = run_of(tmp_path / "cut", steps=4).play()
+    coefs = [[event["next_coef"] for event in run.events("kl_in_reward")] for run in (whole, again)]
+    assert coefs[1] == coefs[0][2:]
+    assert whole.trainers[SOLVER].weight == again.trainers[SOLVER].weight
