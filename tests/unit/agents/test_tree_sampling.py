@@ -161,6 +161,15 @@ def test_the_branches_with_the_highest_rewards_so_far_go_on(**tree):
         assert not gone or not rest or min(map(score, gone)) >= max(rest) - 1e-12
 
 
+@settings(max_examples=30, deadline=None)
+@trees
+def test_each_seat_remembers_what_was_said_on_its_own_path(**tree):
+    for turn in grown(**tree).turns:
+        acts = turn.tags["turn"] // tree["agents"]
+        remembered = {"none": 0, "full": acts, 1: min(acts, 1)}[tree["memory"]]
+        assert text(turn.prompt_ids).count("<|user|>") == remembered + 1
+
+
 def over(row):
     prompt, said, _, _ = row
     return leads(int(prompt.split("at ")[-1].split("<")[0]), int(said)) >= LAST
