@@ -214,6 +214,21 @@ def test_the_figures_of_the_best_play_are_those_of_the_episode():
     assert team.metrics == {"turns": 2.0, "total": max(totals)}
 
 
+@tree_sampling.turn("ends_early")
+async def ends_early(task, team):
+    """Candidate 0 of the first turn gets most and is over; what follows candidate 1 gets less."""
+    reply, path = await team.red.act("x"), team.context.node.path
+    reply.reward({(0,): 5.0, (1,): 1.0}.get(path, 0.5))
+    team.report(depth=len(path))
+    return path == (0,)
+
+
+def test_a_branch_that_is_over_stays_among_the_best():
+    team = grown(2, keep=2, agents=1, name="ends_early")
+    assert team.metrics == {"depth": 1.0}
+    assert {turn.tags["path"].split(".")[0] for turn in team.turns if turn.tags["turn"]} == {"1"}
+
+
 def test_one_candidate_is_a_plain_episode():
     team = grown(1, max_turns=3)
     assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0", "0.0.0"]

@@ -123,6 +123,18 @@ def test_whatever_is_said_the_two_together_never_earn_more_than_was_gained(round
     assert sum(plans) + sum(moves) <= gained + 1e-12
 
 
+def test_each_pays_for_its_own_faults():
+    facing = world(seed=0).observe()[0]
+    plans, moves, gained = rounds_of(["E", translated("E", facing)])
+    assert (plans, moves, gained) == ([-BLOCKED], [-BUMP], 0.0), "both ran into the edge"
+    plans, moves, gained = rounds_of(["N", translated("S", facing)])
+    assert (plans, moves, gained) == ([1.0], [-2.0 - ASTRAY], -1.0), "one was to go north and went south"
+
+
+def test_the_way_ends_at_the_goal():
+    assert Grid("AG.").follow((0, 0), "EE") == ((0, 1), 0)
+
+
 def test_who_does_their_part_earns_all_that_was_gained():
     facing = world(seed=0).observe()[0]
     plans, moves, gained = rounds_of(["NW", translated("NW", facing)])
