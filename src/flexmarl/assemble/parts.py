@@ -49,7 +49,7 @@ def make_parts(
     """All that the orchestrator joins. Made when the pool reports to the journal already."""
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
     sessions = make_sessions(settings, world, versions, monitor)
-    crediting = make_crediting(settings, world, admission, journal)
+    crediting = make_crediting(settings, world, admission, monitor, journal)
     return Parts(
         feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
         admission=admission,
@@ -100,7 +100,9 @@ def make_sessions(
     }
 
 
-def make_crediting(settings: RunSettings, world: World, admission: Admission, journal: Journal) -> Crediting:
+def make_crediting(
+    settings: RunSettings, world: World, admission: Admission, monitor: Monitor, journal: Journal
+) -> Crediting:
     """What judges finished groups."""
     return Crediting(
         store=world.store,
@@ -109,6 +111,7 @@ def make_crediting(settings: RunSettings, world: World, admission: Admission, jo
         admission=admission,
         journal=journal,
         appraisal=make_appraisal(settings, world, journal),
+        on_report=monitor.credited,
     )
 
 

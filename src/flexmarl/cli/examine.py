@@ -14,7 +14,7 @@ from flexmarl.cli.finding import Finding
 from flexmarl.cli.machine import look_at_machine
 from flexmarl.cli.models import look_at_models
 from flexmarl.config import RunSettings
-from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.grouped import Grouped
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.observability.machine import this_machine
 
@@ -80,7 +80,7 @@ def _run(settings: RunSettings) -> Iterator[Finding]:
     simulated = settings.cluster.backend == "simulated"  # Nothing is saved, and `simulation.costs` stand for engines.
     if not settings.checkpoint.every and not simulated:
         yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
-    lone = isinstance(settings.credit.estimator, GroupRelative) and settings.batch.episodes == 1
+    lone = isinstance(settings.credit.estimator, Grouped) and settings.batch.episodes == 1
     if lone and settings.credit.filter is not None:
         yield Finding(
             "credit.filter",

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.grouped import Grouped
+from flexmarl.credit.keys import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types
@@ -20,6 +21,7 @@ from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
+from flexmarl.training.streaming import obstacle
 
 if TYPE_CHECKING:
     EngineSettings = EmbeddedSettings
@@ -94,8 +96,11 @@ class RunSettings(BaseModel):
             *self._something_can_be_learned(),
             *self._critics_are_used(),
             *self._terms_are_for_agents(),
+            *self._memory_has_an_order(),
             *self._rows_can_be_ready(),
+            *self._rows_can_stream(),
             *self._groups_can_be_taken(),
+            *self._groups_can_be_replaced(),
             *self._bits_can_repeat(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
@@ -122,14 +127,21 @@ class RunSettings(BaseModel):
             yield f"simulation.costs.{policy} is for none of the policies; there are: {names}, and default for the rest"
 
     def _something_can_be_learned(self) -> Iterator[str]:
-        estimator = self.credit.estimator
-        singleton = estimator.singleton if isinstance(estimator, GroupRelative) else "raw"
-        if self.trained and self.batch.episodes == 1 and singleton in ("zero", "drop", "error"):
-            yield (
-                f"batch.episodes is 1, but credit.estimator compares the episodes of a task, and its singleton "
-                f"'{singleton}' lets a lone one teach nothing; use batch.episodes=8, or singleton: raw there "
-                f"and credit.filter=null"
-            )
+        """One episode of a task is enough where it is a tree, or where rows of one episode are compared."""
+        if not self.trained or self.batch.episodes > 1 or getattr(self.team.workflow, "candidates", 1) > 1:
+            return
+        for agent in self.team.agents:
+            estimator = self.credit.per_agent.get(AgentName(agent), self.credit.estimator)
+            if (
+                isinstance(estimator, Grouped)
+                and estimator.singleton in ("zero", "drop", "error")
+                and "episode" not in tags_for(AgentName(agent), estimator.key)
+            ):
+                yield (
+                    f"batch.episodes is 1, but the estimator of agent '{agent}' compares the episodes of a task, and "
+                    f"its singleton '{estimator.singleton}' lets a lone one teach nothing; use batch.episodes=8, or "
+                    f"singleton: raw there and credit.filter=null"
+                )
 
     def _critics_are_used(self) -> Iterator[str]:
         compared: set[str] = set()
@@ -158,19 +170,50 @@ class RunSettings(BaseModel):
             for agent in sorted(agents - set(self.team.agents)):
                 yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(self.team.agents)}"
 
+    def _memory_has_an_order(self) -> Iterator[str]:
+        if self.credit.needs == "state" and self.mode in (Mode.ASYNC, Mode.GREEDY):
+            yield (
+                f"credit.estimator remembers from episode to episode, in a fixed order, but mode '{self.mode.value}' "
+                f"takes groups as they finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
+            )
+
     def _rows_can_be_ready(self) -> Iterator[str]:
         if self.credit.ready == "group":
             return
-        estimator = self.credit.estimator
-        if estimator.needs != "row":
+        if self.credit.needs != "row":
+            kind = getattr(self.credit.estimator, "type", "")
             yield (
-                f"credit.ready is 'trajectory', but credit.estimator '{getattr(estimator, 'type', '')}' compares the "
-                f"rows of a {estimator.needs}; use credit.estimator.type=reinforce, or credit.ready=group"
+                f"credit.ready is 'trajectory', but credit, with estimator '{kind}', compares the "
+                f"rows of a {self.credit.needs}; use credit.estimator.type=reinforce, or credit.ready=group"
             )
         elif self.credit.filter is not None:
             yield (
                 "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
                 "credit.ready=group"
+            )
+
+    def _rows_can_stream(self) -> Iterator[str]:
+        if self.credit.streaming == "off":
+            return
+        if self.mode is not Mode.MICROBATCH:
+            yield (
+                f"credit.streaming is 'linear', but in mode '{self.mode.value}' rows wait for more than their "
+                f"group, or are not on-policy; use mode=microbatch, or credit.streaming=off"
+            )
+        if self.deterministic or self.credit.ready == "trajectory":
+            yield (
+                "credit.streaming is 'linear', for which deterministic must be false, since which episode ends first "
+                "depends on time, and credit.ready 'group'; use credit.streaming=off otherwise"
+            )
+        for name in sorted(self.trained):
+            if because := obstacle(self.policies[name].training):
+                yield f"credit.streaming is 'linear', but policies.{name}.training.{because}; or credit.streaming=off"
+
+    def _groups_can_be_replaced(self) -> Iterator[str]:
+        if self.credit.filter and self.credit.filter.refill and not self.mode.synchronous:
+            yield (
+                f"credit.filter.refill is true, but mode '{self.mode.value}' admits another task for every dropped "
+                f"one anyway; use refill=false there"
             )
 
     def _groups_can_be_taken(self) -> Iterator[str]:
@@ -189,10 +232,10 @@ class RunSettings(BaseModel):
                 f"pipeline.updates is 'per_policy', but in mode '{mode}' all policies end a step together; "
                 f"use mode=async, or pipeline.updates=together"
             )
-        if self.credit.estimator.needs not in ("row", "group"):
+        if self.credit.needs not in ("row", "group"):
             yield (
-                f"pipeline.updates is 'per_policy', but credit.estimator compares a whole "
-                f"{self.credit.estimator.needs}; use pipeline.updates=together"
+                f"pipeline.updates is 'per_policy', but credit compares a whole {self.credit.needs}; "
+                f"use pipeline.updates=together"
             )
 
     def _bits_can_repeat(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from flexmarl.credit.interface import CreditRow, GroupKey
 from flexmarl.errors import CreditError
-from flexmarl.records import Scalar
+from flexmarl.records import AgentName, Scalar
 
 Requirement = Literal["one_task", "one_policy", "one_context"]
 REQUIRED_TAG: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}
@@ -26,7 +26,7 @@ def group_rows(
     """The groups, in the order of their first rows; rows keep their order. Raises CreditError naming a bad group."""
     groups: dict[Group, list[CreditRow]] = {}
     for row in rows:
-        groups.setdefault(tuple((tag, row.tag(tag)) for tag in _tags_for(row, key)), []).append(row)
+        groups.setdefault(tuple((tag, row.tag(tag)) for tag in tags_for(row.agent, key)), []).append(row)
     for group, members in groups.items():
         for requirement in require:
             values = {row.tag(REQUIRED_TAG[requirement]) for row in members}
@@ -39,10 +39,11 @@ def group_rows(
     return groups
 
 
-def _tags_for(row: CreditRow, key: GroupKey) -> tuple[str, ...]:
+def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
+    """What the rows of an agent are grouped by."""
     if not isinstance(key, Mapping):
         return key
-    tags = key.get(row.agent, key.get("*"))
+    tags = key.get(agent, key.get("*"))
     if tags is None:
-        raise CreditError(f"no key for agent {row.agent}: there are keys for {', '.join(sorted(key))}; add it, or '*'")
+        raise CreditError(f"no key for agent {agent}: there are keys for {', '.join(sorted(key))}; add it, or '*'")
     return tags

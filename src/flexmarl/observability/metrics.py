@@ -9,6 +9,9 @@ Names are paths; curves, tables and the live screen find them by the first part:
 | `team/{metric}/{member}`      | mean    | the same by member, e.g. `team/tool_use/level_5`: one panel         |
 | `reward/{agent}`              | mean    | reward per turn                                                     |
 | `agent/{agent}/{metric}`      | mean    | other figures of one agent                                          |
+| `credit/{agent}/{count}`      | counter | credit groups that teach, or do not, and why; rows without weight   |
+| `credit/{agent}/group_size`   | mean    | observations that a row is compared with, its own included          |
+| `reward_part/{agent}/{part}`  | mean    | reward per turn, by the parts that it adds up from                  |
 | `eval/...`                    | mean    | any of the above on held-out tasks, e.g. `eval/success`             |
 | `rollout/tokens`              | counter | sampled tokens                                                      |
 | `train/{policy}/{metric}`     | mean    | loss, gradient norm, ...                                            |

@@ -115,6 +115,7 @@ def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
     return replace(
         row,
         reward=float(rewards.sum()),
+        call_reward=row.call_reward - float(price.sum()),
         token_rewards=tuple(rewards.tolist()),
         outcome=row.reward if row.outcome is None else row.outcome,
         parts={**parts, "kl": -float(price.sum())},

@@ -11,7 +11,7 @@ unblocked by the store
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
 from flexmarl.credit.effect import Effect
 from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.credit.filters import OutcomeFilter
-from flexmarl.credit.interface import Tokens
+from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.keys import Group
 from flexmarl.credit.parts import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
@@ -40,6 +40,8 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.admission import Admission
 
+OnReport = Callable[[Mapping[AgentName, AgentReport]], None]
+"""Called with what each agent's credit groups were."""
 NO_WEIGHT = "weight 0: nothing was sampled, or there is nothing to compare with"
 
 
@@ -81,6 +83,7 @@ class Crediting:
         admission: Admission,
         journal: Journal,
         appraisal: Appraisal | None = None,
+        on_report: OnReport = lambda report: None,
     ) -> None:
         """`appraisal` asks trainers for what credit needs of them; None: it needs nothing."""
         self._store = store
@@ -89,6 +92,7 @@ class Crediting:
         self._admission = admission
         self._journal = journal
         self._appraisal = appraisal
+        self._on_report = on_report
         self.memory: Mapping[str, float] = {}
         """What the estimators gave back the last time; a resumed run goes on from that of its checkpoint."""
 
@@ -142,6 +146,7 @@ class Crediting:
         values = {row.sample_id: row.values for row in rows if row.values is not None}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
+        self._on_report(credit.report)
         self._journal.event(
             "credited",
             groups=[group.group for group in groups],

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from flexmarl.credit.effect import Effect
+from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.parts import RewardParts
 from flexmarl.errors import EngineError, cause_of
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
@@ -140,6 +141,14 @@ class Monitor:
         for agent, parts in rewards.items():
             for part, mean in parts.means.items():
                 self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts.turns)
+
+    def credited(self, report: Mapping[AgentName, AgentReport]) -> None:
+        """Counts what each agent's credit groups were, and its rows without weight."""
+        for agent, seen in report.items():
+            for name, count in seen.counts.items():
+                self._metrics.add(f"credit/{agent}/{name}", count)
+            for size in seen.group_sizes:
+                self._metrics.mean(f"credit/{agent}/group_size", size)
 
     def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
         """Notes how many groups a step took to be filled."""

@@ -291,7 +291,7 @@ def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
 
 def test_rows_are_ready_alone_only_if_nothing_compares_them(config):
     assert refused(config, "credit.ready=trajectory", "credit.filter=null") == [
-        "credit.ready is 'trajectory', but credit.estimator 'default' compares the rows of a group; "
+        "credit.ready is 'trajectory', but credit, with estimator 'default', compares the rows of a group; "
         "use credit.estimator.type=reinforce, or credit.ready=group"
     ]
 
@@ -332,4 +332,64 @@ def test_rollout_is_ahead_only_where_it_would_wait(config):
 def test_costs_are_those_of_a_policy_or_of_the_rest(config):
     assert refused(config, "simulation.costs={onee: {}, default: {}, two: {}}") == [
         "simulation.costs.onee is for none of the policies; there are: one, two, and default for the rest"
+    ]
+
+
+def test_what_whitens_or_balances_makes_credit_look_at_the_whole_step(config):
+    whitened = ["mode=async", "pipeline.updates=per_policy", "credit.whiten=policy"]
+    assert refused(config, *whitened) == [
+        "pipeline.updates is 'per_policy', but credit compares a whole batch; use pipeline.updates=together"
+    ]
+
+
+def test_a_critic_is_there_exactly_where_credit_looks_at_values(config):
+    problems = refused(config, "credit.estimator={type: gae}")
+    assert problems[0] == (
+        "credit compares agent 'solver' with a critic's values, but policies.one.training.critic is null; "
+        "use policies.one.training.critic={}, or another estimator"
+    )
+    assert refused(config, "policies.one.training.critic={}") == [
+        "policies.one.training.critic is set, but credit looks at no values of its agents; use critic=null, or "
+        "credit.estimator.type=gae"
+    ]
+
+
+def test_terms_and_estimators_are_for_agents_of_the_team(config):
+    assert refused(config, "credit.shaping=[{type: binary, agents: [nobody]}]") == [
+        "credit.shaping[0] is for agent 'nobody'; the team has: solver, writer"
+    ]
+    assert refused(config, "credit.per_agent={nobody: {type: rloo}}") == [
+        "credit.per_agent.nobody is for agent 'nobody'; the team has: solver, writer"
+    ]
+
+
+def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
+    assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
+        "credit.estimator remembers from episode to episode, in a fixed order, but mode 'async' takes groups as they "
+        "finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
+    ]
+
+
+def test_one_episode_of_a_task_is_enough_where_it_is_compared_with_itself(config):
+    assert "batch.episodes is 1, but the estimator of agent 'solver'" in refused(config, "batch.episodes=1")[0]
+    load_run(config, ["batch.episodes=1", "credit.estimator={type: default, key: [task, agent, episode]}"])
+    load_run(config, ["batch.episodes=1", "team.workflow={type: turns, turn: any, candidates: 4}"])
+
+
+def test_rows_stream_only_where_their_gradients_are_a_line_of_their_credit(config):
+    assert refused(config, "credit.streaming=linear", "mode=sync") == [
+        "credit.streaming is 'linear', but in mode 'sync' rows wait for more than their group, or are not on-policy; "
+        "use mode=microbatch, or credit.streaming=off"
+    ]
+    assert refused(config, "credit.streaming=linear", "policies.one.training.entropy_coef=0.1") == [
+        "credit.streaming is 'linear', but policies.one.training.entropy_coef adds a term that no advantage "
+        "multiplies; leave it out; or credit.streaming=off"
+    ]
+    assert "deterministic must be false" in refused(config, "credit.streaming=linear", "deterministic=true")[0]
+
+
+def test_groups_are_replaced_where_a_step_waits_for_them(config):
+    assert refused(config, "credit.filter.refill=true", "mode=async") == [
+        "credit.filter.refill is true, but mode 'async' admits another task for every dropped one anyway; "
+        "use refill=false there"
     ]

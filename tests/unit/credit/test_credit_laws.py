@@ -322,3 +322,15 @@ def test_one_policy_can_be_asked_for() -> None:
     rows = [credit_row(1), replace(credit_row(0, episode=1), policy=PolicyName("other"))]
     with pytest.raises(CreditError, match="add 'policy' to the key"):
         CLASSES["default"].model_validate({"require": ["one_task", "one_policy"]}).estimate(rows)
+
+
+def test_the_critic_of_a_tree_learns_what_followed() -> None:
+    siblings = [
+        replace(row, tags={"path": str(place), "branch": "", "context_hash": "c"}, values=(0.5,) * row.num_tokens)
+        for place, row in enumerate([credit_row(1, hop=0), credit_row(0, hop=1)])
+    ]
+    assert C3(signal="value_assisted").estimate(siblings).returns == {
+        siblings[0].sample_id: (1.0, 1.0, 1.0),
+        siblings[1].sample_id: (0.0, 0.0, 0.0),
+    }
+    assert not C3().estimate(siblings).returns

@@ -22,6 +22,8 @@ class C3(Grouped):
         value_only       Q - LOO(Q)
         value_assisted   q - [(1 - alpha) LOO(q) + alpha LOO(Q)]       LOO: mean of the other siblings
 
+    The critic learns to expect q at every token of the turn.
+
     Rows carry the tags `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
     turn from the root to the row, e.g. "0.3.1".
     """
@@ -46,12 +48,15 @@ class C3(Grouped):
         sampled = [row for row in in_order(rows) if row.num_tokens]
         rewards = self._means_below(sampled, lambda row: row.reward or 0.0)
         outcomes = self._means_below(sampled, lambda row: (row.reward or 0.0) if row.outcome is None else row.outcome)
-        return super().estimate(
+        credit = super().estimate(
             [
                 replace(row, reward=rewards[row.sample_id], outcome=outcomes[row.sample_id]) if row.num_tokens else row
                 for row in rows
             ]
         )
+        if self.signal == "reward_only":
+            return credit
+        return replace(credit, returns={row.sample_id: (rewards[row.sample_id],) * row.num_tokens for row in sampled})
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
         q = rewards_of(members)
