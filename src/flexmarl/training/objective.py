@@ -6,7 +6,7 @@ over sampled tokens: L the policy loss, w the correction's weight, KL the diverg
 V the critic's loss, each if it is set. All share the row's weight a_i and the divisor D.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,14 @@ class Objective:
                     sums[f"{name}/{agent}"] = float(table[rows, by_name[name]].sum())
         return sums
 
+    def total(self, sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+        """Sums of several calls, added up; of none, all that a call gives as 0."""
+        total = dict.fromkeys(self.names, 0.0)
+        for of_call in sums:
+            for name, value in of_call.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
     def divisor(self, divisors: Divisors, reports: Iterable[LossReport]) -> float:
         """What the summed gradient is divided by: D; times the batch's mean correction weight, where that is set.
 
@@ -131,11 +139,7 @@ class Objective:
 
     def means(self, reports: Iterable[LossReport]) -> dict[str, float]:
         """What was measured, per weighted token of all that was accumulated."""
-        reports = list(reports)
-        totals: dict[str, float] = {}
-        for report in reports:
-            for name, value in report.sums.items():
-                totals[name] = totals.get(name, 0.0) + value
+        totals = self.total(report.sums for report in reports)
         means: dict[str, float] = {}
         for of_whom in [name.removeprefix(TOKENS) for name in totals if name.startswith(TOKENS)]:
             tokens = totals[TOKENS + of_whom]

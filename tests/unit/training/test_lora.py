@@ -268,7 +268,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_does_not_fit_another_kind(
 ) -> None:
     trainer = trained(make_model(), chosen(), [make_samples(1)])
     asyncio.run(trainer.save(tmp_path))
-    adapter = parts(trainer._model)[0]
+    adapter = parts(trainer._network.model)[0]
     assert sum(p.nbytes for p in adapter.values()) <= (tmp_path / "weights.safetensors").stat().st_size < 40_000
     full = SingleProcessTrainer(SOLVER, make_model(), chosen(lora=None), InlineObjectStore())
     with pytest.raises(CheckpointError, match="is of another model: only one of the two has"):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -18,23 +18,16 @@ from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
 from flexmarl.training.aggregation import token_weights
-from flexmarl.training.backends.causal_lm import (
-    DTYPES,
-    Updater,
-    move_and_cast,
-    precision,
-    prepare_for_training,
-    unique_tensors,
-)
-from flexmarl.training.backends.forward import plan, run
+from flexmarl.training.backends.backward import Backward, Weighted
+from flexmarl.training.backends.causal_lm import Updater
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
-from flexmarl.training.backends.lora import Adapter
-from flexmarl.training.backends.reference import FrozenCopy
-from flexmarl.training.backends.value_head import ValueHead
+from flexmarl.training.backends.network import Network
 from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.tree.figures import tree_figures
+from flexmarl.training.tree.merge import PrefixTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,15 +72,11 @@ class SingleProcessTrainer:
         self._objects = objects
         self._thread = thread
         self._tokenizer = tokenizer
-        self._model = model
-        self._adapter = Adapter(model, settings.lora, seed=seed) if settings.lora is not None else None
-        move_and_cast(model, torch.device(device), DTYPES[settings.dtype])
-        prepare_for_training(self._model, activation_checkpointing=settings.activation_checkpointing)
+        self._network = Network(model, settings, device=device, seed=seed)
         self._objective = Objective(settings)
-        self._reference = (self._adapter or FrozenCopy(model)) if settings.kl is not None else None
-        self._value_head = ValueHead(model) if settings.critic is not None else None
-        head = dict(self._value_head.named_parameters(prefix="value_head")) if self._value_head is not None else {}
-        self._updater = Updater(self._model, settings, beside=head)
+        self._updater = Updater(model, settings, beside=self._network.beside)
+        scale = settings.accumulation_scale
+        self._backward = Backward(self._network, self._objective, self._updater, scale=scale)
         self._version = Version(version)
         self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
@@ -122,13 +111,13 @@ class SingleProcessTrainer:
         trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].teaches or not skip_zero)]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
-            passes = [
-                await self._run(self._forward_backward, [trained[i] for i in together.rows])
-                for together in plan([sample for sample, _ in trained], self._settings)
+            sums = [
+                await self._run(self._backward.add, trained, together, self._version)
+                for together in self._network.plan([sample for sample, _ in trained])
             ]
-            gradients = await self._run(self._updater.take_gradients) if passes else None
-            open_sums = await self._open_sums([pair for pair in weighted if pair[0].open_group])
-            return await self._run(self._commit, batch, gradients, passes, open_sums, started)
+            gradients = await self._run(self._updater.take_gradients) if sums else None
+            opened = await self._open_sums([pair for pair in weighted if pair[0].open_group])
+            return await self._run(self._commit, batch, gradients, opened, sums, started)
 
     async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
         """Two sums per parameter become one, and join the others."""
@@ -142,22 +131,22 @@ class SingleProcessTrainer:
         """Sets `weights/{policy}/{version}`: the model's state dict by its own names, without tied duplicates."""
         if version != self._version:
             raise TrainingError(f"{self._where}: asked to publish version {version}, the weights are {self._version}")
-        tensors = dict(await self._run(self._published))
+        tensors = await self._run(self._network.published)
         meta = await self._objects.set(ObjectKey(f"weights/{self._policy}/{version}"), tensors)
         return meta.key, meta.checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""
-        return await self._per_sample(batch.samples, self._current_logprobs)
+        return await self._per_sample(batch.samples, self._network.logprobs)
 
     async def appraise(self, batch: MicroBatch) -> list[Appraised]:
         """Forward passes of the weights as they are for values, of the initial ones for the reference."""
         with boundary(TrainingError, f"{self._where}: appraising {batch.micro_batch_id}"):
-            nothing: list[None] = [None] * len(batch.samples)
-            values = await self._per_sample(batch.samples, self._values) if self._value_head is not None else nothing
+            network, nothing = self._network, [None] * len(batch.samples)
+            values = await self._per_sample(batch.samples, network.values) if network.has_values else nothing
             reference = nothing
-            if self._reference is not None:
-                reference = await self._per_sample(batch.samples, self._reference_logprobs)
+            if network.has_reference:
+                reference = await self._per_sample(batch.samples, network.reference_logprobs)
             return [Appraised(values=v, reference=r) for v, r in zip(values, reference, strict=True)]
 
     async def save(self, path: Path) -> None:
@@ -174,7 +163,7 @@ class SingleProcessTrainer:
     async def export(self, path: Path) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
         with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
-            await self._run(self._export, path)
+            await self._run(self._network.export, path)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(str(path))
 
@@ -185,55 +174,18 @@ class SingleProcessTrainer:
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._thread.run(work, *args, **kwargs) if self._thread else work(*args, **kwargs)
 
-    def _forward_backward(self, rows: Sequence[tuple[Sample, float]]) -> tuple[Sequence[Sample], Tensor]:
-        objective, samples = self._objective, [sample for sample, _ in rows]
-        reference = self._reference_logprobs(samples) if objective.needs_reference else None
-        with precision(self._model):
-            asked_for = {"value_head": self._value_head, "entropy_gradient": objective.needs_entropy_gradient}
-            outputs = run(self._model, samples, **asked_for)
-            weights = [weight for _, weight in rows]
-            loss, figures = objective(samples, weights, outputs, version=self._version, reference=reference)
-            (loss * self._settings.accumulation_scale).backward()
-        return samples, figures
-
-    async def _open_sums(self, rows: Sequence[tuple[Sample, float]]) -> Mapping[str, OpenSums]:
+    async def _open_sums(self, rows: Sequence[Weighted]) -> Mapping[str, OpenSums]:
         """What rows of open credit groups add to the two sums of their group, each group in passes of its own."""
         found: dict[str, OpenSums] = {}
         for name in dict.fromkeys(sample.open_group for sample, _ in rows):
             members = [row for row in rows if row[0].open_group == name]
-            for together in plan([sample for sample, _ in members], self._settings):
-                more = await self._run(self._forward_backward_open, [members[i] for i in together.rows])
+            for together in self._network.plan([sample for sample, _ in members]):
+                more = await self._run(self._backward.open_sums, members, together, self._version)
                 if name in found:
                     found[name].add(more)
                 else:
                     found[name] = more
         return found
-
-    def _forward_backward_open(self, rows: Sequence[tuple[Sample, float]]) -> OpenSums:
-        """One forward pass; a second backward pass only where scores differ: then sum of c g is no multiple of g's."""
-        samples, weights = [sample for sample, _ in rows], [weight for _, weight in rows]
-        scores = [sample.advantage for sample in samples]
-        plain_samples = [replace(sample, advantage=1.0) for sample in samples]
-        with precision(self._model):
-            outputs = run(self._model, samples)
-            plain_loss, figures = self._objective(plain_samples, weights, outputs, version=self._version)
-            scored_loss, _ = self._objective(samples, weights, outputs, version=self._version)
-            differ = len(set(scores)) > 1
-            (plain_loss * self._settings.accumulation_scale).backward(retain_graph=differ)
-            plain = self._updater.take_gradients()
-            if differ:
-                (scored_loss * self._settings.accumulation_scale).backward()
-                scored = self._updater.take_gradients()
-            else:
-                scored = list(torch._foreach_mul(plain, scores[0]))
-        return OpenSums(
-            plain=plain,
-            scored=scored,
-            num_samples=len(samples),
-            num_tokens=sum(sample.weight * sample.num_tokens for sample in samples),
-            sums=self._objective.sums(plain_samples, figures),
-            scored_loss=float(scored_loss.detach()),
-        )
 
     def _close_groups(self, lines: Mapping[str, Line | None]) -> float:
         reports = [report for name, line in lines.items() if (report := self._cache.close(name, line))]
@@ -244,19 +196,17 @@ class SingleProcessTrainer:
         self,
         batch: MicroBatch,
         gradients: list[Tensor] | None,
-        passes: Sequence[tuple[Sequence[Sample], Tensor]],
-        open_sums: Mapping[str, OpenSums],
+        opened: Mapping[str, OpenSums],
+        sums: Sequence[Mapping[str, float]],
         started: float,
     ) -> LossReport:
         if gradients is not None:
             self._cache.add(gradients)
-        self._cache.add_open(open_sums)
-        figures = [figures for _, figures in passes] or [torch.zeros(0, len(self._objective.names))]
-        samples = [sample for together, _ in passes for sample in together]
+        self._cache.add_open(opened)
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             **batch.counts(),
-            sums=self._objective.sums(samples, torch.cat(figures)),
+            sums=self._objective.total(sums),
             duration_s=time.perf_counter() - started,
         )
         self._reports[batch.micro_batch_id] = report
@@ -292,40 +242,22 @@ class SingleProcessTrainer:
             loss=sum(report.sums["loss"] for report in reports) / total,
             grad_norm=norm,
             learning_rate=learning_rate,
-            means=self._objective.means(reports),
+            means={**self._objective.means(reports), **tree_figures(reports)},
         )
 
     async def _per_sample(
-        self, samples: Sequence[Sample], of_tokens: Callable[[Sequence[Sample]], Tensor]
+        self, samples: Sequence[Sample], of_tokens: Callable[[Sequence[Sample], PrefixTree | None], Tensor]
     ) -> list[FloatArray]:
         """[R] float32 for each sample, from what `of_tokens` says of the tokens of some samples, in order."""
         found = [np.zeros(0, dtype=np.float32) for _ in samples]
         filled = [i for i, sample in enumerate(samples) if sample.num_tokens]
-        for together in plan([samples[i] for i in filled], self._settings):
+        for together in self._network.plan([samples[i] for i in filled]):
             places = [filled[row] for row in together.rows]
-            flat = (await self._run(of_tokens, [samples[i] for i in places])).float().cpu().numpy()
+            flat = (await self._run(of_tokens, [samples[i] for i in places], together.tree)).float().cpu().numpy()
             ends = np.cumsum([samples[i].num_tokens for i in places])
             for i, of_sample in zip(places, np.split(flat, ends), strict=False):
                 found[i] = of_sample
         return found
-
-    @torch.no_grad()
-    def _current_logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        with precision(self._model):
-            return run(self._model, samples).logprobs
-
-    @torch.no_grad()
-    def _values(self, samples: Sequence[Sample]) -> Tensor:
-        with precision(self._model):
-            values = run(self._model, samples, value_head=self._value_head).values
-        assert values is not None, "asked for with a value head only"
-        return values
-
-    @torch.no_grad()
-    def _reference_logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        assert self._reference is not None, "asked for with settings that need it only"
-        with self._reference.model() as model, precision(model):
-            return run(model, samples).logprobs
 
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -340,16 +272,6 @@ class SingleProcessTrainer:
         }
         torch.save(state, path / "trainer.pt")
 
-    def _published(self) -> dict[str, Tensor]:
-        return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self._model))
-
-    def _export(self, path: Path) -> None:
-        if self._adapter is not None and self._adapter.settings.export == "adapter":
-            self._adapter.export(path)
-        else:
-            merged = None if self._adapter is None else dict(self._adapter.merged())
-            self._model.save_pretrained(path, state_dict=merged)
-
     def _checkpoint_bytes(self) -> int:
         tensors = [*self._updater.masters.values(), *self._cache.tensors]
         tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
@@ -357,7 +279,7 @@ class SingleProcessTrainer:
 
     def _load(self, path: Path) -> None:
         weights = load_file(path / "weights.safetensors")
-        state = torch.load(path / "trainer.pt", map_location=self._model.device, weights_only=True)
+        state = torch.load(path / "trainer.pt", map_location=self._network.model.device, weights_only=True)
         masters = self._updater.masters
         if weights.keys() != masters.keys():
             differing = sorted(weights.keys() ^ masters.keys())

@@ -1,0 +1,109 @@
+"""Network of a policy on one device: a Hugging Face causal LM, and what the settings attach to it.
+
+         ┌── adapter      the part that is trained, if not all (LoRA)
+model ───┼── value head   what a critic expects
+         ├── reference    the initial weights, for a divergence
+         └── shape        what runs along prefix trees cost, if it can run along them
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flexmarl.records import Sample
+from flexmarl.training.backends.causal_lm import (
+    DTYPES,
+    move_and_cast,
+    precision,
+    prepare_for_training,
+    unique_tensors,
+)
+from flexmarl.training.backends.forward import Pass, TokenOutputs, plan, run
+from flexmarl.training.backends.lora import Adapter
+from flexmarl.training.backends.reference import FrozenCopy, Reference
+from flexmarl.training.backends.value_head import ValueHead
+from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.tree.attention import use_prefix_trees
+from flexmarl.training.tree.merge import PrefixTree
+
+
+class Network:
+    """The model belongs to it from here on: it is cast, moved and updated in place.
+
+    Its methods take samples that go through the model together, all with sampled tokens, and their tree if they are
+    merged; a Tensor [N] is about their N sampled tokens, in order.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: TrainingSettings, *, device: str, seed: int) -> None:
+        """`seed` is of what a new adapter begins with."""
+        self.model = model
+        self._settings = settings
+        self._adapter = Adapter(model, settings.lora, seed=seed) if settings.lora is not None else None
+        move_and_cast(model, torch.device(device), DTYPES[settings.dtype])
+        prepare_for_training(model, activation_checkpointing=settings.activation_checkpointing)
+        self._shape = use_prefix_trees(model, settings.tree)
+        self._reference: Reference | None = None
+        if settings.kl is not None:
+            self._reference = self._adapter or FrozenCopy(model)
+        self._value_head = ValueHead(model) if settings.critic is not None else None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `reference_logprobs` may be called."""
+        return self._reference is not None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether `values` may be called."""
+        return self._value_head is not None
+
+    @property
+    def beside(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that are trained and not the model's."""
+        return {} if self._value_head is None else dict(self._value_head.named_parameters(prefix="value_head"))
+
+    def plan(self, samples: Sequence[Sample]) -> list[Pass]:
+        """Which samples go through the model together."""
+        return plan(samples, self._settings, self._shape)
+
+    def outputs(
+        self, samples: Sequence[Sample], tree: PrefixTree | None, *, entropy_gradient: bool = False
+    ) -> TokenOutputs:
+        """With gradient; to be called, and its gradients taken, in the model's `precision`."""
+        return run(self.model, samples, tree=tree, value_head=self._value_head, entropy_gradient=entropy_gradient)
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
+        """Under the weights as they are."""
+        with precision(self.model):
+            return run(self.model, samples, tree=tree).logprobs
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
+        """What the critic expects."""
+        with precision(self.model):
+            values = run(self.model, samples, tree=tree, value_head=self._value_head).values
+        assert values is not None, "asked of a network with a critic only"
+        return values
+
+    @torch.no_grad()
+    def reference_logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
+        """Under the initial weights."""
+        assert self._reference is not None, "asked of a network with a reference only"
+        with self._reference.model() as model, precision(model):
+            return run(model, samples, tree=tree).logprobs
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights that engines serve, by the model's own names, without tied duplicates."""
+        return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self.model))
+
+    def export(self, path: Path) -> None:
+        """Writes a Hugging Face folder: the model, or the adapter alone if its settings say so."""
+        if self._adapter is not None and self._adapter.settings.export == "adapter":
+            self._adapter.export(path)
+        else:
+            merged = None if self._adapter is None else dict(self._adapter.merged())
+            self.model.save_pretrained(path, state_dict=merged)
