@@ -110,17 +110,17 @@ def make_crediting(
         trained=[PolicyName(name) for name in settings.trained],
         admission=admission,
         journal=journal,
-        appraisal=make_appraisal(settings, world, journal),
+        appraisal=make_appraisal(settings, world, monitor, journal),
         on_report=monitor.credited,
     )
 
 
-def make_appraisal(settings: RunSettings, world: World, journal: Journal) -> Appraisal | None:
+def make_appraisal(settings: RunSettings, world: World, monitor: Monitor, journal: Journal) -> Appraisal | None:
     """What asks trainers for what credit needs of them; None: the settings need nothing."""
     training = {policy: settings.policies[policy].training for policy in world.trainers}
     if not any(of_policy.needs_appraisal for of_policy in training.values()):
         return None
-    return Appraisal(trainers=world.trainers, training=training, journal=journal)
+    return Appraisal(trainers=world.trainers, training=training, journal=journal, on_divergence=monitor.diverged)
 
 
 def make_rollout(

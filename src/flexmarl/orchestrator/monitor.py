@@ -150,6 +150,11 @@ class Monitor:
             for size in seen.group_sizes:
                 self._metrics.mean(f"credit/{agent}/group_size", size)
 
+    def diverged(self, policy: PolicyName, kl: float, coef: float) -> None:
+        """Notes how far a policy's rows were from the reference, and what that cost them."""
+        self._metrics.mean(f"train/{policy}/kl_to_reference", kl)
+        self._metrics.mean(f"train/{policy}/kl_coef", coef)
+
     def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
         """Notes how many groups a step took to be filled."""
         self._metrics.add("refill/generated", generated)

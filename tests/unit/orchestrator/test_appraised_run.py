@@ -60,6 +60,15 @@ def test_rewards_pay_more_from_batch_to_batch_while_the_divergence_is_above_its_
     assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.EXPIRED}
 
 
+def test_the_divergence_and_its_price_are_figures_of_the_step(tmp_path: Path) -> None:
+    run = run_of(tmp_path).play()
+    events = run.events("kl_in_reward")
+    for step, event in enumerate(events, start=1):
+        figures = run.metrics[step]
+        assert figures["train/solver/kl_to_reference"] == pytest.approx(0.5, abs=1e-6)
+        assert figures["train/solver/kl_coef"] == event["coef"]
+
+
 def test_a_critics_values_and_returns_reach_the_trainer(tmp_path: Path) -> None:
     for batch in run_of(tmp_path).play().trainers[SOLVER].accumulated:
         for sample in batch.samples:
