@@ -96,6 +96,7 @@ class RunSettings(BaseModel):
             *self._something_can_be_learned(),
             *self._critics_are_used(),
             *self._terms_are_for_agents(),
+            *self._branches_are_compared(),
             *self._memory_has_an_order(),
             *self._rows_can_be_ready(),
             *self._rows_can_stream(),
@@ -169,6 +170,15 @@ class RunSettings(BaseModel):
         for where, agents in named:
             for agent in sorted(agents - set(self.team.agents)):
                 yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(self.team.agents)}"
+
+    def _branches_are_compared(self) -> Iterator[str]:
+        candidates = getattr(self.team.workflow, "candidates", 1)
+        for where in self.credit.follows_calls if candidates > 1 else ():
+            yield (
+                f"credit.{where} goes from call to call, but team.workflow.candidates is {candidates}, so that an "
+                f"episode branches at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
+                f"(credit.estimator.type=atgrpo or c3, shaping type tree)"
+            )
 
     def _memory_has_an_order(self) -> Iterator[str]:
         if self.credit.needs == "state" and self.mode in (Mode.ASYNC, Mode.GREEDY):

@@ -76,6 +76,14 @@ class CreditSettings(BaseModel):
         return self._estimators.uses
 
     @property
+    def follows_calls(self) -> tuple[str, ...]:
+        """Settings that go from call to call, and so cannot look at a tree of turns."""
+        chosen: dict[str, object] = {"estimator": self.estimator}
+        chosen |= {f"per_agent.{agent}": estimator for agent, estimator in self.per_agent.items()}
+        chosen |= {f"shaping[{index}]": term for index, term in enumerate(self.shaping)}
+        return tuple(where for where, what in chosen.items() if getattr(what, "follows_calls", False))
+
+    @property
     def key(self) -> GroupKey:
         """What rows are compared by."""
         return self._estimators.key

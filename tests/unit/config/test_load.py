@@ -376,6 +376,28 @@ def test_one_episode_of_a_task_is_enough_where_it_is_compared_with_itself(config
     load_run(config, ["batch.episodes=1", "team.workflow={type: turns, turn: any, candidates: 4}"])
 
 
+def test_what_goes_from_call_to_call_needs_episodes_that_do_not_branch(config):
+    tree = "team.workflow={type: turns, turn: any, candidates: 4}"
+    terms = [f"{{type: {kind}}}" for kind in ("hop_weighted", "hop_discount", "margin", "quality")]
+    terms += [f"{{type: {kind}}}" for kind in ("margin_with_outcome", "quality_with_outcome", "potential")]
+    given = {f"credit.shaping=[{term}]": "shaping[0]" for term in [*terms, "{type: reward_to_go}"]}
+    given |= {
+        "credit.estimator={type: gigpo}": "estimator",
+        "credit.per_agent={writer: {type: gigpo}}": "per_agent.writer",
+    }
+    for override, where in given.items():
+        assert refused(config, tree, override) == [
+            f"credit.{where} goes from call to call, but team.workflow.candidates is 4, so that an episode branches at "
+            "every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
+            "(credit.estimator.type=atgrpo or c3, shaping type tree)"
+        ]
+        load_run(config, [override, tree.replace("4", "1")])
+    assert "credit.estimator goes from call to call" in "".join(
+        refused(config, tree, "credit.estimator={type: step_gae}")
+    )
+    load_run(config, [tree, "credit.shaping=[{type: turn_weighted}, {type: process}, {type: completion_time}]"])
+
+
 def test_rows_stream_only_where_their_gradients_are_a_line_of_their_credit(config):
     assert refused(config, "credit.streaming=linear", "mode=sync") == [
         "credit.streaming is 'linear', but in mode 'sync' rows wait for more than their group, or are not on-policy; "

@@ -151,6 +151,16 @@ def test_a_proposer_whose_task_nobody_tried_is_an_error():
         rewards([credit_row(0.0, agent="proposer")], term)
 
 
+def test_each_candidate_of_a_turn_is_an_attempt():
+    term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
+    proposal = credit_row(0.0, agent="proposer", tags={"turn": 0, "path": "0"})
+    attempts = [
+        credit_row(outcome, hop=1 + candidate, agent="solver", tags={"turn": 1, "path": f"0.{candidate}"})
+        for candidate, outcome in enumerate((1.0, 0.0, 0.0, 0.0))
+    ]
+    assert rewards([proposal, *attempts], term) == [0.75, 1.0, 0.0, 0.0, 0.0]
+
+
 def defaults(kind):
     more = {
         "overlong": {"max_tokens": 3, "buffer": 2},

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,6 +13,9 @@ class EstimatorBase(BaseModel, ABC):
     """The class of an estimator is its settings; it adds a `type`, a `key`, its options and `estimate`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    follows_calls: ClassVar[bool] = False
+    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
 
     @property
     def needs(self) -> Needs:

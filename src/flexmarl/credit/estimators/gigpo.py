@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import groupby
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ class GiGpo(EstimatorBase):
     The step's own reward is the tag `step_reward`, the same for all its calls; or else the sum of what its calls were
     given themselves, and then what a call's agent or team was given comes after the last step.
     """
+
+    follows_calls: ClassVar[bool] = True
 
     type: Literal["gigpo"] = "gigpo"
     key: GroupKey = ("task", "agent")

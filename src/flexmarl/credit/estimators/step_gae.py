@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,6 +20,8 @@ class StepGae(Ungrouped):
     V_k   what the critic expected at the first sampled token of call k
     A_k   r_k + gamma V_next - V_k + gamma lam A_next, for every token of call k
     """
+
+    follows_calls: ClassVar[bool] = True
 
     type: Literal["step_gae"] = "step_gae"
     scope: Literal["team", "agent"] = "team"

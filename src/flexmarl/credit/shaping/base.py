@@ -22,6 +22,8 @@ class Term(BaseModel):
     """Whose turns it is for; none named: everybody's."""
 
     sees: ClassVar[Sees] = "row"
+    follows_calls: ClassVar[bool] = False
+    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
 
     @property
     def name(self) -> str:

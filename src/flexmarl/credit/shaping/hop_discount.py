@@ -1,6 +1,6 @@
 """Decides outcomes that are discounted by the calls that could still have been made."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ class HopDiscount(RowOutcome):
     """H."""
     gamma: float = Field(default=0.99, gt=0, le=1)
     """For each call that could still have been made."""
+
+    follows_calls: ClassVar[bool] = True
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """By the number of the call in its episode."""

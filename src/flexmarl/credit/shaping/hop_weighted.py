@@ -1,6 +1,6 @@
 """Decides outcomes that count the more the later a call is made."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ class HopWeighted(RowOutcome):
     type: Literal["hop_weighted"] = "hop_weighted"
     max_hops: int = Field(default=10, ge=1)
     """H."""
+
+    follows_calls: ClassVar[bool] = True
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """By the number of the call in its episode."""

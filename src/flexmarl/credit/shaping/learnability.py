@@ -29,7 +29,7 @@ class Learnability(OutcomeTerm):
         earned: dict[SampleId, float] = {}
         for episode, played in by_episode(rows).items():
             proposed = [row for row in played if self.is_for(row.agent)]
-            attempts = {(row.agent, turn_of(row)): given(row) for row in played if row.agent in self.solvers}
+            attempts = {_attempt(row): given(row) for row in played if row.agent in self.solvers}
             if proposed and not attempts:
                 raise CreditError(
                     f"episode {episode}: no trained turn of {', '.join(self.solvers)}, so that what "
@@ -39,3 +39,8 @@ class Learnability(OutcomeTerm):
                 solved = sum(outcome > self.threshold for outcome in attempts.values()) / len(attempts)
                 earned[row.sample_id] = 4 * solved * (1 - solved)
         return earned
+
+
+def _attempt(row: CreditRow) -> tuple[AgentName, int, str]:
+    """Whose attempt a call is a part of; in a tree of turns, each candidate is one."""
+    return row.agent, turn_of(row), str(row.tags.get("path", ""))

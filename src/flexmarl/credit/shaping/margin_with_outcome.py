@@ -24,6 +24,7 @@ class MarginWithOutcome(OutcomeTerm):
     """Whose turns: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
+    follows_calls: ClassVar[bool] = True
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `turn`."""

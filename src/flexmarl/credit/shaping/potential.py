@@ -27,6 +27,7 @@ class Potential(AddedTerm):
     """Whose next call: the agent's own, or that of anyone the term is for."""
 
     sees: ClassVar[Sees] = "episode"
+    follows_calls: ClassVar[bool] = True
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """Telescopes along each chain of calls."""

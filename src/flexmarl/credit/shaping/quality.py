@@ -22,6 +22,7 @@ class Quality(OutcomeTerm):
     """Whose turns before: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
+    follows_calls: ClassVar[bool] = True
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `turn`. Raises CreditError for an outcome outside [0, 1]."""

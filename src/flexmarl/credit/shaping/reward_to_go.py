@@ -25,6 +25,7 @@ class RewardToGo(AddedTerm):
     """Whose p_j: those of calls that depend on this one, of the agent's later calls, or of all later calls."""
 
     sees: ClassVar[Sees] = "episode"
+    follows_calls: ClassVar[bool] = True
     of_call: ClassVar[bool] = False
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
