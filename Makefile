@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
+	$(BIN)/python benchmarks/tree.py --json
 	$(BIN)/python benchmarks/paper_tables.py --json
 	$(BIN)/python benchmarks/paper_tables.py --rules ours --seed 2 --json
 	$(BIN)/python benchmarks/async_modes.py --json

@@ -10,81 +10,27 @@ The tool-integrated loop of an act, its budget being `max_tool_calls`:
 import asyncio
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flexmarl.agents.chat import ChatRenderer, Message
+from flexmarl.agents.caller import AgentSpec, Call, Caller, check_tags
+from flexmarl.agents.chat import Message
 from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.conversation import Conversation
 from flexmarl.agents.ledger import Ledger
-from flexmarl.agents.memory import Memory, recall
-from flexmarl.agents.parsers import Parser
+from flexmarl.agents.memory import recall
 from flexmarl.agents.reply import Reply, ToolUse
-from flexmarl.agents.seeds import call_seed, context_hash
 from flexmarl.agents.signals import found, language_mix
 from flexmarl.agents.tool_loop import Ending, Next, next_move
-from flexmarl.errors import EngineError, EpisodeError, boundary
+from flexmarl.errors import EpisodeError, boundary
 from flexmarl.records import (
-    AgentName,
     FinishReason,
-    Generation,
-    GenerationRequest,
-    PolicyName,
-    SampleId,
-    Sampling,
     Scalar,
     Turn,
-    make_sample_id,
-    split_sample_id,
 )
-from flexmarl.tools import Parsed, Tool, ToolCall, is_refusal
-from flexmarl.tools.syntax import Syntax
-
-OURS = frozenset(
-    {"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy", "after", "tool_s"}
-)
-"""Tags that a workflow cannot give; `turn` and `branch` it can."""
-_FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSpec:
-    """What an agent is, in every episode."""
-
-    name: AgentName
-    policy: PolicyName
-    renderer: ChatRenderer
-    sampling: Sampling
-    """Its own; the stops of the tool syntax and of the chat template are added to each call."""
-    parser: Parser
-    system: str = ""
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By name."""
-    syntax: Syntax | None = None
-    max_tool_calls: int = 0
-    memory: Memory = "none"
-
-    def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
-        """Sampling with the overrides and with all that generation must stop at."""
-        return replace(
-            self.sampling,
-            stop=(*self.sampling.stop, *(self.syntax.stop if self.syntax else ())),
-            stop_ids=self.renderer.stop_ids,
-            **overrides,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call that was answered and is not yet recorded."""
-
-    request: GenerationRequest
-    tags: dict[str, Scalar]
-    generation: Generation
-    text: str
+from flexmarl.tools import Parsed, ToolCall, is_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +55,7 @@ class Seat:
         self.state: dict[str, Any] = {}
         """For the workflow's own use."""
         self._agent = agent
+        self._caller = Caller(agent, context, ledger)
         self._renderer = agent.renderer
         self._context = context
         self._ledger = ledger
@@ -123,7 +70,7 @@ class Seat:
         `tags` go onto the turns. Acts of one seat may overlap only if it has no memory. Raises EngineError if a call
         could not be served, EpisodeError if it was aborted, a tool broke or the act was not allowed.
         """
-        self._check_tags(tags)
+        check_tags(tags)
         if self._agent.memory == "none":
             self.last = await self._answer(self._open(), observation, tags)
             return self.last
@@ -153,11 +100,6 @@ class Seat:
     def reward(self, reward: float, part: str = "outcome") -> None:
         """Adds to the reward of each turn that this agent has at the end of the episode."""
         self._ledger.reward_agent(self.name, reward, part)
-
-    @cached_property
-    def _sampling(self) -> Sampling:
-        # At the first act: of a large team, most seats of an episode never speak.
-        return self._agent.full_sampling(self._context.sampling)
 
     def _open(self) -> Conversation:
         """The conversation so far, or a new one if something of it must be forgotten."""
@@ -217,9 +159,9 @@ class Seat:
         `first_tags` go onto its first call alone.
         """
         turns: list[Turn] = []
-        left = self._sampling.max_tokens
+        left = self._caller.sampling.max_tokens
         while True:
-            call = await self._call(conversation, tags if turns else {**tags, **first_tags}, left)
+            call = await self._caller.call(conversation, tags if turns else {**tags, **first_tags}, left)
             left -= len(call.generation.response_ids)
             text = self._joined(turns, call)
             use = self._agent.syntax.parse(text) if self._agent.syntax else None
@@ -230,7 +172,7 @@ class Seat:
                 Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
                 Next.STAND: use is None and parsed is not None,
             }[follows]
-            turn = await self._record(call, conversation, valid)
+            turn = await self._caller.record(call, conversation, valid)
             mix = language_mix(turn.text, self._context.task.prompt)
             self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
             turns.append(turn)
@@ -239,7 +181,7 @@ class Seat:
                 conversation.end_message(text)
                 return _Message(tuple(turns), text, use, follows, parsed)
 
-    def _joined(self, turns: list[Turn], call: _Call) -> str:
+    def _joined(self, turns: list[Turn], call: Call) -> str:
         if not turns:
             return call.text
         # Decoded together: a character may lie across two calls.
@@ -247,75 +189,14 @@ class Seat:
             np.concatenate([*(turn.response_ids for turn in turns), call.generation.response_ids])
         )
 
-    def _ending(self, call: _Call, left: int) -> Ending:
+    def _ending(self, call: Call, left: int) -> Ending:
         ids = call.generation.response_ids
-        if len(ids) == 0 or int(ids[-1]) in self._sampling.stop_ids:
+        if len(ids) == 0 or int(ids[-1]) in self._caller.sampling.stop_ids:
             return Ending.OWN
         if call.generation.finish is FinishReason.LENGTH or left <= 0:
             return Ending.LENGTH
         own = any(stop in call.text for stop in self._agent.sampling.stop)
         return Ending.OWN if own or self._agent.syntax is None else Ending.SYNTAX
-
-    async def _call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> _Call:
-        """One call, from the conversation's prompt to the engine's answer."""
-        agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
-        hashed = context_hash(agent.policy, prompt_ids)
-        # Numbered before anything is awaited: in the order in which the workflow sends.
-        numbers = self._ledger.next_call(agent.name, hashed)
-        tags = {
-            "task": context.task.input_id,
-            "episode": context.episode,
-            "agent": agent.name,
-            "policy": agent.policy,
-            "group": context.group,
-            "hop": numbers.hop,
-            "call": numbers.call,
-            "branch": conversation.branch,
-            "context_hash": hashed,
-            "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),
-            **context.tags,
-            **tags,
-            **(context.node.tags(numbers.of_fork) if context.node else {}),
-        }
-        sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)
-        full = self._sampling
-        request = GenerationRequest(
-            request_id=sample_id,
-            policy=agent.policy,
-            prompt_ids=prompt_ids,
-            sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
-            seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
-            conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
-        )
-        await context.recorder.prompt(
-            sample_id=sample_id, agent=agent.name, policy=agent.policy, prompt_ids=prompt_ids, tags=tags
-        )
-        generation = await context.generate(request)
-        if generation.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            kind, ended = _FAILURES[generation.finish]
-            raise kind(f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}")
-        return _Call(request, tags, generation, self._renderer.decode(generation.response_ids))
-
-    async def _record(self, call: _Call, conversation: Conversation, valid: bool) -> Turn:
-        generation = call.generation
-        turn = Turn(
-            sample_id=SampleId(call.request.request_id),
-            episode=self._context.episode,
-            agent=self.name,
-            policy=self.policy,
-            prompt_ids=call.request.prompt_ids,
-            response_ids=generation.response_ids,
-            logprobs=generation.logprobs,
-            raw_logprobs=generation.raw_logprobs,
-            versions=generation.versions,
-            finish=generation.finish,
-            text=call.text,
-            parent=conversation.parent,
-            tags={**call.tags, "valid": valid},
-        )
-        self._ledger.add(int(call.tags["hop"]), turn)
-        await self._context.recorder.turn(turn)
-        return turn
 
     async def _use_tool(self, said: _Message) -> ToolUse:
         """Runs the call; what is wrong with it is told to the agent as the result."""
@@ -329,14 +210,3 @@ class Seat:
             return ToolUse(call.name, call.argument, f"error: there is no tool {call.name!r}; there are: {known}")
         with boundary(EpisodeError, f"tool {call.name!r} of agent {self.name!r}"):
             return ToolUse(call.name, call.argument, await tool(call.argument))
-
-    def _check_tags(self, tags: Mapping[str, Scalar]) -> None:
-        for name, value in tags.items():
-            if name in OURS:
-                raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
-            if not isinstance(value, str | int | float | bool):
-                raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {value!r}")
-
-
-def _hop_of(call: SampleId | None) -> int | None:
-    return None if call is None else split_sample_id(call)[1]

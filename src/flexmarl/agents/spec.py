@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.parsers import PARSERS
-from flexmarl.agents.seat import AgentSpec
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team
 from flexmarl.agents.workflow import Workflow
@@ -20,7 +20,8 @@ class Level(NamedTuple):
     """How far the agents are specialised."""
 
     name: str
-    """L0: nothing is trained. L1: all share one trained policy. L3: each trains its own. Else: mixed."""
+    """L0: nothing is trained. L1: all share one trained policy. L2: each trains an adapter on one base that all share.
+    L3: each trains weights of its own. Else: mixed."""
     because: str
 
 
@@ -32,19 +33,31 @@ class TeamSpec:
     trained: frozenset[PolicyName]
     """Policies that learn; the others are frozen."""
     run: Workflow
+    adapters: frozenset[PolicyName] = frozenset()
+    """Policies that learn an adapter on one base, the same for all of them."""
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment of one episode, if the run has one."""
 
     @classmethod
     def build(
-        cls, settings: TeamSettings, renderers: Mapping[PolicyName, ChatRenderer], trained: Collection[PolicyName]
+        cls,
+        settings: TeamSettings,
+        renderers: Mapping[PolicyName, ChatRenderer],
+        trained: Collection[PolicyName],
+        adapters: Collection[PolicyName] = (),
     ) -> "TeamSpec":
         """Joins the settings with the policies that there are. ConfigError if one is missing."""
         agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
         if idle := set(trained) - {agent.policy for agent in agents.values()}:
             raise ConfigError(f"policies.{min(idle)} is trained, but no agent acts with it; freeze or remove it")
         environment = settings.environment.resolve() if settings.environment else None
-        return cls(agents=agents, trained=frozenset(trained), run=settings.workflow.resolve(), environment=environment)
+        return cls(
+            agents=agents,
+            trained=frozenset(trained),
+            run=settings.workflow.resolve(),
+            adapters=frozenset(adapters),
+            environment=environment,
+        )
 
     @property
     def level(self) -> Level:
@@ -62,7 +75,9 @@ class TeamSpec:
         distinct = len(set(learning))
         if distinct == 1:
             return Level("L1", because)
-        return Level("L3" if distinct == len(acting) else "mixed", because)
+        if distinct < len(acting):
+            return Level("mixed", because)
+        return Level("L2" if self.adapters.issuperset(learning) else "L3", because)
 
     def seat(self, context: EpisodeContext) -> Team:
         """The team at the table of one episode."""

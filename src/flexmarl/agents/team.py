@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.context import EpisodeContext, Node
 from flexmarl.agents.ledger import Ledger
-from flexmarl.agents.seat import AgentSpec, Seat
+from flexmarl.agents.seat import Seat
 from flexmarl.agents.seeds import episode_seed
 from flexmarl.errors import EpisodeError
 from flexmarl.records import AgentName, SampleId, Turn

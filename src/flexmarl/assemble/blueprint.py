@@ -59,7 +59,10 @@ def open_tasks(settings: RunSettings) -> TaskSource:
 def seat_team(settings: RunSettings) -> TeamSpec:
     """The team, with a chat renderer for each policy's own tokenizer; a simulated one needs no model."""
     renderers = {PolicyName(name): load_renderer(settings, name) for name in settings.policies}
-    return TeamSpec.build(settings.team, renderers, trained=[PolicyName(name) for name in settings.trained])
+    trained = [PolicyName(name) for name in settings.trained]
+    adapters = [name for name in trained if settings.policies[name].training.lora is not None]
+    one_base = len({settings.policies[name].model for name in adapters}) == 1
+    return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else ())
 
 
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:

@@ -14,11 +14,11 @@ TASK = Task(input_id="sum-1", prompt="3+4", reference="7")
 CALCULATOR = {"tools": [{}], "syntax": {"type": "function"}}
 
 
-def spec(agents, workflow=None, *, trained=("p",), policies=("p",), renderer=RENDERER):
+def spec(agents, workflow=None, *, trained=("p",), policies=("p",), adapters=(), renderer=RENDERER):
     workflow = workflow or {"type": "sequential", "agents": [next(iter(agents))]}
     agents = {name: {"policy": "p", **agent} for name, agent in agents.items()}
     settings = TeamSettings.model_validate({"agents": agents, "workflow": workflow})
-    return TeamSpec.build(settings, dict.fromkeys(policies, renderer), trained)
+    return TeamSpec.build(settings, dict.fromkeys(policies, renderer), trained, adapters)
 
 
 def context(script, *, tokenizer=TOKENIZER, delay_s=lambda request: 0.0, **changes):

@@ -145,6 +145,12 @@ def test_the_level_says_how_far_the_agents_are_specialised(policies, trained, le
     assert spec(agents, policies=policies, trained=trained).level.name == level
 
 
+@pytest.mark.parametrize(("adapters", "level"), [("ab", "L2"), ("a", "L3")])
+def test_agents_with_an_adapter_each_on_one_base_are_of_a_level_of_their_own(adapters, level):
+    agents = {"solver": {"policy": "a"}, "judge": {"policy": "b"}}
+    assert spec(agents, policies="ab", trained="ab", adapters=adapters).level.name == level
+
+
 def test_the_level_says_what_makes_it_so():
     level = spec({"solver": {"policy": "a"}, "judge": {"policy": "b"}}, policies="ab", trained="a").level
     assert level.because == "solver trains a, judge uses the frozen b"

@@ -1,0 +1,165 @@
+"""Caller: the calls of one agent in one episode, each numbered, tagged, sent and recorded.
+
+conversation ──► hop, tags, seed ──► recorder (prompt) ──► engine ──► Call ──► recorder (turn), ledger
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from flexmarl.agents.chat import ChatRenderer
+from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.conversation import Conversation
+from flexmarl.agents.ledger import Ledger
+from flexmarl.agents.memory import Memory
+from flexmarl.agents.parsers import Parser
+from flexmarl.agents.seeds import call_seed, context_hash
+from flexmarl.errors import EngineError, EpisodeError
+from flexmarl.records import (
+    AgentName,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PolicyName,
+    SampleId,
+    Sampling,
+    Scalar,
+    Turn,
+    make_sample_id,
+    split_sample_id,
+)
+from flexmarl.tools import Tool
+from flexmarl.tools.syntax import Syntax
+
+OURS = frozenset(
+    {"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy", "after", "tool_s"}
+)
+"""Tags that a workflow cannot give; `turn` and `branch` it can."""
+_FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What an agent is, in every episode."""
+
+    name: AgentName
+    policy: PolicyName
+    renderer: ChatRenderer
+    sampling: Sampling
+    """Its own; the stops of the tool syntax and of the chat template are added to each call."""
+    parser: Parser
+    system: str = ""
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """By name."""
+    syntax: Syntax | None = None
+    max_tool_calls: int = 0
+    memory: Memory = "none"
+
+    def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
+        """Sampling with the overrides and with all that generation must stop at."""
+        return replace(
+            self.sampling,
+            stop=(*self.sampling.stop, *(self.syntax.stop if self.syntax else ())),
+            stop_ids=self.renderer.stop_ids,
+            **overrides,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that was answered and is not yet recorded."""
+
+    request: GenerationRequest
+    tags: dict[str, Scalar]
+    generation: Generation
+    text: str
+
+
+class Caller:
+    """Sends one agent's calls, any number at once."""
+
+    def __init__(self, agent: AgentSpec, context: EpisodeContext, ledger: Ledger) -> None:
+        self._agent = agent
+        self._context = context
+        self._ledger = ledger
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Of a call with the whole budget of tokens."""
+        # At the first act: of a large team, most seats of an episode never speak.
+        return self._agent.full_sampling(self._context.sampling)
+
+    async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> Call:
+        """One call, from the conversation's prompt to the engine's answer."""
+        agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
+        hashed = context_hash(agent.policy, prompt_ids)
+        # Numbered before anything is awaited: in the order in which the workflow sends.
+        numbers = self._ledger.next_call(agent.name, hashed)
+        tags = {
+            "task": context.task.input_id,
+            "episode": context.episode,
+            "agent": agent.name,
+            "policy": agent.policy,
+            "group": context.group,
+            "hop": numbers.hop,
+            "call": numbers.call,
+            "branch": conversation.branch,
+            "context_hash": hashed,
+            "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),
+            **context.tags,
+            **tags,
+            **(context.node.tags(numbers.of_fork) if context.node else {}),
+        }
+        sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)
+        full = self.sampling
+        request = GenerationRequest(
+            request_id=sample_id,
+            policy=agent.policy,
+            prompt_ids=prompt_ids,
+            sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
+            seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
+            conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
+        )
+        await context.recorder.prompt(
+            sample_id=sample_id, agent=agent.name, policy=agent.policy, prompt_ids=prompt_ids, tags=tags
+        )
+        generation = await context.generate(request)
+        if generation.finish in (FinishReason.ERROR, FinishReason.ABORT):
+            kind, ended = _FAILURES[generation.finish]
+            raise kind(f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}")
+        return Call(request, tags, generation, agent.renderer.decode(generation.response_ids))
+
+    async def record(self, call: Call, conversation: Conversation, valid: bool) -> Turn:
+        """Puts what was answered where all that is known of the episode is."""
+        generation = call.generation
+        turn = Turn(
+            sample_id=SampleId(call.request.request_id),
+            episode=self._context.episode,
+            agent=self._agent.name,
+            policy=self._agent.policy,
+            prompt_ids=call.request.prompt_ids,
+            response_ids=generation.response_ids,
+            logprobs=generation.logprobs,
+            raw_logprobs=generation.raw_logprobs,
+            versions=generation.versions,
+            finish=generation.finish,
+            text=call.text,
+            parent=conversation.parent,
+            tags={**call.tags, "valid": valid},
+        )
+        self._ledger.add(int(call.tags["hop"]), turn)
+        await self._context.recorder.turn(turn)
+        return turn
+
+
+def check_tags(tags: Mapping[str, Scalar]) -> None:
+    """Raises EpisodeError for a tag that a workflow cannot give."""
+    for name, value in tags.items():
+        if name in OURS:
+            raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
+        if not isinstance(value, str | int | float | bool):
+            raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {value!r}")
+
+
+def _hop_of(call: SampleId | None) -> int | None:
+    return None if call is None else split_sample_id(call)[1]
