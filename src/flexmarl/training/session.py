@@ -226,7 +226,9 @@ class TrainingSession:
         lines, self._lines = self._lines, {}
         if lines:
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: closing credit groups"):
-                self._num_tokens += await self._trainer.close_groups(lines)
+                num_tokens = await self._trainer.close_groups(lines)
+            # Not `+= await`: that adds to what the count was before, and a micro-batch may end meanwhile.
+            self._num_tokens += num_tokens
 
 
 def _holder(batch_id: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import StoreError, TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
@@ -108,6 +109,29 @@ def test_the_next_micro_batch_is_there_when_the_trainer_has_ended_one(make_sampl
         session.close_step()
         await session.accumulate()
         assert times == [(1.0, 5.0), (5.0, 9.0), (9.0, 13.0), (13.0, 15.0)], "crossings take half a second each"
+
+    run_virtual(scenario())
+
+
+def test_micro_batches_that_end_while_a_group_is_closed_are_counted(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        hosted = Hosted(cost_s=1.0, latency_s=0.5)
+        samples = [sample for sample in make_samples(0, 40, weights=(1.0,)) if sample.num_tokens][:12]
+        first, others = samples[:4], samples[4:]
+        session = hosted.session()
+        await make_ready(hosted.store, first, open_group="g")
+        await make_ready(hosted.store, others)
+        session.close_step()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.accumulate())
+            await asyncio.sleep(2.0)
+            line = Line(baseline=0.5, divisor=2.0)
+            await session.close_group("g", [sample.turn.sample_id for sample in first], line)
+        assert await session.finish(divisors_of(samples)) == 1
+        advantages = [line.scale * sample.advantage + line.offset for sample in first]
+        advantages += [sample.advantage for sample in others]
+        expected = sum(a * s.num_tokens for a, s in zip(advantages, samples, strict=True))
+        assert hosted.fake.weight == pytest.approx(expected / divisors_of(samples).num_tokens, rel=1e-12)
 
     run_virtual(scenario())
 

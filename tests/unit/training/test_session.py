@@ -13,7 +13,7 @@ from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
-from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, response_row
+from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, open_row, response_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, Divisors, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
@@ -30,11 +30,14 @@ def new_store() -> SqliteStore:
     return SqliteStore(agents=[AGENT], columns=TURN_COLUMNS)
 
 
-async def make_ready(store: SqliteStore, samples: Sequence[Sample]) -> None:
+async def make_ready(store: SqliteStore, samples: Sequence[Sample], *, open_group: str = "") -> None:
     for s in samples:
         turn = s.turn
         await store.put(AGENT, [response_row(turn), closing_row(turn.sample_id, SOLVER, reward=s.reward)])
-        await store.put(AGENT, [credit_row(replace(s, episode_tokens=1.0))])
+        known = (
+            open_row(replace(s, open_group=open_group)) if open_group else credit_row(replace(s, episode_tokens=1.0))
+        )
+        await store.put(AGENT, [known])
     await store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
 
 
