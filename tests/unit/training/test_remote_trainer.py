@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import StoreError, TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, Sample, SampleId, Version
@@ -29,6 +32,7 @@ from tests.unit.training.test_session import make_ready
 from tests.unit.workers import LocalWorker
 
 SOLVER = PolicyName("solver")
+AGENT = AgentName("solver")
 NAME = "trainer/solver"
 DOUBLE = TrainingSettings(dtype="float64", optimizer=AdamWSettings(learning_rate=1e-2))
 Samples = Callable[..., list[Sample]]
@@ -132,6 +136,53 @@ def test_micro_batches_that_end_while_a_group_is_closed_are_counted(make_samples
         advantages += [sample.advantage for sample in others]
         expected = sum(a * s.num_tokens for a, s in zip(advantages, samples, strict=True))
         assert hosted.fake.weight == pytest.approx(expected / divisors_of(samples).num_tokens, rel=1e-12)
+
+    run_virtual(scenario())
+
+
+@given(
+    closings=st.lists(
+        st.tuples(st.floats(0, 12), st.sampled_from([Line(0.5, 2.0), Line(0.25, 1.0), None])), max_size=4
+    ),
+    opened=st.lists(st.integers(0, 3), min_size=14, max_size=14),
+    latency_s=st.sampled_from([0.0, 0.3, 0.5]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_rows_of_open_groups_are_counted_once_or_dropped_whenever_their_groups_close(
+    make_samples: Samples, closings: list[tuple[float, Line | None]], opened: list[int], latency_s: float
+) -> None:
+    samples = [sample for sample in make_samples(3, 40, weights=(1.0,)) if sample.num_tokens][:14]
+    members = {n: [s for s, of in zip(samples, opened, strict=True) if of == n] for n in range(len(closings))}
+
+    async def scenario() -> None:
+        hosted = Hosted(cost_s=0.5, latency_s=latency_s)
+        session = hosted.session()
+        kept = [s for s, of in zip(samples, opened, strict=True) if of >= len(closings)]
+        await make_ready(hosted.store, kept)
+        for n, of_group in members.items():
+            await make_ready(hosted.store, of_group, open_group=f"g{n}")
+
+        async def close(n: int, after_s: float, line: Line | None) -> None:
+            await asyncio.sleep(after_s)
+            ids = [sample.turn.sample_id for sample in members[n]]
+            if line is not None:
+                credited = [replace(s, advantage=line.scale * s.advantage + line.offset) for s in members[n]]
+                kept.extend(credited)
+                await hosted.store.put(AGENT, [credit_row(replace(s, episode_tokens=1.0)) for s in credited])
+            await session.close_group(f"g{n}", ids, line, "dropped")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.accumulate())
+            async with asyncio.TaskGroup() as closing:
+                for n, (after_s, line) in enumerate(closings):
+                    closing.create_task(close(n, after_s, line))
+            session.close_step()
+        assert await session.finish(divisors_of(kept)) == (1 if kept else 0)
+        dropped = len(samples) - len(kept)
+        counts = {RowState.TRAINED: len(kept), RowState.FILTERED: dropped}
+        assert await hosted.store.counts(SOLVER) == {state: count for state, count in counts.items() if count}
+        expected = sum(s.advantage * s.num_tokens for s in kept) / (divisors_of(kept).num_tokens or 1)
+        assert hosted.fake.weight == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
     run_virtual(scenario())
 
