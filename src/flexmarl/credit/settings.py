@@ -10,7 +10,7 @@ from flexmarl.credit.balance import equal_shares
 from flexmarl.credit.by_agent import ByAgent, most
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.group_relative import Line
+from flexmarl.credit.estimators.group_relative import GroupRelative, Line
 from flexmarl.credit.filters import FilterDecision, OutcomeFilter
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
 from flexmarl.credit.keys import Group
@@ -61,6 +61,19 @@ class CreditSettings(BaseModel):
                 f"agent_balance as given looks at more; use streaming=off, or estimator.type=default, no term that "
                 f"compares episodes, invalid_action.order=before, whiten=null and agent_balance=none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_divided_by_stays_positive(self) -> "CreditSettings":
+        if self.invalid_action is None or self.invalid_action.order == "after" or not self.invalid_action.penalty:
+            return self
+        for where, estimator in {"estimator": self.estimator, **self.per_agent}.items():
+            if isinstance(estimator, GroupRelative) and estimator.scale == "mean":
+                raise ValueError(
+                    f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
+                    f"invalid_action takes {self.invalid_action.penalty:g} off rewards, which may be 0, before they "
+                    f"are compared; use invalid_action.order=after, or invalid_action=null"
+                )
         return self
 
     @property

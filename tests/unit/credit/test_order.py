@@ -154,8 +154,8 @@ def test_the_tokens_of_each_scope_have_mean_0_and_variance_1(rows: list[CreditRo
     for tokens in blocks.values():
         raw, white = np.array(tokens).T
         # The two 1e-8 of the definition count where there is next to no variance.
-        assert white.mean() == pytest.approx(0, abs=1e-5)
-        assert white.var(ddof=1) == pytest.approx(1, rel=1e-4) if np.ptp(raw) > 0.01 else abs(white).max() < 1e-5
+        assert white.mean() == pytest.approx(0, abs=1e-4)
+        assert white.var(ddof=1) == pytest.approx(1, rel=1e-3) if np.ptp(raw) > 0.01 else abs(white).max() < 1e-4
 
 
 def test_advantages_per_token_are_whitened_token_by_token() -> None:
@@ -238,6 +238,7 @@ def test_lines_over_scores_are_the_credit(estimator: dict[str, object], counts: 
     settings = configured(
         estimator=estimator,
         per_agent={"router": {"type": "max_rl", "key": ["task"]}},
+        invalid_action=None,
         untrained_in_baseline=counts,
         streaming="linear",
     )

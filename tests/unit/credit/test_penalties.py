@@ -5,12 +5,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from flexmarl.credit import CreditSettings
 from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.estimators.drmas import DrMas
 from flexmarl.credit.filters import OutcomeFilter
 from flexmarl.credit.penalties import InvalidAction
+from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row
+
+
+SOLVER = AgentName("solver")
 
 
 def group(*rewards, invalid=()):
@@ -50,12 +56,12 @@ def test_divided_by_the_standard_deviation_a_small_penalty_is_all_there_is():
     assert scaled == pytest.approx([0.5, -1.5, 0.5, 0.5], abs=1e-4)
     credit = DrMas(std_floor=0.1).estimate(penalised)
     assert [*credit.advantages.values()] == pytest.approx([0.25, -0.75, 0.25, 0.25], abs=1e-4), "std .05, floor .1"
-    assert credit.report["solver"].penalty_alone == 1, "such groups are counted"
+    assert credit.report[SOLVER].penalty_alone == 1, "such groups are counted"
 
 
 def test_a_group_whose_outcomes_differ_is_not_counted_as_one_of_penalties():
     penalised = InvalidAction().penalise(group(1.0, 0.0, invalid=[1]))
-    assert Default().estimate(penalised).report["solver"].penalty_alone == 0
+    assert Default().estimate(penalised).report[SOLVER].penalty_alone == 0
 
 
 def test_f2_a_task_that_all_solved_is_dropped_whatever_the_penalties():
@@ -80,3 +86,13 @@ def test_after_the_comparison_the_penalty_comes_off_the_advantage_unscaled():
 def test_a_row_without_weight_has_no_penalty_after_the_comparison():
     rows = [replace(credit_row(1.0, num_tokens=0), valid=False)]
     assert [*InvalidAction(order="after").lower(Default().estimate(rows), rows).advantages.values()] == [0.0]
+
+
+@pytest.mark.parametrize("chosen", [{"estimator": {"type": "max_rl"}}, {"per_agent": {"solver": {"type": "max_rl"}}}])
+def test_no_penalty_makes_a_reward_negative_whose_group_divides_by_its_mean(chosen):
+    with pytest.raises(ValidationError, match=r"divides by the mean reward.*use invalid_action\.order=after"):
+        CreditSettings.model_validate(chosen)
+    rows = [replace(credit_row(reward, episode=i), valid=bool(i)) for i, reward in enumerate((0.0, 0.0, 1.0))]
+    for invalid_action in ({"order": "after"}, {"penalty": 0}, None):
+        settings = CreditSettings.model_validate({**chosen, "invalid_action": invalid_action})
+        assert settings.credit(settings.shape(rows)).weights
