@@ -15,7 +15,6 @@ from flexmarl.credit.penalties import InvalidAction
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row
 
-
 SOLVER = AgentName("solver")
 
 
