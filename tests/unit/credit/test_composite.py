@@ -61,6 +61,7 @@ def lone(*times, solved=None):
         ({"tool_error": 1.0}, 0.05),
         ({"tool_error": 1.0, "format_error": 1.0}, 0.1),
         ({"language_mix": 0.09}, 0.0),
+        ({"language_mix": 0.1}, 0.1 * 0.05),
         ({"language_mix": 0.5}, 0.025),
         ({"something_else": 1.0}, 0.0),
     ],
@@ -96,6 +97,14 @@ def test_the_greedy_play_is_compared_and_not_compared_with():
     greedy = [replace(row, greedy=True) for row in episode(1.0, number=2, tokens=[5])]
     assert rewards([*lone(10, 20), *greedy], PER_TOKEN) == pytest.approx([1 + 0.1 / 3, 1 - 0.1 / 3, 1 + 0.1 * 2 / 3])
     assert rewards([*lone(10), *greedy], PER_TOKEN) == [1.0, 1.0], "one success beside it is nothing to compare"
+
+
+def test_what_an_episode_earns_is_no_calls_own():
+    rows = [replace(row, call_reward=0.25) for number in (0, 1) for row in episode(1.0, CHAIN, number=number)]
+    timed = [replace(row, call_reward=0.25) for row in lone(10, 30)]
+    for shaped in (shape(timed, [PER_TOKEN]), shape(rows, [Process(), RewardToGo(gamma=0.5)])):
+        assert shaped[0].reward != 1.0
+        assert {row.call_reward for row in shaped} == {0.25}
 
 
 def test_an_outcome_that_is_neither_success_nor_failure_is_an_error():

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditRow, credit_rows
+from flexmarl.credit.returns import own_share
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal, paid
-from flexmarl.records import GroupRecord, MicroBatch, PolicyName, Turn
+from flexmarl.records import GroupRecord, MicroBatch, PolicyName, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Appraised
 from flexmarl.training.settings import TrainingSettings
@@ -103,6 +104,30 @@ def test_prices_add_up_whatever_the_reward(price: list[float], reward: float) ->
     (row, *_) = credit_rows(group_of(0, [1.0]), [SOLVER])
     paying = paid(replace(row, reward=reward, num_tokens=len(price)), np.array(price))
     assert paying.reward == pytest.approx(reward - sum(price), rel=1e-12, abs=1e-12)
+
+
+def test_a_call_pays_its_price_itself_and_not_its_agent_or_the_team() -> None:
+    (row, *_) = credit_rows(group_of(0, [1.0]), [SOLVER])
+    paying = paid(replace(row, reward=1.0, call_reward=0.25, num_tokens=2), np.array([0.5, 0.125]))
+    assert (paying.reward, paying.call_reward) == (0.375, -0.375)
+    assert own_share(paying) == 0.75, "what the agent or the team was given"
+
+
+def test_the_greedy_play_and_calls_without_a_token_are_not_asked_about() -> None:
+    group, asked = group_of(0, [1.0, 0.5]), list[str]()
+
+    class Listening(Opinionated):
+        async def appraise(self, batch: MicroBatch) -> list[Appraised]:
+            asked.extend(sample.turn.sample_id for sample in batch.samples)
+            return await super().appraise(batch)
+
+    played, *others = credit_rows(group, [SOLVER])
+    rows = [played, replace(others[0], greedy=True), replace(played, sample_id=SampleId("empty"), num_tokens=0)]
+    turns = [turn for episode in group.episodes for turn in episode.turns]
+    in_reward = appraisal_of(trainer=Listening, kl={"type": "k1", "where": "reward"})
+    filled_in = asyncio.run(in_reward.fill(rows, turns, {}))
+    assert asked == [played.sample_id]
+    assert list(filled_in[1:]) == rows[1:]
 
 
 def test_the_coefficient_adapts_at_the_end_of_a_batch_and_is_remembered() -> None:
