@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexmarl.records import PolicyName, RowState
+from flexmarl.records import PolicyName, RowState, split_trajectory_id
 from flexmarl.testing.run import ScriptedRun
 
 SOLVER = PolicyName("solver")
@@ -113,3 +113,31 @@ def test_groups_that_are_dropped_while_they_are_trained_leave_nothing_behind():
     assert any("score" in row.values for row in sampled)
     accumulated = {s.turn.sample_id for batch in run.trainers[SOLVER].accumulated for s in batch.samples}
     assert accumulated & {row.sample_id for row in sampled}, "none of them was trained before it was dropped"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_step_all_of_whose_groups_are_dropped_takes_no_row_of_the_next_step_for_its_own(resumed, tmp_path):
+    async def workflow(task, team) -> None:
+        reply = await team.solver.act(task.prompt)
+        await asyncio.sleep(reply.turns[0].tags["group"] + split_trajectory_id(reply.turns[0].episode)[1])
+        learns = task.input_id in ("task-2", "task-3")
+        reply.reward(float(learns and split_trajectory_id(reply.turns[0].episode)[1] == 0))
+
+    def run(steps):
+        return ScriptedRun(
+            workflow,
+            credit={"streaming": "linear"},
+            policies={"solver": {"training": {"micro_batch": 1}}},
+            steps=steps,
+            batch={"groups": 2, "episodes": 3},
+            checkpoint={"every": 1},
+            folder=tmp_path,
+        ).play()
+
+    played = run(1 if resumed else 2)
+    assert len(played.events("update_skipped")) == 1
+    assert [event["micro_batch"] for event in played.events("micro_batch")][:6] == [f"solver/0/{i}" for i in range(6)]
+    if resumed:
+        played = run(2)
+    assert played.trainers[SOLVER].version == 1
+    assert played.events("step_ended")[-1]["trained"] == [2, 3]

@@ -89,6 +89,8 @@ class SimulatedTrainer:
                 report = LossReport(micro_batch_id=f"line/{name}", num_samples=samples, num_tokens=tokens, sums=sums)
                 self._reports[report.micro_batch_id] = report
                 closed += tokens
+        if not self._open and not any(report.num_tokens for report in self._reports.values()):
+            self._reports = {}
         return closed
 
     async def compute(self, batch: MicroBatch) -> float:

@@ -1,6 +1,7 @@
 """A trainer of one number that remembers, and what every trainer must do."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,17 @@ async def check_trainer(
     await _refuses(CheckpointError, restored.load(folder / "nowhere"), "loading a folder that is not there")
     await trainer.export(folder / "export")
     assert any((folder / "export").iterdir()), "an export is a folder with files"
+    await _check_dropped(make_trainer(InlineObjectStore()), batches[0], folder / "dropped")
+
+
+async def _check_dropped(trainer: Trainer, batch: MicroBatch, folder: Path) -> None:
+    """Rows of an open credit group that is dropped leave nothing behind, not even the id that they came under."""
+    await trainer.accumulate(replace(batch, samples=tuple(replace(s, open_group="dropped") for s in batch.samples)))
+    assert not await trainer.close_groups({"dropped": None}), "what is dropped must not be counted"
+    await trainer.save(folder)
+    await trainer.load(folder)
+    report = await trainer.accumulate(batch)
+    assert report.num_samples == len(batch.samples), "other rows must not be taken for those that were dropped"
 
 
 async def check_process_group(

@@ -83,8 +83,9 @@ class Trainer(Protocol):
         """Open credit groups are complete: their samples were accumulated as two sums, of c g and of g.
 
         Adds scale x (sum of c g) + offset x (sum of g) by each group's line to the cache, or drops the sums where it is
-        None. Returns the weighted tokens that are in the cache by this. A group without sums is no error. Raises
-        TrainingError.
+        None. Returns the weighted tokens that are in the cache by this. A group without sums is no error. Once nothing
+        is open and nothing weighted is in the cache, the ids of micro-batches may be used again: a step whose groups
+        were all dropped ends without an update. Raises TrainingError.
         """
         ...
 

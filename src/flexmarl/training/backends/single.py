@@ -190,6 +190,8 @@ class SingleProcessTrainer:
     def _close_groups(self, lines: Mapping[str, Line | None]) -> float:
         reports = [report for name, line in lines.items() if (report := self._cache.close(name, line))]
         self._reports |= {report.micro_batch_id: report for report in reports}
+        if not self._cache.open and not any(report.num_tokens for report in self._reports.values()):
+            self._reports = {}  # Else the next step's first rows, under these ids, would be taken for accumulated.
         return sum(report.num_tokens for report in reports)
 
     def _commit(
