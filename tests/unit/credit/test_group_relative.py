@@ -13,6 +13,8 @@ from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.estimators.dr_grpo import DrGrpo
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.grpo import Grpo
+from flexmarl.credit.estimators.max_rl import MaxRl
+from flexmarl.credit.estimators.opo import Opo
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
@@ -92,6 +94,24 @@ def test_an_episode_of_many_rows_is_one_observation() -> None:
     assert credit.report[AgentName("solver")].group_sizes == (1,)
 
 
+def test_an_episode_weighs_as_many_tokens_as_its_observation_has() -> None:
+    rows = [
+        credit_row(1, episode=0, hop=0, num_tokens=1),
+        credit_row(0, episode=0, hop=1, num_tokens=5),
+        credit_row(0, episode=1, hop=0, num_tokens=2),
+    ]
+    mean, first = (Opo(unit=unit) for unit in ("trajectory_mean", "trajectory_first"))
+    baseline = (6 * 0.5 + 2 * 0) / 8
+    assert advantages(mean, rows) == pytest.approx([0.5 - baseline, 0.5 - baseline, -baseline])
+    assert advantages(first, rows) == pytest.approx([1 - 1 / 3, -1 / 3, -1 / 3])
+
+
+def test_a_lone_episode_keeps_the_mean_of_its_rows() -> None:
+    rows = [credit_row(1, hop=0), credit_row(0.5, hop=1)]
+    assert advantages(DrGrpo(unit="trajectory_mean"), rows) == [0.75, 0.75]
+    assert advantages(DrGrpo(unit="trajectory_first"), rows) == [1, 0.5]
+
+
 # Spread
 
 
@@ -101,6 +121,7 @@ def test_min_std_and_std_floor_tame_small_spreads() -> None:
     assert advantages(Grpo(min_std=0.1), rows) == [0, 0, 0, 0]
     assert advantages(Grpo(min_std=1.0, ddof=0), scored(2, 0)) == [0, 0]
     assert advantages(Grpo(eps=0), scored(1, 1)) == [0, 0]
+    assert advantages(Grpo(std_floor=1.0, eps=0.25), rows) == pytest.approx([0.02, -0.06, 0.02, 0.02], abs=1e-12)
     assert advantages(Grpo(std_floor=1.0), rows) == pytest.approx([0.025, -0.075, 0.025, 0.025], abs=1e-6)
 
 
@@ -143,6 +164,15 @@ def test_a_row_without_sampled_tokens_needs_no_reward_and_has_no_weight() -> Non
     assert credit.weights[empty.sample_id] == 0
     assert [credit.advantages[SampleId(f"t0_0_t0e{episode}")] for episode in (0, 1)] == [0.5, -0.5]
     assert credit.report[AgentName("solver")].empty == 1
+
+
+def test_a_mean_that_divides_is_none_of_negative_rewards_and_none_of_nothing() -> None:
+    with pytest.raises(CreditError, match=r"sample t0_0_t0e1 of agent solver has reward -0\.5, and scale is 'mean'"):
+        MaxRl().estimate(scored(1, -0.5))
+    padding = credit_row(-1, episode=9, num_tokens=0)
+    assert advantages(MaxRl(), [*scored(1, 0), padding]) == [1, -1, 0]
+    later = [credit_row(0, episode=episode) for episode in (0, 1)] + [credit_row(1, hop=1)]
+    assert advantages(MaxRl(unit="trajectory_first"), later) == [0, 0, 0], "the mean of what is compared is 0"
 
 
 def test_nothing_in_nothing_out() -> None:

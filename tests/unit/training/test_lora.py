@@ -21,6 +21,7 @@ from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.training import check_trainer
+from flexmarl.training.backends import network
 from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
@@ -235,6 +236,17 @@ def test_the_reference_is_the_model_without_its_adapter(make_model: Model, make_
     now = asyncio.run(trainer.logprobs(batch))
     assert not any(np.array_equal(a, b) for a, b in zip(now, expected, strict=True)), "the adapter is back on"
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
+
+
+def test_with_an_adapter_the_reference_is_no_second_copy_of_the_weights(
+    make_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[PreTrainedModel] = []
+    monkeypatch.setattr(network, "FrozenCopy", copies.append)
+    kl = {"where": "reward", "type": "k1"}
+    for settings, count in ((chosen(kl=kl), 0), (chosen(lora=None), 0), (chosen(kl=kl, lora=None), 1)):
+        SingleProcessTrainer(SOLVER, make_model(), settings, InlineObjectStore())
+        assert len(copies) == count
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
