@@ -133,6 +133,12 @@ def test_equal_rewards_give_exactly_zero(value: float, n: int) -> None:
             assert advantages(estimator, scored(*[value] * n)) == [0.0] * n
 
 
+def test_where_all_observations_are_equal_later_rows_get_nothing_either() -> None:
+    # The deviation of three times 0.1 is 1e-17 as numbers go, and no spread.
+    rows = [*scored(0.1, 0.1, 0.1), credit_row(1, hop=1)]
+    assert advantages(Grpo(unit="trajectory_first"), rows) == [0, 0, 0, 0]
+
+
 def test_rewards_that_differ_by_rounding_stay_near_zero() -> None:
     for estimator in PRESETS:
         assert max(map(abs, advantages(estimator, scored(0.1 + 0.2, 0.3, 0.3)))) < 1e-6
