@@ -53,11 +53,16 @@ class FakeTrainer(SimulatedTrainer):
 
 
 async def check_trainer(
-    make_trainer: Callable[[ObjectStore], Trainer], batches: Sequence[MicroBatch], folder: Path
+    make_trainer: Callable[[ObjectStore], Trainer],
+    batches: Sequence[MicroBatch],
+    folder: Path,
+    *,
+    streams: bool = True,
 ) -> None:
     """Asserts the contract of `Trainer`: at least two micro-batches of one policy, sampled at version 0.
 
     `make_trainer` must return equal trainers at version 0 every time; `folder` is an empty one for checkpoints.
+    `streams` is False for settings that rows of open credit groups cannot be trained with (training/streaming.py).
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
     trainer = make_trainer(InlineObjectStore())
@@ -106,7 +111,8 @@ async def check_trainer(
     await _refuses(CheckpointError, restored.load(folder / "nowhere"), "loading a folder that is not there")
     await trainer.export(folder / "export")
     assert any((folder / "export").iterdir()), "an export is a folder with files"
-    await _check_dropped(make_trainer(InlineObjectStore()), batches[0], folder / "dropped")
+    if streams:
+        await _check_dropped(make_trainer(InlineObjectStore()), batches[0], folder / "dropped")
 
 
 async def _check_dropped(trainer: Trainer, batch: MicroBatch, folder: Path) -> None:
