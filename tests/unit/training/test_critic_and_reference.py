@@ -219,4 +219,4 @@ def test_a_trainer_with_every_term_keeps_the_contract(
         return SingleProcessTrainer(SOLVER, make_model(), chosen, objects)
 
     batches = [batch_of(with_returns(make_samples(seed, 3)), f"mb/{seed}") for seed in (1, 2)]
-    asyncio.run(check_trainer(make, batches, tmp_path))
+    asyncio.run(check_trainer(make, batches, tmp_path, streams=False))
