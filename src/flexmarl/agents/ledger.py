@@ -106,10 +106,9 @@ class Ledger:
         """The parts that the reward of every turn adds up from, in hop order; empty where nobody gave one."""
         return {turn.sample_id: ledger._parts(turn) for turn, ledger in self._kept()}
 
-    def call_rewards(self) -> dict[SampleId, float]:
-        """What of its reward every turn was given for itself, and not as one of its agent's or of the team's."""
-        given = {turn.sample_id: ledger._call_rewards.get(turn.sample_id, {}) for turn, ledger in self._kept()}
-        return {sample_id: sum(parts.values(), 0.0) for sample_id, parts in given.items()}
+    def call_rewards(self) -> dict[SampleId, Mapping[str, float]]:
+        """The parts that every turn was given for itself, and not as one of its agent's or of the team's."""
+        return {turn.sample_id: {**ledger._call_rewards.get(turn.sample_id, {})} for turn, ledger in self._kept()}
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
         """What was found in every turn, in hop order."""

@@ -99,8 +99,8 @@ class Team:
         """The parts that each of these rewards adds up from, by name."""
         return self._ledger.parts()
 
-    def call_rewards(self) -> dict[SampleId, float]:
-        """What of these rewards the workflow gave with `reply.reward`."""
+    def call_rewards(self) -> dict[SampleId, Mapping[str, float]]:
+        """The parts that the workflow gave with `reply.reward`."""
         return self._ledger.call_rewards()
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:

@@ -56,6 +56,8 @@ class CreditRow:
     """The reward before penalties, time and process terms; None if there are none, so that it equals `reward`."""
     call_reward: float = 0.0
     """What `reply.reward` gave this very call; what is left of the reward its agent or the team was given."""
+    call_outcome: float | None = None
+    """What of it was given as the outcome, or a part of it, before terms; None: nothing."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts that the reward adds up from, where it has several: `outcome`, and each term that was added."""
     signals: Mapping[str, float] = field(default_factory=dict)

@@ -33,8 +33,8 @@ class Episode:
     """In hop order, of all agents; failed calls are not turns."""
     rewards: Mapping[SampleId, float | None] = field(default_factory=dict)
     """Reward of every turn; None where the workflow gave none."""
-    call_rewards: Mapping[SampleId, float] = field(default_factory=dict)
-    """What of it the workflow gave that very turn; the rest went to its agent or to the team."""
+    call_rewards: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
+    """What of it the workflow gave that very turn, by part; the rest went to its agent or to the team."""
     parts: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
     """What it adds up from, by name; `outcome` unless the workflow named another."""
     signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)

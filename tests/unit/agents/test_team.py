@@ -51,7 +51,7 @@ def test_a_reward_is_kept_apart_by_part_and_by_whom_it_was_given_to():
         verifier: {"outcome": 1.0},
     }
     assert team.rewards() == {solver: 1.6875, verifier: 1.0}
-    assert team.call_rewards() == {solver: -0.0625, verifier: 0.0}
+    assert team.call_rewards() == {solver: {"outcome": 0.0625, "length": -0.125}, verifier: {}}
 
 
 def test_a_turn_that_nobody_rewarded_has_no_parts():

@@ -219,6 +219,33 @@ def test_parts_of_the_workflow_stay_and_only_the_outcome_is_reshaped():
     assert dict(shaped.parts) == {"outcome": 1.0, "style": 0.5, "hop_weighted": -0.5}
 
 
+@pytest.mark.parametrize(
+    ("reward", "own", "reshaped"),
+    [
+        ({"outcome": 2.0}, {}, 0.0),
+        ({"outcome": 2.0, "style": 0.25}, {"style": 0.25}, 0.25),
+        ({"outcome": 2.0, "style": 0.25}, {"outcome": 2.0}, 1.0),
+        ({"outcome": 2.0, "style": 0.25}, {"outcome": 0.5, "style": 0.25}, 0.25 + 0.25),
+    ],
+)
+def test_a_call_keeps_its_share_of_an_outcome_that_is_reshaped(reward, own, reshaped):
+    row = replace(
+        credit_row(sum(reward.values()), outcome=2.0),
+        parts=reward,
+        call_reward=sum(own.values()),
+        call_outcome=own.get("outcome"),
+    )
+    (shaped,) = shape([row], terms("normalized"))
+    assert (shaped.outcome, shaped.call_reward) == (1.0, reshaped)
+
+
+def test_a_call_that_was_given_a_zero_bears_what_becomes_of_it():
+    given = [replace(row, call_reward=row.reward, call_outcome=row.reward) for row in chain(1.0, 0.0, 1.0)]
+    assert [row.call_reward for row in shape(given, terms("margin"))] == [1.0, -0.5, 1.25]
+    of_team = shape(chain(1.0, 0.0, 1.0), terms("margin"))
+    assert [row.call_reward for row in of_team] == [0.0, 0.0, 0.0]
+
+
 def test_a_filter_sees_the_reshaped_outcome_and_no_penalty():
     (row,) = shape([credit_row(1.0, num_tokens=9)], terms("turn_weighted", defaults("overlong")))
     assert (row.reward, row.outcome) == (0.125 - 1.0, 0.125)

@@ -80,12 +80,17 @@ class _Sum:
         parts = dict(row.parts) or {"outcome": row.reward}
         for name, change in self.terms.items():
             parts[name] = parts.get(name, 0.0) + change
-        # Of an outcome that was given to the very call, the call's share grows with it.
-        share = row.call_reward * self.outcome / before if before else row.call_reward
         return replace(
             row,
             reward=self.outcome + (row.reward - before) + self.added,
             outcome=self.outcome,
-            call_reward=share + self.call_reward,
+            call_reward=row.call_reward + _of_call(row, self.outcome - before) + self.call_reward,
             parts=parts,
         )
+
+
+def _of_call(row: CreditRow, change: float) -> float:
+    """What of a change of the outcome is the very call's: as much of it as of the outcome."""
+    if row.call_outcome is None:
+        return 0.0
+    return change * row.call_outcome / given(row) if given(row) else change
