@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.penalties import InvalidAction
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row
 
@@ -76,6 +77,14 @@ def test_agents_with_rewards_of_their_own_each_have_their_own_after_the_last_ste
 def test_the_environment_says_itself_what_a_step_earned() -> None:
     rows = [call(9.0, tags={"step_reward": 0.5}), call(9.0, step=1, tags={"step_reward": 1.0})]
     assert list(GiGpo(gamma=0.5)._step_scores(rows).values()) == [1.0, 1.0]
+
+
+def test_an_invalid_call_lowers_what_its_step_earned_whoever_says_it() -> None:
+    said = [call(2.0, tags={"step_reward": 0.5}), call(2.0, step=1, tags={"step_reward": 1.0})]
+    given = [call(0.5, call_reward=0.5), call(1.0, step=1, call_reward=1.0)]
+    for played in (said, given):
+        rows = InvalidAction(penalty=0.25).penalise([played[0], replace(played[1], valid=False)])
+        assert list(GiGpo(gamma=0.5)._step_scores(rows).values()) == [0.5 + 0.5 * 0.75, 0.75]
 
 
 def test_calls_of_one_step_that_do_not_agree_on_its_reward_are_refused() -> None:

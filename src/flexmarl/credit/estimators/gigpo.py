@@ -12,6 +12,7 @@ from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.interface import Credit, CreditRow, GroupKey, in_order
 from flexmarl.credit.keys import group_rows
+from flexmarl.credit.penalties import PART as PENALTY
 from flexmarl.credit.returns import discounted_returns, own_share
 from flexmarl.errors import CreditError
 from flexmarl.records import SampleId
@@ -27,8 +28,9 @@ class GiGpo(EstimatorBase):
     E   rewards, compared in the groups of `key`
     S   what followed from an environment step on, compared inside those groups between calls with the same `anchor`
 
-    The step's own reward is the tag `step_reward`, the same for all its calls; or else the sum of what its calls were
-    given themselves, and then what a call's agent or team was given comes after the last step.
+    The step's own reward is the tag `step_reward`, the same for all its calls, less what invalid ones pay; or else the
+    sum of what its calls were given themselves, and then what a call's agent or team was given comes after the last
+    step.
     """
 
     follows_calls: ClassVar[bool] = True
@@ -124,4 +126,4 @@ def _reward_of(calls: Sequence[CreditRow]) -> float:
             f"{STEP_REWARD}: the calls of environment step {_env_step(calls[0])} of episode {calls[0].episode} do not "
             f"agree on it: {', '.join(map(str, sorted(given, key=str)))}; give all of them what the step earned"
         )
-    return float(given.pop())
+    return float(given.pop()) + sum(row.parts.get(PENALTY, 0.0) for row in calls)
