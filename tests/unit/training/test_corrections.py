@@ -135,6 +135,23 @@ def test_p8_a_veto_zeroes_the_whole_row_and_no_other(chosen: dict[str, object]) 
     assert read({**chosen, "veto": 1e-5}).weights(tokens).tolist() == without, "exp(-10) is above it"
 
 
+def test_a_token_exactly_as_unlikely_as_the_veto_is_none() -> None:
+    at_it, below = sampled([math.log(0.5)], [0.0]), sampled([math.log(0.49)], [0.0])
+    assert TruncatedImportanceSampling(veto=0.5).weights(at_it).tolist() == pytest.approx([0.5])
+    assert TruncatedImportanceSampling(veto=0.5).weights(below).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("chosen", [{"type": "tis", "cap": 2.0}, {"type": "icepop", "high": 2.0}])
+def test_what_a_veto_zeroes_is_counted_as_vetoed_and_as_nothing_else(chosen: dict[str, object]) -> None:
+    tokens = in_rows([[(-1.0, -2.0), (-11.0, -1.0)], [(-1.0, -2.0)]])
+    weights, squares, clipped, masked, vetoed = (
+        column.tolist() for column in read({**chosen, "veto": 1e-4}).measured(tokens)
+    )
+    assert squares == [weight**2 for weight in weights]
+    assert vetoed == [1.0, 1.0, 0.0]
+    assert [c + m for c, m in zip(clipped, masked, strict=True)] == [0.0, 0.0, 1.0]
+
+
 @given(rows)
 def test_p10_without_a_cap_tis_is_decoupled_ppo(pairs: list[list[tuple[float, float]]]) -> None:
     tokens = in_rows(pairs)
@@ -155,6 +172,7 @@ def test_bounds_that_exclude_everything_are_refused() -> None:
         TruncatedImportanceSampling(low=3.0)
     with pytest.raises(ValidationError, match=r"low is 3\.0, above high, which is 2\.0; use"):
         IcePop(low=3.0)
+    assert TruncatedImportanceSampling(low=2.0, cap=2.0).weights(sampled([-1.0], [-1.0])).tolist() == [2.0]
 
 
 def test_without_a_correction_older_tokens_are_compared_with_what_was_recorded() -> None:

@@ -92,6 +92,8 @@ def test_full_attention_models_can_run_along_trees(make: Any) -> None:
     assert shape is not None
     assert shape.num_layers == 2
     assert shape.attention_width == 16
+    inner = [p.numel() for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name]
+    assert shape.linear_parameters == sum(inner)
     assert model.config._attn_implementation == NAME
     assert use_prefix_trees(model, "auto") == shape
 
@@ -121,9 +123,23 @@ def eager() -> PreTrainedModel:
     return model
 
 
+def two_way() -> PreTrainedModel:
+    model = tiny_model()
+    model.config.is_causal = False
+    return model
+
+
+def apart() -> PreTrainedModel:
+    model = tiny_model()
+    model._supports_attention_backend = False
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (two_way, "not causal"),
+        (apart, "Qwen3ForCausalLM does not use Transformers' attention interface"),
         (windowed, "window of 4 tokens"),
         (mixed, "sliding_attention"),
         (recurrent, "linear_attention"),
@@ -149,3 +165,4 @@ def test_a_model_that_ignores_positions_is_found_out_on_trial(monkeypatch: pytes
     assert use_prefix_trees(model, "auto") is None
     with pytest.raises(ConfigError, match="gives other outputs on a tree"):
         use_prefix_trees(model, "on")
+    assert model.config._attn_implementation == "sdpa"

@@ -3,12 +3,13 @@
 from itertools import combinations, pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.records import IntArray
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
-from flexmarl.training.tree.cost import ModelShape, pays
+from flexmarl.training.tree.cost import ATTENTION_COST, CALL_COST, MARGIN, ModelShape, pays
 from flexmarl.training.tree.merge import merge, sort_rows
 from flexmarl.training.tree.packing import cut
 from flexmarl.training.tree.pieces import attention_pieces
@@ -44,6 +45,10 @@ def test_a_cut_goes_where_the_least_is_shared() -> None:
     assert cut(np.full(4, 4), sort_rows(rows)[1], max_tokens=5) == [slice(0, 2), slice(2, 4)]
 
 
+def test_of_equal_cuts_the_earliest_is_taken() -> None:
+    assert cut(np.ones(3, np.int64), np.zeros(3, np.int64), max_tokens=2) == [slice(0, 1), slice(1, 3)]
+
+
 def cost_of(rows: list[IntArray]) -> tuple[float, float]:
     tree = merge(rows, [1] * len(rows))
     return SHAPE.cost_of_tree(tree.num_tokens, attention_pieces(tree)), SHAPE.cost_of_rows(
@@ -58,3 +63,17 @@ def test_a_long_shared_prompt_pays_and_equal_rows_that_share_nothing_do_not() ->
     apart = [random.integers(0, 500, 500) for _ in range(8)]
     assert pays(*cost_of(group))
     assert not pays(*cost_of(apart))
+
+
+def test_a_pass_costs_its_tokens_its_pairs_and_its_calls() -> None:
+    linear, attention = 6 * 1_600_000, 2 * 14 * 256 * ATTENTION_COST
+    nothing = SHAPE.cost(tokens=0, pairs=0, calls=0)
+    assert nothing == linear * PASS_OVERHEAD_TOKENS
+    assert SHAPE.cost(tokens=10, pairs=0, calls=0) - nothing == pytest.approx(linear * 10)
+    assert SHAPE.cost(tokens=0, pairs=100, calls=0) - nothing == pytest.approx(attention * 100)
+    assert SHAPE.cost(tokens=0, pairs=0, calls=3) - nothing == pytest.approx(2 * CALL_COST * 3)
+    assert SHAPE.cost_of_rows(np.array([3, 5])) == SHAPE.cost(tokens=10, pairs=25, calls=1), "padded, half of it masked"
+    rows = [np.array([1, 2, 3]), np.array([1, 2, 4, 5])]
+    pieces = attention_pieces(merge(rows, [1, 1]))
+    assert SHAPE.cost_of_tree(5, pieces) == SHAPE.cost(tokens=5, pairs=pieces.num_pairs, calls=pieces.num_calls)
+    assert [pays(tree, 1.0) for tree in (MARGIN, MARGIN + 0.01)] == [True, False]
