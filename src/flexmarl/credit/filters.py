@@ -30,7 +30,7 @@ class FilterDecision:
 class OutcomeFilter(BaseModel):
     """Keeps a task when at least one trained agent has a group whose rewards differ."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     filter_on: Literal["outcome", "final"] = "outcome"
     """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""

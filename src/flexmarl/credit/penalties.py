@@ -20,7 +20,7 @@ PART = "invalid_action"
 class InvalidAction(BaseModel):
     """A penalty for each call that was not valid."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     penalty: float = Field(default=0.1, ge=0)
     """c."""

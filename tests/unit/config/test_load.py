@@ -175,6 +175,14 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
             "credit.estimator.key must be a valid tuple, or must be a valid dictionary, got 3",
         ),
         (
+            "credit.estimator={type: hierarchical, episode_roles: 5}",
+            "credit.estimator.episode_roles must be a valid tuple, got 5",
+        ),
+        (
+            "credit.estimator={type: hierarchical, episode_roles: [[solver]]}",
+            "credit.estimator.episode_roles.0 must be a valid string, got ['solver']",
+        ),
+        (
             "credit.filter.reward_range=[1, 0]",
             "credit.filter.reward_range: 1.0 is not below 0.0; give the worst reward, then the best",
         ),
@@ -191,6 +199,21 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
 )
 def test_every_kind_of_mistake_is_explained(config, override, line):
     assert refused(config, override) == [line]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("credit.estimator={type: grpo, std_floor: .inf}", "credit.estimator.std_floor"),
+        ("credit.estimator={type: gdpo, weights: {style: .inf}}", "credit.estimator.weights.style"),
+        ("credit.shaping=[{type: margin, alpha: .inf}]", "credit.shaping.0.alpha"),
+        ("credit.filter.tol=.inf", "credit.filter.tol"),
+        ("credit.invalid_action.penalty=.inf", "credit.invalid_action.penalty"),
+    ],
+)
+def test_credit_calculates_with_finite_numbers(config, override, key):
+    assert refused(config, override) == [f"{key} must be a finite number, got inf"]
+    assert refused(config, override.replace(".inf", ".nan")) == [f"{key} must be a finite number, got nan"]
 
 
 def test_the_alternatives_of_a_union_are_told_one_by_one_where_they_differ(config):

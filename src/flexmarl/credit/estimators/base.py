@@ -12,7 +12,7 @@ from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs
 class EstimatorBase(BaseModel, ABC):
     """The class of an estimator is its settings; it adds a `type`, a `key`, its options and `estimate`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     follows_calls: ClassVar[bool] = False
     """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""

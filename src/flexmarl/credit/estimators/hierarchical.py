@@ -18,7 +18,8 @@ class Hierarchical(GroupRelative):
     @model_validator(mode="before")
     @classmethod
     def _key_follows_from_roles(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "key" in given:
+        roles = given.get("episode_roles", ()) if isinstance(given, dict) else None
+        # Roles that are no names are refused by their own field.
+        if not isinstance(roles, list | tuple) or not all(isinstance(role, str) for role in roles) or "key" in given:
             return given
-        inside = dict.fromkeys(given.get("episode_roles", ()), ("episode", "agent"))
-        return {**given, "key": {**inside, "*": ("task", "agent")}}
+        return {**given, "key": {**dict.fromkeys(roles, ("episode", "agent")), "*": ("task", "agent")}}

@@ -16,7 +16,7 @@ Sees = Literal["row", "episode", "task"]
 class Term(BaseModel):
     """Something that the reward is made of. Its settings are the term; each reads the rewards as they were given."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     agents: tuple[AgentName, ...] = ()
     """Whose turns it is for; none named: everybody's."""
