@@ -314,9 +314,18 @@ def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
 
 def test_rows_are_ready_alone_only_if_nothing_compares_them(config):
     assert refused(config, "credit.ready=trajectory", "credit.filter=null") == [
-        "credit.ready is 'trajectory', but credit, with estimator 'default', compares the rows of a group; "
-        "use credit.estimator.type=reinforce, or credit.ready=group"
+        "credit.ready is 'trajectory', but credit.estimator compares the rows of a group; use credit.estimator.type="
+        "reinforce without terms that compare episodes, whitening or balance, or credit.ready=group"
     ]
+    alone = "estimator: {type: reinforce}, filter: null, ready: trajectory"
+    for also, where in {
+        "per_agent: {writer: {type: rloo}}": "per_agent.writer",
+        "shaping: [{type: binary}, {type: completion_time}]": "shaping[1]",
+        "whiten: policy": "whiten",
+        "agent_balance: equal, whiten: agent": "whiten, credit.agent_balance",
+    }.items():
+        (line,) = refused(config, f"credit={{{alone}, {also}}}")
+        assert line.startswith(f"credit.ready is 'trajectory', but credit.{where} compares the rows of a ")
 
 
 def test_a_deterministic_run_is_on_policy(config):
@@ -386,6 +395,42 @@ def test_terms_and_estimators_are_for_agents_of_the_team(config):
     ]
 
 
+@pytest.mark.parametrize(
+    ("estimator", "where"),
+    [
+        ("{type: grpo, key: {nobody: [task], '*': [task]}}", "key"),
+        ("{type: hierarchical, episode_roles: [solver, nobody]}", "episode_roles"),
+    ],
+)
+def test_keys_of_credit_are_for_agents_of_the_team(config, estimator, where):
+    for section in ("estimator", "per_agent.solver"):
+        assert refused(config, f"credit.{section}={estimator}") == [
+            f"credit.{section}.{where} is for agent 'nobody'; the team has: solver, writer"
+        ]
+
+
+def test_every_trained_agent_has_a_key(config):
+    key = "credit.estimator={type: grpo, key: {solver: [task]}, singleton: zero}"
+    said = "credit has a key for solver, but none for agent 'writer'; add it to the estimator's key, or '*' for all others"
+    assert refused(config, key) == [said]
+    assert said in refused(config, key, "batch.episodes=1"), "however many episodes there are"
+    load_run(config, [key, "credit.per_agent={writer: {type: rloo}}"])
+    load_run(config, [key, "policies.two.trainable=false"])
+
+
+@pytest.mark.parametrize("override", ["estimator={type: c3}", "shaping=[{type: tree}]"])
+def test_candidates_are_compared_only_where_a_turn_has_several(config, override):
+    tree = "team.workflow={type: turns, turn: any, candidates: 4}"
+    where = "estimator" if "c3" in override else "shaping[0]"
+    for workflow, kind in ((tree.replace("4", "1"), "turns"), ("steps=1", "sequential")):
+        assert refused(config, f"credit.{override}", workflow) == [
+            f"credit.{where} compares the candidates of a turn, but team.workflow of type '{kind}' plays each turn once; "
+            f"use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
+        ]
+    load_run(config, [f"credit.{override}", tree])
+    load_run(config, [f"credit.{override}", "team.workflow={type: custom, name: one_that_forks}"])
+
+
 def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
     assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
         "credit.estimator remembers from episode to episode, in a fixed order, but mode 'async' takes groups as they "
@@ -438,3 +483,41 @@ def test_groups_are_replaced_where_a_step_waits_for_them(config):
         "credit.filter.refill is true, but mode 'async' admits another task for every dropped one anyway; "
         "use refill=false there"
     ]
+
+
+def test_one_episode_is_enough_where_each_agent_keeps_its_reward_or_nothing_is_trained(config):
+    lone = "batch.episodes=1"
+    assert refused(config, lone, "credit.estimator={type: default, singleton: error}")[0].startswith("batch.episodes")
+    one_of_two = refused(config, lone, "credit.estimator={type: grpo}", "credit.per_agent={writer: {type: default}}")
+    assert [line.partition(" compares")[0] for line in one_of_two] == [
+        "batch.episodes is 1, but the estimator of agent 'writer'"
+    ]
+    load_run(config, [lone, "credit.estimator={type: reinforce}"])
+    load_run(config, [lone, "policies.one.trainable=false", "policies.two.trainable=false"])
+
+
+def test_a_policy_that_is_not_trained_needs_no_critic(config):
+    trained = ["credit.estimator={type: gae}", "policies.one.training.critic={}"]
+    assert refused(config, *trained)[0].startswith("credit compares agent 'writer' with a critic's values")
+    load_run(config, [*trained, "policies.two.trainable=false"])
+    load_run(config, [*trained[1:], "credit.per_agent={solver: {type: gae}}"])
+
+
+def test_the_agents_that_a_term_looks_at_are_of_the_team_too(config):
+    assert refused(config, "credit.shaping=[{type: learnability, agents: [writer], solvers: [nobody]}]") == [
+        "credit.shaping[0] is for agent 'nobody'; the team has: solver, writer"
+    ]
+
+
+def test_a_memory_has_no_order_in_a_greedy_run_either(config):
+    assert "in a fixed order, but mode 'greedy'" in refused(config, "mode=greedy", "credit.estimator={type: rae}")[0]
+
+
+def test_a_row_that_is_ready_alone_has_no_filter_and_does_not_stream(config):
+    alone = ["credit.ready=trajectory", "credit.estimator={type: reinforce}"]
+    assert refused(config, *alone) == [
+        "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
+        "credit.ready=group"
+    ]
+    streaming = ["credit.streaming=linear", "credit.ready=trajectory", "credit.filter=null"]
+    assert any("and credit.ready 'group'" in line for line in refused(config, *streaming))
