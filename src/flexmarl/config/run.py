@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.config.credit_fits import has_key, misfits
 from flexmarl.credit.estimators.grouped import Grouped
 from flexmarl.credit.keys import tags_for
 from flexmarl.credit.settings import CreditSettings
@@ -95,8 +96,7 @@ class RunSettings(BaseModel):
             *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
-            *self._terms_are_for_agents(),
-            *self._branches_are_compared(),
+            *misfits(self.credit, self.team, self.trained),
             *self._memory_has_an_order(),
             *self._rows_can_be_ready(),
             *self._rows_can_stream(),
@@ -131,10 +131,12 @@ class RunSettings(BaseModel):
         """One episode of a task is enough where it is a tree, or where rows of one episode are compared."""
         if not self.trained or self.batch.episodes > 1 or getattr(self.team.workflow, "candidates", 1) > 1:
             return
-        for agent in self.team.agents:
-            estimator = self.credit.per_agent.get(AgentName(agent), self.credit.estimator)
+        for agent, seat in self.team.agents.items():
+            estimator = self.credit.estimator_of(agent)
             if (
-                isinstance(estimator, Grouped)
+                seat.policy in self.trained
+                and has_key(agent, estimator.key)
+                and isinstance(estimator, Grouped)
                 and estimator.singleton in ("zero", "drop", "error")
                 and "episode" not in tags_for(AgentName(agent), estimator.key)
             ):
@@ -147,7 +149,7 @@ class RunSettings(BaseModel):
     def _critics_are_used(self) -> Iterator[str]:
         compared: set[str] = set()
         for agent, seat in self.team.agents.items():
-            estimator = self.credit.per_agent.get(AgentName(agent), self.credit.estimator)
+            estimator = self.credit.estimator_of(agent)
             if "values" not in estimator.uses or seat.policy not in self.trained:
                 continue
             compared.add(seat.policy)
@@ -163,23 +165,6 @@ class RunSettings(BaseModel):
                     f"critic=null, or credit.estimator.type=gae"
                 )
 
-    def _terms_are_for_agents(self) -> Iterator[str]:
-        named = [(f"per_agent.{agent}", {agent}) for agent in self.credit.per_agent]
-        for index, term in enumerate(self.credit.shaping):
-            named.append((f"shaping[{index}]", {*term.agents, *getattr(term, "solvers", ())}))
-        for where, agents in named:
-            for agent in sorted(agents - set(self.team.agents)):
-                yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(self.team.agents)}"
-
-    def _branches_are_compared(self) -> Iterator[str]:
-        candidates = getattr(self.team.workflow, "candidates", 1)
-        for where in self.credit.follows_calls if candidates > 1 else ():
-            yield (
-                f"credit.{where} goes from call to call, but team.workflow.candidates is {candidates}, so that an "
-                f"episode branches at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
-                f"(credit.estimator.type=atgrpo or c3, shaping type tree)"
-            )
-
     def _memory_has_an_order(self) -> Iterator[str]:
         if self.credit.needs == "state" and self.mode in (Mode.ASYNC, Mode.GREEDY):
             yield (
@@ -191,10 +176,10 @@ class RunSettings(BaseModel):
         if self.credit.ready == "group":
             return
         if self.credit.needs != "row":
-            kind = getattr(self.credit.estimator, "type", "")
             yield (
-                f"credit.ready is 'trajectory', but credit, with estimator '{kind}', compares the "
-                f"rows of a {self.credit.needs}; use credit.estimator.type=reinforce, or credit.ready=group"
+                f"credit.ready is 'trajectory', but {', '.join(f'credit.{key}' for key in self.credit.compares)} "
+                f"compares the rows of a {self.credit.needs}; use credit.estimator.type=reinforce without terms that "
+                f"compare episodes, whitening or balance, or credit.ready=group"
             )
         elif self.credit.filter is not None:
             yield (

@@ -16,7 +16,7 @@ from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
 from flexmarl.credit.keys import Group
 from flexmarl.credit.order import counted, estimated
 from flexmarl.credit.penalties import InvalidAction
-from flexmarl.credit.shaping import Terms, shape
+from flexmarl.credit.shaping import AnyTerm, Terms, shape
 from flexmarl.credit.whitening import Scope, whiten
 from flexmarl.records import AgentName, FinishReason, SampleId
 
@@ -67,7 +67,7 @@ class CreditSettings(BaseModel):
     def _what_is_divided_by_stays_positive(self) -> "CreditSettings":
         if self.invalid_action is None or self.invalid_action.order == "after" or not self.invalid_action.penalty:
             return self
-        for where, estimator in {"estimator": self.estimator, **self.per_agent}.items():
+        for where, estimator in self.estimators.items():
             if isinstance(estimator, GroupRelative) and estimator.scale == "mean":
                 raise ValueError(
                     f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
@@ -89,12 +89,38 @@ class CreditSettings(BaseModel):
         return self._estimators.uses
 
     @property
+    def estimators(self) -> Mapping[str, AnyEstimator]:
+        """All of them by their keys here, e.g. `per_agent.solver`."""
+        return {"estimator": self.estimator} | {f"per_agent.{agent}": own for agent, own in self.per_agent.items()}
+
+    @property
+    def terms(self) -> Mapping[str, AnyTerm]:
+        """All terms by their keys here, e.g. `shaping[0]`."""
+        return {f"shaping[{index}]": term for index, term in enumerate(self.shaping)}
+
+    @property
+    def compares(self) -> tuple[str, ...]:
+        """Settings that look at more than the rows of one episode."""
+        estimators = [where for where, estimator in self.estimators.items() if estimator.needs != "row"]
+        terms = [where for where, term in self.terms.items() if term.sees == "task"]
+        step_wide = {"whiten": self.whiten is not None, "agent_balance": self.agent_balance == "equal"}
+        return (*estimators, *terms, *(where for where, given in step_wide.items() if given))
+
+    @property
     def follows_calls(self) -> tuple[str, ...]:
         """Settings that go from call to call, and so cannot look at a tree of turns."""
-        chosen: dict[str, object] = {"estimator": self.estimator}
-        chosen |= {f"per_agent.{agent}": estimator for agent, estimator in self.per_agent.items()}
-        chosen |= {f"shaping[{index}]": term for index, term in enumerate(self.shaping)}
+        chosen = {**self.estimators, **self.terms}
         return tuple(where for where, what in chosen.items() if getattr(what, "follows_calls", False))
+
+    @property
+    def needs_branches(self) -> tuple[str, ...]:
+        """Settings that compare the candidates of a turn, and so can look at nothing but a tree of turns."""
+        chosen = {**self.estimators, **self.terms}
+        return tuple(where for where, what in chosen.items() if getattr(what, "needs_branches", False))
+
+    def estimator_of(self, agent: str) -> AnyEstimator:
+        """The one that judges an agent's rows."""
+        return self.per_agent.get(AgentName(agent), self.estimator)
 
     @property
     def key(self) -> GroupKey:

@@ -411,7 +411,9 @@ def test_keys_of_credit_are_for_agents_of_the_team(config, estimator, where):
 
 def test_every_trained_agent_has_a_key(config):
     key = "credit.estimator={type: grpo, key: {solver: [task]}, singleton: zero}"
-    said = "credit has a key for solver, but none for agent 'writer'; add it to the estimator's key, or '*' for all others"
+    said = (
+        "credit has a key for solver, but none for agent 'writer'; add it to the estimator's key, or '*' for all others"
+    )
     assert refused(config, key) == [said]
     assert said in refused(config, key, "batch.episodes=1"), "however many episodes there are"
     load_run(config, [key, "credit.per_agent={writer: {type: rloo}}"])
@@ -424,8 +426,8 @@ def test_candidates_are_compared_only_where_a_turn_has_several(config, override)
     where = "estimator" if "c3" in override else "shaping[0]"
     for workflow, kind in ((tree.replace("4", "1"), "turns"), ("steps=1", "sequential")):
         assert refused(config, f"credit.{override}", workflow) == [
-            f"credit.{where} compares the candidates of a turn, but team.workflow of type '{kind}' plays each turn once; "
-            f"use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
+            f"credit.{where} compares the candidates of a turn, but team.workflow of type '{kind}' plays each turn "
+            f"once; use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
         ]
     load_run(config, [f"credit.{override}", tree])
     load_run(config, [f"credit.{override}", "team.workflow={type: custom, name: one_that_forks}"])

@@ -16,6 +16,8 @@ class EstimatorBase(BaseModel, ABC):
 
     follows_calls: ClassVar[bool] = False
     """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
+    needs_branches: ClassVar[bool] = False
+    """Whether it compares the candidates of a turn: for trees of turns alone."""
 
     @property
     def needs(self) -> Needs:

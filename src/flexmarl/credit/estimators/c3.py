@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -27,6 +27,8 @@ class C3(Grouped):
     Rows carry the tags `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
     turn from the root to the row, e.g. "0.3.1".
     """
+
+    needs_branches: ClassVar[bool] = True
 
     type: Literal["c3"] = "c3"
     key: GroupKey = ("task", "episode", "branch")

@@ -26,6 +26,7 @@ class Tree(OutcomeTerm):
     """l."""
 
     sees: ClassVar[Sees] = "episode"
+    needs_branches: ClassVar[bool] = True
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `path`, which tree sampling gives; a candidate's outcome is the mean over its calls."""

@@ -1,0 +1,57 @@
+"""Decides whether credit fits the team: the agents that it names, and the branches that it looks at."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from flexmarl.agents.settings import TeamSettings
+from flexmarl.credit.interface import GroupKey
+from flexmarl.credit.settings import CreditSettings
+
+
+def misfits(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
+    """What does not fit, a sentence each; `trained` are the policies that are updated."""
+    yield from _names_are_of_the_team(credit, team)
+    yield from _every_agent_has_a_key(credit, team, trained)
+    yield from _branches_are_where_they_are_compared(credit, team)
+
+
+def has_key(agent: str, key: GroupKey) -> bool:
+    """Whether it says what the agent's rows are grouped by."""
+    return not isinstance(key, Mapping) or bool({agent, "*"} & {*key})
+
+
+def _names_are_of_the_team(credit: CreditSettings, team: TeamSettings) -> Iterator[str]:
+    named = {f"per_agent.{agent}": {str(agent)} for agent in credit.per_agent}
+    for where, term in credit.terms.items():
+        named[where] = {*term.agents, *getattr(term, "solvers", ())}
+    for where, estimator in credit.estimators.items():
+        named[f"{where}.episode_roles"] = roles = {*getattr(estimator, "episode_roles", ())}
+        named[f"{where}.key"] = {*estimator.key} - {"*"} - roles if isinstance(estimator.key, Mapping) else set()
+    for where, agents in named.items():
+        for agent in sorted(agents - set(team.agents)):
+            yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(team.agents)}"
+
+
+def _every_agent_has_a_key(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
+    for agent, seat in team.agents.items():
+        key = credit.estimator_of(agent).key
+        if seat.policy in trained and not has_key(agent, key):
+            yield (
+                f"credit has a key for {', '.join(key)}, but none for agent '{agent}'; add it to the estimator's key, "
+                f"or '*' for all others"
+            )
+
+
+def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSettings) -> Iterator[str]:
+    """A workflow of the user's own may fork its team itself."""
+    candidates = getattr(team.workflow, "candidates", 1)
+    for where in credit.follows_calls if candidates > 1 else ():
+        yield (
+            f"credit.{where} goes from call to call, but team.workflow.candidates is {candidates}, so that an "
+            f"episode branches at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
+            f"(credit.estimator.type=atgrpo or c3, shaping type tree)"
+        )
+    for where in credit.needs_branches if candidates == 1 and team.workflow.type != "custom" else ():
+        yield (
+            f"credit.{where} compares the candidates of a turn, but team.workflow of type '{team.workflow.type}' plays "
+            f"each turn once; use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
+        )
