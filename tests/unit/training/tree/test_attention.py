@@ -166,3 +166,15 @@ def test_a_model_that_ignores_positions_is_found_out_on_trial(monkeypatch: pytes
     with pytest.raises(ConfigError, match="gives other outputs on a tree"):
         use_prefix_trees(model, "on")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_cannot_run_here_is_found_out_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_compiler(*_: object) -> None:
+        raise RuntimeError("no C compiler was found")
+
+    monkeypatch.setattr(PiecewiseAttention, "__call__", without_a_compiler)
+    model = tiny_model()
+    assert use_prefix_trees(model, "auto") is None
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ConfigError, match=r"'on'.*RuntimeError: no C compiler was found.*tree: auto"):
+        use_prefix_trees(model, "on")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,24 @@ def test_without_cuda_it_says_so_and_names_the_other_benchmark() -> None:
     assert ended.returncode == 1
     assert "needs CUDA" in ended.stderr
     assert "benchmarks/tree.py" in ended.stderr
+
+
+def test_the_logits_of_a_pass_fit_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
+    from tree import MAX_TOKENS, VOCABULARY
+    from tree_workloads import as_samples, workloads
+
+    from flexmarl.training.backends.forward import plan
+    from flexmarl.training.settings import TrainingSettings
+    from flexmarl.training.tree.cost import ModelShape
+
+    work = next(w for w in workloads(1.0) if w.name == "wide")
+    shape = ModelShape(linear_parameters=1, num_layers=1, attention_width=1)
+    passes = plan(as_samples(work.rows), TrainingSettings(tree="on", max_tokens_per_forward=MAX_TOKENS), shape)
+    nodes = max(len(np.unique(p.tree.predictors)) for p in passes if p.tree is not None)
+    # In float32: the logits, their log-probabilities, and two more of the size for the entropy.
+    assert 4 * 4 * nodes * VOCABULARY < 0.9 * 139 * 2**30
 
 
 def test_its_rows_without_padding_give_what_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
