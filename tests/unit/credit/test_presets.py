@@ -168,6 +168,22 @@ def test_a_part_that_a_row_lacks_is_0() -> None:
     assert high == -low > 0
 
 
+def test_the_best_of_a_group_earns_its_lead_over_the_second_and_the_sign_of_rewards_does_not_matter() -> None:
+    rows = scored(1.0, 0.75, 0.0)
+    lower = [replace(row, reward=(row.reward or 0.0) - 2) for row in rows]
+    spread = float(np.std([1.0, 0.75, 0.0], ddof=1))
+    for members in (rows, lower):
+        assert advantages(PassAtK(scale="none"), members) == pytest.approx([0.25, 0, 0])
+        assert advantages(PassAtK(eps=0.5), members) == pytest.approx([0.25 / (spread + 0.5), 0, 0])
+    tied = [replace(rows[1], reward=1.0), rows[0], rows[2]]
+    assert advantages(PassAtK(), tied) == [0, 0, 0]
+
+
+def test_rewards_of_either_sign_count_for_gpgs_alpha() -> None:
+    rows = scored(1.0, -1.0, 0.0)
+    assert advantages(Gpg(), rows) == pytest.approx([1.5, -1.5, 0])
+
+
 def test_hierarchical_roles_are_compared_inside_their_episode_and_others_across_the_task() -> None:
     proposals = [credit_row(reward, episode=e, agent="proposer") for e, reward in enumerate([1.0, 0.0])]
     solutions = [
