@@ -91,6 +91,20 @@ def test_s1_in_a_debate_the_turns_before_are_everybodys():
     assert rewards(debate, {"type": "margin", "scope": "team"}) == pytest.approx([1, -0.5, -0.25, 1 + 0.5 * 2 / 3])
 
 
+@pytest.mark.parametrize(
+    ("kind", "own", "teams"),
+    [("margin", (1, 0, -0.5, 1.5), (1, -0.5, -0.25, 4 / 3)), ("quality", (1, 0, 0, 1), (1, 0, -0.25, 7 / 6))],
+)
+def test_s1_every_term_that_compares_turns_has_a_scope_and_its_own_share_of_the_outcome(kind, own, teams):
+    debate = chain(1, 0, 0, 1, agents=("pro", "con"))
+    assert rewards(debate, kind) == pytest.approx(own)
+    assert rewards(debate, {"type": kind, "scope": "team"}) == pytest.approx(teams)
+    with_outcome = {"type": f"{kind}_with_outcome", "beta": 0.25}
+    ends = (0, 0.25, 0, 0.25)
+    assert rewards(debate, with_outcome) == pytest.approx([r + end for r, end in zip(own, ends, strict=True)])
+    assert rewards(debate, {**with_outcome, "scope": "team"}) == pytest.approx([r + 0.25 for r in teams])
+
+
 def test_turns_of_one_number_are_not_before_one_another_and_calls_of_one_turn_count_once():
     at_once = [
         credit_row(reward, hop=hop, agent=agent, tags={"turn": 0})
@@ -143,6 +157,13 @@ def test_s1_a_proposer_earns_most_for_what_is_solved_half_of_the_time(solved, ea
     attempts = [credit_row(float(score), hop=hop + 1, tags={"turn": hop + 1}) for hop, score in enumerate(solved)]
     term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
     assert rewards([proposal, *attempts], term) == [earned, *solved], "the solvers keep their own"
+
+
+def test_an_attempt_at_the_threshold_has_not_solved_the_task():
+    proposal = credit_row(0.0, hop=0, agent="proposer", tags={"turn": 0})
+    attempts = [credit_row(reward, hop=hop, tags={"turn": hop}) for hop, reward in ((1, 0.5), (2, 0.75))]
+    term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
+    assert rewards([proposal, *attempts], term) == [1.0, 0.5, 0.75]
 
 
 def test_a_proposer_whose_task_nobody_tried_is_an_error():
