@@ -17,6 +17,8 @@ def cut(lengths: NDArray[np.int64], shared: NDArray[np.int64], max_tokens: int) 
     [slice(0, 2, None), slice(2, 4, None)]
     """
     added = np.cumsum(lengths - shared)
+    if len(added) and added[-1] + shared[0] <= max_tokens:
+        return [slice(0, len(lengths))]  # Any cut would compute a path and start a pass once more.
     best = np.zeros(len(lengths) + 1)
     first = np.zeros(len(lengths), dtype=np.int64)
     for last in range(len(lengths)):
