@@ -81,8 +81,11 @@ class CreditRow:
         if name in ("task", "episode", "agent", "policy", "hop"):
             return getattr(self, name)
         if name not in self.tags:
-            known = ", ".join(["task", "episode", "agent", "policy", "hop", *sorted(self.tags)])
-            raise CreditError(f"unknown tag '{name}': sample {self.sample_id} of agent {self.agent} carries {known}")
+            known = ", ".join(sorted({"task", "episode", "agent", "policy", "hop", *self.tags}))
+            raise CreditError(
+                f"unknown tag '{name}': sample {self.sample_id} of agent {self.agent} carries {known}; a workflow "
+                f"gives its own with `seat.act(text, {name}=...)`, a tree of turns gives `path`"
+            )
         return self.tags[name]
 
 

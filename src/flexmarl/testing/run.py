@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
+from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
 from flexmarl.assemble import Blueprint, World, wire
 from flexmarl.config import RunSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
@@ -93,6 +93,7 @@ class ServedEngine(ScriptedEngine):
         return held
 
 
+@workflow("scripted")
 async def answer(task: Task, team: Team) -> None:
     """The simplest workflow: every agent answers the task and is rewarded with its own answer's score."""
     for seat in team:
@@ -140,7 +141,7 @@ class ScriptedRun:
                 "policies": {name: {"model": "scripted", **policies.get(name, {})} for name in agents.values()},
                 "team": {
                     "agents": {agent: {"policy": policy} for agent, policy in agents.items()},
-                    "workflow": {"type": "sequential", "agents": list(agents)},
+                    "workflow": {"type": "custom", "name": "scripted"},
                 },
                 **sections,
             }

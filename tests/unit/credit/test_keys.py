@@ -1,5 +1,7 @@
 """Groups are equal values of tags, and what is required of them is checked."""
 
+from dataclasses import replace
+
 import pytest
 
 from flexmarl.credit.keys import group_name, group_rows
@@ -28,8 +30,12 @@ def test_an_agent_without_a_key_is_an_error() -> None:
 
 
 def test_an_unknown_tag_is_named_with_those_there_are() -> None:
-    with pytest.raises(CreditError, match=r"unknown tag 'branch': sample t0_0_t0e0 .* carries task, .*, hop, turn"):
-        group_rows([credit_row(0.0)], ("task", "branch"))
+    with pytest.raises(CreditError) as error:
+        group_rows([replace(credit_row(0.0), tags={"turn": 1, "agent": "solver"})], ("task", "stage"))
+    assert str(error.value) == (
+        "unknown tag 'stage': sample t0_0_t0e0 of agent solver carries agent, episode, hop, policy, task, turn; a "
+        "workflow gives its own with `seat.act(text, stage=...)`, a tree of turns gives `path`"
+    )
 
 
 def test_a_group_of_two_tasks_is_an_error_unless_allowed() -> None:
