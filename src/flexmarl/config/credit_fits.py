@@ -1,10 +1,12 @@
-"""Decides whether credit fits the team: the agents that it names, and the branches that it looks at."""
+"""Decides whether credit fits the team: the agents that it names, the branches and the discounts that it counts on."""
 
 from collections.abc import Collection, Iterator, Mapping
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.credit.interface import GroupKey
 from flexmarl.credit.settings import CreditSettings
+from flexmarl.credit.shaping.potential import Potential
+from flexmarl.records import AgentName
 
 
 def misfits(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
@@ -12,6 +14,7 @@ def misfits(credit: CreditSettings, team: TeamSettings, trained: Collection[str]
     yield from _names_are_of_the_team(credit, team)
     yield from _every_agent_has_a_key(credit, team, trained)
     yield from _branches_are_where_they_are_compared(credit, team)
+    yield from _potentials_are_discounted_as_returns_are(credit, team, trained)
 
 
 def has_key(agent: str, key: GroupKey) -> bool:
@@ -55,3 +58,19 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
             f"credit.{where} compares the candidates of a turn, but team.workflow of type '{team.workflow.type}' plays "
             f"each turn once; use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
         )
+
+
+def _potentials_are_discounted_as_returns_are(
+    credit: CreditSettings, team: TeamSettings, trained: Collection[str]
+) -> Iterator[str]:
+    for where, term in credit.terms.items():
+        for agent in [
+            agent for agent, seat in team.agents.items() if seat.policy in trained and term.is_for(AgentName(agent))
+        ]:
+            estimator = credit.estimator_of(agent)
+            discount = getattr(estimator, "gamma", 1.0) if getattr(estimator, "follows_calls", False) else 1.0
+            if isinstance(term, Potential) and term.gamma != discount:
+                yield (
+                    f"credit.{where}.gamma is {term.gamma:g}, but what follows a call of agent '{agent}' is discounted "
+                    f"by {discount:g}, so that an agent could gain by going to and fro; use gamma={discount:g}"
+                )

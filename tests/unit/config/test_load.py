@@ -433,6 +433,20 @@ def test_candidates_are_compared_only_where_a_turn_has_several(config, override)
     load_run(config, [f"credit.{override}", "team.workflow={type: custom, name: one_that_forks}"])
 
 
+def test_a_potential_has_the_discount_of_what_follows_a_call(config):
+    short = "credit.shaping=[{type: potential, gamma: 0.5, agents: [solver]}]"
+    assert refused(config, short) == [
+        "credit.shaping[0].gamma is 0.5, but what follows a call of agent 'solver' is discounted by 1, so that an "
+        "agent could gain by going to and fro; use gamma=1"
+    ]
+    load_run(config, [short, "credit.per_agent={solver: {type: gigpo, gamma: 0.5}}"])
+    load_run(config, ["credit.shaping=[{type: potential}]", "credit.estimator={type: reinforce++, gamma: 0.9}"])
+    assert (
+        "of agent 'solver' is discounted by 0.25,"
+        in refused(config, short, "credit.per_agent={solver: {type: gigpo, gamma: 0.25}}")[0]
+    )
+
+
 def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
     assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
         "credit.estimator remembers from episode to episode, in a fixed order, but mode 'async' takes groups as they "

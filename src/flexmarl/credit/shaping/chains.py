@@ -1,4 +1,4 @@
-"""Decides which turns were before a turn, for terms that compare it with them."""
+"""Decides which turns form a chain, and which were before a turn, for terms that compare it with them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -23,7 +23,7 @@ class Before(NamedTuple):
 def compared(rows: Sequence[CreditRow], scope: Scope) -> Mapping[SampleId, Before]:
     """For each row, its chain. A turn's outcome is the mean over its calls; turns of one number are at once."""
     found: dict[SampleId, Before] = {}
-    for chain in _chains(rows, scope):
+    for chain in chains_of(rows, scope):
         turns: dict[tuple[int, str], list[float]] = {}
         for row in chain:
             turns.setdefault((turn_of(row), row.agent), []).append(given(row))
@@ -35,7 +35,8 @@ def compared(rows: Sequence[CreditRow], scope: Scope) -> Mapping[SampleId, Befor
     return found
 
 
-def _chains(rows: Sequence[CreditRow], scope: Scope) -> list[list[CreditRow]]:
+def chains_of(rows: Sequence[CreditRow], scope: Scope) -> list[list[CreditRow]]:
+    """The rows of each chain, in their order."""
     chains: dict[tuple[str, str], list[CreditRow]] = {}
     for row in rows:
         chains.setdefault((row.episode, row.agent if scope == "agent" else ""), []).append(row)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.shaping.base import AddedTerm, Sees
-from flexmarl.credit.shaping.chains import Scope
+from flexmarl.credit.shaping.chains import Scope, chains_of
 from flexmarl.records import SampleId
 
 
@@ -31,12 +31,8 @@ class Potential(AddedTerm):
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """Telescopes along each chain of calls."""
-        chains: dict[tuple[str, str], list[CreditRow]] = {}
-        for row in rows:
-            if self.is_for(row.agent):
-                chains.setdefault((row.episode, row.agent if self.scope == "agent" else ""), []).append(row)
         earned: dict[SampleId, float] = {}
-        for chain in chains.values():
+        for chain in chains_of([row for row in rows if self.is_for(row.agent)], self.scope):
             levels = [*(float(row.tag(self.tag)) for row in chain), 0.0]
             for row, level, following in zip(chain, levels, levels[1:], strict=False):
                 earned[row.sample_id] = self.gamma * following - level
