@@ -59,7 +59,9 @@ class TrainingSettings(UpdateSettings):
     )
     kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")
     entropy_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the entropy of what tokens are drawn from, as a bonus in the loss."
+        default=0.0,
+        ge=0,
+        description="Weight of the entropy of the model's own distribution (temperature 1), a bonus in the loss.",
     )
     critic: CriticSettings | None = Field(
         default=None, description="A value per token, for estimators that compare with one; null is none."

@@ -41,7 +41,7 @@ class TokenOutputs:
     logprobs: Tensor
     """[N] at temperature 1, with gradient."""
     entropy: Tensor
-    """[N] of the distribution that each token was drawn from; with gradient only if asked for."""
+    """[N] of the distribution at each token, at temperature 1; with gradient only if asked for."""
     values: Tensor | None = None
     """[N] what the value head expects in front of each token, with gradient."""
 
