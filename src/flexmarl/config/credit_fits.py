@@ -3,9 +3,11 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from flexmarl.agents.settings import TeamSettings
+from flexmarl.credit.estimators.step_gae import StepGae
 from flexmarl.credit.interface import GroupKey
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.credit.shaping.potential import Potential
+from flexmarl.credit.shaping.reward_to_go import RewardToGo
 from flexmarl.records import AgentName
 
 
@@ -14,7 +16,7 @@ def misfits(credit: CreditSettings, team: TeamSettings, trained: Collection[str]
     yield from _names_are_of_the_team(credit, team)
     yield from _every_agent_has_a_key(credit, team, trained)
     yield from _branches_are_where_they_are_compared(credit, team)
-    yield from _potentials_are_discounted_as_returns_are(credit, team, trained)
+    yield from _terms_fit_estimators(credit, team, trained)
 
 
 def has_key(agent: str, key: GroupKey) -> bool:
@@ -60,17 +62,19 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
         )
 
 
-def _potentials_are_discounted_as_returns_are(
-    credit: CreditSettings, team: TeamSettings, trained: Collection[str]
-) -> Iterator[str]:
+def _terms_fit_estimators(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
+    agents = [AgentName(agent) for agent, seat in team.agents.items() if seat.policy in trained]
     for where, term in credit.terms.items():
-        for agent in [
-            agent for agent, seat in team.agents.items() if seat.policy in trained and term.is_for(AgentName(agent))
-        ]:
+        for agent in filter(term.is_for, agents):
             estimator = credit.estimator_of(agent)
             discount = getattr(estimator, "gamma", 1.0) if getattr(estimator, "follows_calls", False) else 1.0
             if isinstance(term, Potential) and term.gamma != discount:
                 yield (
                     f"credit.{where}.gamma is {term.gamma:g}, but what follows a call of agent '{agent}' is discounted "
                     f"by {discount:g}, so that an agent could gain by going to and fro; use gamma={discount:g}"
+                )
+            if isinstance(term, RewardToGo) and isinstance(estimator, StepGae):
+                yield (
+                    f"credit.{where} adds up what follows each call of agent '{agent}', and so does its estimator, "
+                    f"step_gae: it would count twice; leave reward_to_go out, or use another estimator"
                 )

@@ -2,6 +2,20 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def _ordered(given: tuple[float, float]) -> tuple[float, float]:
+    bottom, top = given
+    if bottom >= top:
+        raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
+    return given
+
+
+RewardRange = Annotated[tuple[float, float], AfterValidator(_ordered)]
+"""Worst and best reward."""
 
 
 class Effect(StrEnum):

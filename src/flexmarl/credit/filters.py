@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flexmarl.credit.effect import Effect, effect_of
+from flexmarl.credit.effect import Effect, RewardRange, effect_of
 from flexmarl.credit.interface import CreditRow, GroupKey, in_order
 from flexmarl.credit.keys import group_rows
 from flexmarl.records import AgentName
@@ -36,7 +36,7 @@ class OutcomeFilter(BaseModel):
     """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""
     tol: float = Field(default=1e-6, ge=0)
     """Rewards that differ by no more count as equal."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
+    reward_range: RewardRange = (0.0, 1.0)
     """Worst and best reward: too hard and too easy."""
     refill: bool = Field(
         default=False,
@@ -59,13 +59,6 @@ class OutcomeFilter(BaseModel):
                 f"on_shortfall: '{self.on_shortfall}' says what follows when refill does not suffice, and refill is "
                 f"false; use refill=true, or on_shortfall=train_short"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _range_is_ordered(self) -> "OutcomeFilter":
-        bottom, top = self.reward_range
-        if bottom >= top:
-            raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
         return self
 
     def decide(self, rows: Sequence[CreditRow], *, key: GroupKey = ("task", "agent")) -> tuple[FilterDecision, ...]:

@@ -447,6 +447,16 @@ def test_a_potential_has_the_discount_of_what_follows_a_call(config):
     )
 
 
+def test_what_follows_a_call_is_added_up_once(config):
+    to_go = "credit.shaping=[{type: process}, {type: reward_to_go, agents: [solver]}]"
+    steps = "credit.per_agent={solver: {type: step_gae}}"
+    assert refused(config, to_go, steps, "policies.one.training.critic={}") == [
+        "credit.shaping[1] adds up what follows each call of agent 'solver', and so does its estimator, step_gae: it "
+        "would count twice; leave reward_to_go out, or use another estimator"
+    ]
+    load_run(config, [to_go.replace("solver", "writer"), steps, "policies.one.training.critic={}"])
+
+
 def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
     assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
         "credit.estimator remembers from episode to episode, in a fixed order, but mode 'async' takes groups as they "

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
+from flexmarl.credit.effect import RewardRange
 from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
 from flexmarl.credit.keys import Group, Requirement, group_name, group_rows
@@ -32,7 +33,7 @@ class Grouped(EstimatorBase):
     error."""
     tol: float = Field(default=1e-6, ge=0)
     """Rewards that differ by no more count as equal in the report."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
+    reward_range: RewardRange = (0.0, 1.0)
     """Worst and best reward: what the report calls too hard and too easy."""
 
     @field_validator("key")
@@ -42,13 +43,6 @@ class Grouped(EstimatorBase):
         if not keys or not all(keys):
             raise ValueError(f"key: {key!r} names no tag; use tags such as ['task', 'agent']")
         return key
-
-    @model_validator(mode="after")
-    def _range_is_ordered(self) -> "Grouped":
-        bottom, top = self.reward_range
-        if bottom >= top:
-            raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
-        return self
 
     @property
     def needs(self) -> Needs:
