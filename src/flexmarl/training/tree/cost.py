@@ -40,6 +40,14 @@ class ModelShape:
         """Of a pass along a tree."""
         return self.cost(tokens=num_tokens, pairs=pieces.num_pairs, calls=pieces.num_calls)
 
+    def least_cost_of_tree(self, lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> float:
+        """No tree of sorted rows costs less: each node and each visible pair once, in one call.
+
+        `shared[i]` is what row i has in common with row i - 1. A node at depth d sees d + 1 nodes.
+        """
+        pairs = lengths * (lengths + 1) - shared * (shared + 1)
+        return self.cost(tokens=int((lengths - shared).sum()), pairs=int(pairs.sum()) / 2, calls=1)
+
     def cost_of_rows(self, lengths: NDArray[np.int64]) -> float:
         """Of a pass over rows of these lengths, padded."""
         padded, longest = len(lengths) * int(lengths.max()), int(lengths.max())

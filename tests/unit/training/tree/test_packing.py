@@ -65,6 +65,16 @@ def test_a_long_shared_prompt_pays_and_equal_rows_that_share_nothing_do_not() ->
     assert not pays(*cost_of(apart))
 
 
+@given(forests())
+def test_no_tree_costs_less_than_its_nodes_and_visible_pairs_in_one_call(forest: list[tuple[IntArray, int]]) -> None:
+    order, shared = sort_rows([row for row, _ in forest])
+    rows = [forest[i][0] for i in order]
+    tree = merge(rows, [1] * len(rows))
+    least = SHAPE.least_cost_of_tree(np.array([len(row) for row in rows]), shared)
+    assert least == pytest.approx(SHAPE.cost(tokens=tree.num_tokens, pairs=(tree.depths + 1).sum(), calls=1))
+    assert least <= SHAPE.cost_of_tree(tree.num_tokens, attention_pieces(tree)) * (1 + 1e-12)
+
+
 def test_a_pass_costs_its_tokens_its_pairs_and_its_calls() -> None:
     linear, attention = 6 * 1_600_000, 2 * 14 * 256 * ATTENTION_COST
     nothing = SHAPE.cost(tokens=0, pairs=0, calls=0)
