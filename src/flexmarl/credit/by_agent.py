@@ -48,6 +48,10 @@ class ByAgent:
             keys[agent] = key if isinstance(key, tuple) else key.get(agent, key.get("*", ()))
         return keys
 
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """Each row with the reward that its estimator compares."""
+        return [row for _, estimator, share in self._shares(rows) for row in estimator.compared(share)]
+
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Each row's credit by its estimator; those of a greedy play go to whoever uses them."""
         whole = Credit(advantages={}, weights={}, report={}, memory=memory)

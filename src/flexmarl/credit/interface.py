@@ -164,6 +164,10 @@ class Estimator(Protocol):
         """What the rows must carry beyond rewards."""
         ...
 
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """The rows with the rewards that are compared; the filter looks at them."""
+        ...
+
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages of the rows, which are whole groups, or the whole step if `needs` says so.
 

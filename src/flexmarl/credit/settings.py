@@ -145,7 +145,7 @@ class CreditSettings(BaseModel):
             return ()
         seen = {row.sample_id for row in self._counted(rows) if not row.greedy}
         judged = [row if row.sample_id in seen else replace(row, num_tokens=0) for row in rows]
-        return self.filter.decide(judged, key=self.key)
+        return self.filter.decide(self._estimators.compared(judged), key=self.key)
 
     def credit(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages and weights of shaped rows, which are as many at once as `needs` says."""

@@ -74,6 +74,19 @@ def test_a_greedy_play_is_compared_with_nobody_and_not_trained() -> None:
     assert not decision.kept
 
 
+def test_a_filter_looks_at_what_is_compared() -> None:
+    def turn(path: str, reward: float) -> CreditRow:
+        tags = {"path": path, "branch": path[:-2], "context_hash": path[:-2]}
+        return credit_row(reward, hop=int(path[-1]) + len(path), tags=tags)
+
+    rows = [turn("0", 0.0), turn("1", 0.0), turn("0.0", 1.0), turn("0.1", 1.0)]
+    settings = CreditSettings.model_validate({"estimator": {"type": "c3"}})
+    assert advantages(settings.credit(rows), rows) == [1.0, -1.0, 0.0, 0.0]
+    assert [decision.kept for decision in settings.decide(rows)] == [True]
+    beside = settings.model_copy(update={"per_agent": {AgentName("verifier"): Default()}})
+    assert [decision.kept for decision in beside.decide([*rows, *scored(1, agent="verifier", hop=9)])] == [True]
+
+
 # Estimators per agent
 
 

@@ -29,6 +29,10 @@ class EstimatorBase(BaseModel, ABC):
         """Nothing but rewards."""
         return frozenset()
 
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """The rows with the rewards that it compares, which filters look at: those that they have."""
+        return rows
+
     @abstractmethod
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """See `Estimator`."""

@@ -47,18 +47,23 @@ class C3(Grouped):
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Sibling against siblings, each with the mean reward of its leaves."""
+        compared = self.compared(rows)
+        credit = super().estimate(compared)
+        if self.signal == "reward_only":
+            return credit
+        return replace(
+            credit, returns={row.sample_id: (row.reward or 0.0,) * row.num_tokens for row in compared if row.num_tokens}
+        )
+
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """The rows with q as their reward, and in the same way with the mean outcome of their leaves."""
         sampled = [row for row in in_order(rows) if row.num_tokens]
         rewards = self._means_below(sampled, lambda row: row.reward or 0.0)
         outcomes = self._means_below(sampled, lambda row: (row.reward or 0.0) if row.outcome is None else row.outcome)
-        credit = super().estimate(
-            [
-                replace(row, reward=rewards[row.sample_id], outcome=outcomes[row.sample_id]) if row.num_tokens else row
-                for row in rows
-            ]
-        )
-        if self.signal == "reward_only":
-            return credit
-        return replace(credit, returns={row.sample_id: (rewards[row.sample_id],) * row.num_tokens for row in sampled})
+        return [
+            replace(row, reward=rewards[row.sample_id], outcome=outcomes[row.sample_id]) if row.num_tokens else row
+            for row in rows
+        ]
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
         q = rewards_of(members)
