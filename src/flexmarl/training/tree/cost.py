@@ -17,8 +17,9 @@ ATTENTION_COST = 3.0
 """An attention operation in operations of a linear layer: 75 by 235 GFLOP/s on a core with AVX-512."""
 CALL_COST = 1.5e7
 """One more attention call of a layer, there and back, in the same: some 60 us."""
-MARGIN = 0.97
-"""A tree must be this much cheaper: the estimate's own error must not cost anything."""
+MARGIN = 0.9
+"""A tree must be this much cheaper: the estimate's own error must not cost anything. Rows of 30 to 125 tokens that
+share nothing seem 6% cheaper without padding, and with 0.4M parameters took up to 15% longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

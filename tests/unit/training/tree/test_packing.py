@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.records import IntArray
-from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
+from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, plan_passes
 from flexmarl.training.tree.cost import ATTENTION_COST, CALL_COST, MARGIN, ModelShape, pays
 from flexmarl.training.tree.merge import merge, sort_rows
 from flexmarl.training.tree.packing import cut
@@ -63,6 +63,15 @@ def test_a_long_shared_prompt_pays_and_equal_rows_that_share_nothing_do_not() ->
     apart = [random.integers(0, 500, 500) for _ in range(8)]
     assert pays(*cost_of(group))
     assert not pays(*cost_of(apart))
+
+
+def test_what_padding_costs_is_no_reason_for_a_tree() -> None:
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, 60, length) for length in random.integers(35, 126, 60)]
+    tree, shape = merge(rows, [1] * len(rows)), ModelShape(linear_parameters=394_000, num_layers=2, attention_width=128)
+    lengths = np.array([len(row) for row in rows])
+    as_rows = sum(shape.cost_of_rows(lengths[part]) for part in plan_passes(lengths + 1, 16384))
+    assert not pays(shape.cost_of_tree(tree.num_tokens, attention_pieces(tree)), as_rows)
 
 
 @given(forests())
