@@ -80,7 +80,8 @@ def _run(settings: RunSettings) -> Iterator[Finding]:
     simulated = settings.cluster.backend == "simulated"  # Nothing is saved, and `simulation.costs` stand for engines.
     if not settings.checkpoint.every and not simulated:
         yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
-    lone = isinstance(settings.credit.estimator, Grouped) and settings.batch.episodes == 1
+    plays = settings.batch.episodes * getattr(settings.team.workflow, "candidates", 1)
+    lone = isinstance(settings.credit.estimator, Grouped) and plays == 1
     if lone and settings.credit.filter is not None:
         yield Finding(
             "credit.filter",
