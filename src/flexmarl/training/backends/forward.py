@@ -16,7 +16,7 @@ from flexmarl.training.backends.value_head import ValueHead, hidden_states
 from flexmarl.training.batching import PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import along
-from flexmarl.training.tree.cost import ModelShape, pays
+from flexmarl.training.tree.cost import ModelShape, pays, shares_enough
 from flexmarl.training.tree.merge import PrefixTree, merge, sort_rows
 from flexmarl.training.tree.packing import cut
 from flexmarl.training.tree.pieces import attention_pieces
@@ -91,7 +91,8 @@ def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelSh
         as_rows = np.inf if always else _cost_of_rows(lengths[rows], settings, shape)
         common = np.append(0, shared[part][1:])
         # Merging takes a tenth of the time of tiny rows in tiny models: not where it cannot pay.
-        if not pays(shape.least_cost_of_tree(lengths[rows], common), as_rows):
+        least = shape.least_cost_of_tree(lengths[rows], common)
+        if not (always or (shares_enough(lengths[rows], common) and pays(least, as_rows))):
             continue
         tree = merge([inputs[i] for i in rows], [samples[i].num_tokens for i in rows])
         if always or pays(shape.cost_of_tree(tree.num_tokens, attention_pieces(tree)), as_rows):

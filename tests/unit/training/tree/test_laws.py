@@ -294,6 +294,13 @@ def test_auto_takes_rows_that_share_nothing_as_rows() -> None:
     ]
     chosen = settings_of().model_copy(update={"tree": "auto"})
     assert all(together.tree is None for together in plan(apart, chosen, shape))
+    # Of very different lengths: padding would be saved, and nothing else.
+    lengths = (10, 90, 400, 1500, 5000, 9000)
+    ragged = [
+        replace(s, turn=replace(s.turn, prompt_ids=random.integers(0, VOCAB, length).astype(np.int32)))
+        for s, length in zip(apart, lengths, strict=True)
+    ]
+    assert all(together.tree is None for together in plan(ragged, chosen, shape))
     prompt = random.integers(0, VOCAB, 3000).astype(np.int32)
     shared = [replace(s, turn=replace(s.turn, prompt_ids=prompt)) for s in apart]
     (together,) = plan(shared, chosen, shape)
