@@ -25,6 +25,7 @@ from flexmarl.training.losses import Cispo, Gspo, Ppo
 from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import use_prefix_trees
+from flexmarl.training.tree.cost import ModelShape
 from flexmarl.training.tree.merge import PrefixTree
 from tests.unit.training.conftest import VOCAB, tiny_model
 from tests.unit.training.tree.forests import random_rows
@@ -294,13 +295,13 @@ def test_auto_takes_rows_that_share_nothing_as_rows() -> None:
     ]
     chosen = settings_of().model_copy(update={"tree": "auto"})
     assert all(together.tree is None for together in plan(apart, chosen, shape))
-    # Of very different lengths: padding would be saved, and nothing else.
-    lengths = (10, 90, 400, 1500, 5000, 9000)
+    # Of many lengths, in a larger model: padding would be saved, and nothing else.
+    larger = ModelShape(linear_parameters=10_000_000, num_layers=2, attention_width=256)
     ragged = [
-        replace(s, turn=replace(s.turn, prompt_ids=random.integers(0, VOCAB, length).astype(np.int32)))
-        for s, length in zip(apart, lengths, strict=True)
+        replace(first, turn=replace(first.turn, prompt_ids=random.integers(0, VOCAB, length).astype(np.int32)))
+        for length in range(10, 400, 12)
     ]
-    assert all(together.tree is None for together in plan(ragged, chosen, shape))
+    assert all(together.tree is None for together in plan(ragged, chosen, larger))
     prompt = random.integers(0, VOCAB, 3000).astype(np.int32)
     shared = [replace(s, turn=replace(s.turn, prompt_ids=prompt)) for s in apart]
     (together,) = plan(shared, chosen, shape)
