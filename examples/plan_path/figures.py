@@ -46,7 +46,7 @@ def main(picture: Path, runs: Sequence[Path]) -> None:
             f"| {name} | {seed} | {before:.3f} | {after:.3f} | {points[-1][0]:,} | {took:.0f} | {saved(folder):.2f} |"
         )
         label = None if name in colours else name
-        colour = colours.setdefault(name, PALETTE[len(colours)])
+        colour = colours.setdefault(name, PALETTE[len(colours) % len(PALETTE)])
         axes.plot([x / 1000 for x, _ in points], [y for _, y in points], color=colour, linewidth=1.1, label=label)
     axes.axhline(0.85, color=INK, linewidth=0.6, linestyle=":")
     axes.legend(frameon=False, fontsize=8, loc="lower right")

@@ -33,7 +33,7 @@ def main(picture: Path, runs: Sequence[Path]) -> None:
         reached = next((str(step) for step, success in points if success >= 0.9), "never")
         print(f"| {name} | {settings['seed']} | {before:.3f} | {after:.3f} | {reached} | {summary['wall_s']:.0f} |")
         label = None if name in colours else name
-        colour = colours.setdefault(name, PALETTE[len(colours)])
+        colour = colours.setdefault(name, PALETTE[len(colours) % len(PALETTE)])
         steps, successes = zip(*points, strict=True)
         axes.plot(steps, smooth(successes), color=colour, linewidth=1.1, label=label)
     axes.axhline(0.95, color=INK, linewidth=0.6, linestyle=":")
