@@ -47,5 +47,7 @@ class Registry(Generic[F]):
 
 
 def _place(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Where it is written; a class, where its first method is."""
+    methods = vars(function).values() if inspect.isclass(function) else [inspect.unwrap(function)]
+    code = next((method.__code__ for method in methods if inspect.isfunction(method)), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

@@ -58,6 +58,25 @@ def test_two_workflows_of_one_name_are_refused_and_both_places_named(code):
         load_code(code(CODE.format(name="twice"), "second.py"))
 
 
+GRID = """
+from flexmarl.tasks.environment import environment
+
+
+@environment("{name}")
+class Grid:
+    def __init__(self, task):
+        self.task = task
+"""
+
+
+def test_a_class_that_is_imported_under_another_name_too_is_one_and_the_same(code):
+    path = code(GRID.format(name="one-grid"), "grid.py")
+    load_code(path)
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "examples.grid"})
+    with pytest.raises(ConfigError, match=r"two environments are called 'one-grid': .*grid.py:\d+ and .*other.py:\d+"):
+        load_code(code(GRID.format(name="one-grid"), "other.py"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
