@@ -44,6 +44,8 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
+	$(BIN)/python benchmarks/conversations.py --json
+	$(BIN)/python benchmarks/journey.py --json
 	$(BIN)/python benchmarks/tree.py --json
 	$(BIN)/python benchmarks/paper_tables.py --json
 	$(BIN)/python benchmarks/paper_tables.py --rules ours --seed 2 --json

@@ -121,7 +121,12 @@ class Caller:
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
         await context.recorder.prompt(
-            sample_id=sample_id, agent=agent.name, policy=agent.policy, prompt_ids=prompt_ids, tags=tags
+            sample_id=sample_id,
+            agent=agent.name,
+            policy=agent.policy,
+            prompt_ids=prompt_ids,
+            parent=conversation.parent,
+            tags=tags,
         )
         generation = await context.generate(request)
         if generation.finish in (FinishReason.ERROR, FinishReason.ABORT):

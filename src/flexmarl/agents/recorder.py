@@ -19,9 +19,10 @@ class Recorder(Protocol):
         agent: AgentName,
         policy: PolicyName,
         prompt_ids: IntArray,
+        parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """A call is about to be sent."""
+        """A call is about to be sent. Its prompt begins with prompt and response of the turn `parent`, if any."""
         ...
 
     async def turn(self, turn: Turn) -> None:
@@ -39,6 +40,7 @@ class NoRecorder:
         agent: AgentName,
         policy: PolicyName,
         prompt_ids: IntArray,
+        parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
         """Nothing."""

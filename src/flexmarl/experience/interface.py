@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+import numpy as np
+
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId, Version
 
 
@@ -31,6 +33,21 @@ class Column:
     kind: ColumnKind
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Extended:
+    """A tensor of one dimension that begins with tensors of another row: only what follows them has to be kept.
+
+    It is read back whole, equal to the last bit. Where the other row lacks a value it begins with, it is kept whole.
+    """
+
+    parent: SampleId
+    """The other row: of the same group, since groups are dropped as a whole. Its table may be another agent's."""
+    columns: tuple[str, ...]
+    """The columns of `parent` whose tensors, one after the other, are the beginning."""
+    value: np.ndarray
+    """All of it, the beginning included."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRow:
     """Some values of one row: the first `put` of a sample id opens the row, later ones fill it."""
@@ -38,7 +55,9 @@ class PartialRow:
     sample_id: SampleId
     policy: PolicyName
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Data columns; every named value's status becomes true. A value, once there, is not overwritten."""
+    """Data columns; every named value's status becomes true. A value, once there, is not overwritten. A tensor may
+    be given as `Extended`.
+    """
     version: Version | None = None
     """Comes with the response; it is set once."""
     next_agent_id: int | None = None

@@ -11,8 +11,10 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from flexmarl.errors import StoreError, TransitionError
-from flexmarl.experience.interface import Outcome
+from flexmarl.experience.interface import Extended, Outcome
 from flexmarl.experience.schema import Stored
 from flexmarl.records import ROW_MOVES, ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId, Version
 
@@ -70,6 +72,32 @@ def set_once(
                 f"{reprlib.repr(given[column])}; a value is set once, a new play has a new sample id"
             )
     return {column: value for column, value in given.items() if column not in there}
+
+
+def check_extended(table: str, extended: Mapping[tuple[SampleId, str], Extended]) -> None:
+    """Checks that each tensor begins with values of its own group: groups are dropped as a whole."""
+    for (sample_id, column), value in extended.items():
+        if value.value.ndim != 1 or not value.columns:
+            raise StoreError(
+                f"table {table!r}, row {sample_id!r}: {column} has shape {value.value.shape} and begins with columns "
+                f"{value.columns}; only a tensor of one dimension can begin with one or more columns of another row"
+            )
+        if claim_order(value.parent).group_id != claim_order(sample_id).group_id:
+            raise StoreError(
+                f"table {table!r}, row {sample_id!r}: {column} begins with values of row {value.parent!r}, which is "
+                f"of another group; give it whole"
+            )
+
+
+def check_begins(table: str, sample_id: SampleId, column: str, extended: Extended, beginning: np.ndarray) -> None:
+    """Checks, bit by bit, that a tensor begins with what it was said to begin with."""
+    value = extended.value
+    same = beginning.dtype == value.dtype and beginning.ndim == 1 and len(beginning) <= len(value)
+    if not same or beginning.tobytes() != value[: len(beginning)].tobytes():
+        raise StoreError(
+            f"table {table!r}, row {sample_id!r}: {column} was said to begin with {' and '.join(extended.columns)} of "
+            f"row {extended.parent!r}, and does not; give it whole"
+        )
 
 
 def check_outcome(outcome: Outcome) -> None:

@@ -10,7 +10,7 @@ credit_row      with the group       advantage and weight; then the row is settl
 from typing import Any
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.interface import Column, ColumnKind, PartialRow, Row
+from flexmarl.experience.interface import Column, ColumnKind, Extended, PartialRow, Row
 from flexmarl.records import (
     EpisodeId,
     FinishReason,
@@ -50,9 +50,11 @@ PER_TOKEN = ("advantages", "returns", "values")
 """Fields of a Sample that few estimators give."""
 
 
-def prompt_row(sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray) -> PartialRow:
-    """Opens the row of a call that is about to be made; the turn must carry the same prompt."""
-    return PartialRow(sample_id=sample_id, policy=policy, values={"prompt_ids": prompt_ids})
+def prompt_row(
+    sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray, *, parent: SampleId | None = None
+) -> PartialRow:
+    """Opens the row of a call that is about to be made; the turn must carry the same prompt and parent."""
+    return PartialRow(sample_id=sample_id, policy=policy, values={"prompt_ids": _prompt(prompt_ids, parent)})
 
 
 def response_row(turn: Turn) -> PartialRow:
@@ -60,7 +62,7 @@ def response_row(turn: Turn) -> PartialRow:
     if turn.episode != split_sample_id(turn.sample_id)[2]:
         raise StoreError(f"turn {turn.sample_id!r} says it is of episode {turn.episode!r}; its id names another")
     values = {
-        "prompt_ids": turn.prompt_ids,
+        "prompt_ids": _prompt(turn.prompt_ids, turn.parent),
         "tags": dict(turn.tags),
         "parent": turn.parent or "",
         "response_ids": turn.response_ids,
@@ -132,6 +134,11 @@ def sample_from_row(row: Row) -> Sample:
         episode_tokens=_value(row, "episode_tokens"),
         **{name: row.values[name] for name in PER_TOKEN if name in row.values},
     )
+
+
+def _prompt(prompt_ids: IntArray, parent: SampleId | None) -> IntArray | Extended:
+    """A conversation of n calls is kept in the room of its tokens, not of n prompts that repeat each other."""
+    return prompt_ids if parent is None else Extended(parent, ("prompt_ids", "response_ids"), prompt_ids)
 
 
 def _value(row: Row, column: str) -> Any:

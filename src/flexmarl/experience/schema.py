@@ -99,9 +99,11 @@ def decode(kind: ColumnKind, stored: Stored) -> Any:
 
 def as_text(payload: str | bytes) -> str:
     """A payload as a person reads it: strings and JSON as they are, a tensor as JSON lists."""
-    if isinstance(payload, str):
-        return payload
-    array = _decode_tensor(payload)
+    return payload if isinstance(payload, str) else tensor_text(decode_tensor(payload))
+
+
+def tensor_text(array: np.ndarray) -> str:
+    """A tensor as JSON lists."""
     return json.dumps(array.tolist(), default=str)
 
 
@@ -157,13 +159,15 @@ def _encode_json(value: Any) -> str:
     return text
 
 
-def _encode_tensor(value: Any) -> bytes:
+def encode_tensor(value: Any) -> bytes:
+    """Dtype and shape in a line, then the numbers. Raises TypeError or ValueError for what it does not take."""
     if not isinstance(value, np.ndarray):
         raise TypeError
     return _tensor_header(value.dtype, value.shape) + value.tobytes()
 
 
-def _decode_tensor(stored: bytes) -> np.ndarray:
+def decode_tensor(stored: bytes) -> np.ndarray:
+    """What `encode_tensor` wrote, as an array that the caller owns."""
     end = stored.index(b"\n")
     dtype, shape = _tensor_form(stored[:end])
     values = np.frombuffer(stored, dtype, offset=end + 1) if len(stored) > end + 1 else []
@@ -202,6 +206,6 @@ CODECS: Mapping[ColumnKind, Codec] = {
         json.loads,
     ),
     ColumnKind.TENSOR: Codec(
-        "INTEGER", True, "a numpy array of numbers (for types numpy lacks, a view)", _encode_tensor, _decode_tensor
+        "INTEGER", True, "a numpy array of numbers (for types numpy lacks, a view)", encode_tensor, decode_tensor
     ),
 }

@@ -27,11 +27,12 @@ class StoreRecorder:
         agent: AgentName,
         policy: PolicyName,
         prompt_ids: IntArray,
+        parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
         """Opens the row, before the call is sent. Raises EpisodeError if the episode has ended."""
         self._check_open(sample_id)
-        row = prompt_row(sample_id, policy, prompt_ids)
+        row = prompt_row(sample_id, policy, prompt_ids, parent=parent)
         self._opened.append(sample_id)
         self._opening[sample_id] = (agent, row)
         await self._store.put(agent, [row])

@@ -14,12 +14,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.tables import EncodedRows, Tables, connect, query, transaction
-from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     ClaimOrder,
     Place,
+    check_begins,
     check_claim,
     check_known,
     check_move,
@@ -69,6 +72,8 @@ class SimulatedStore:
         """Opens or fills rows in the agent's table."""
         self._check_open()
         encoded = self._tables.encode(agent, rows)
+        for (sample_id, name), extended in encoded.extended.items():
+            self._check_begins(agent, sample_id, name, extended)
         changes = [self._change(encoded, sample_id) for sample_id in encoded.cells]
         for row, fresh in changes:
             if row.sample_id not in self._rows:
@@ -179,6 +184,12 @@ class SimulatedStore:
         check_owner(agent, sample_id, row.agent)
         set_once(agent, sample_id, {"policy": row.policy}, {"policy": policy})
         return row, set_once(agent, sample_id, row.cells, given)
+
+    def _check_begins(self, agent: AgentName, sample_id: SampleId, name: str, extended: Extended) -> None:
+        parent = self._rows.get(extended.parent)
+        if parent is not None and all(column in parent.cells for column in extended.columns):
+            beginning = [decode(self._kinds[column], parent.cells[column]) for column in extended.columns]
+            check_begins(agent, sample_id, name, extended, np.concatenate(beginning))
 
     def _move(self, row: _Kept, place: Place) -> None:
         counts = self._counts[row.policy]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexmarl.errors import StoreError, TransitionError
-from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow
+from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Extended, Outcome, PartialRow
 from flexmarl.records import (
     AgentName,
     GroupId,
@@ -26,7 +26,11 @@ MakeStore = Callable[[Sequence[AgentName], Sequence[Column]], ExperienceStore]
 SOLVER, VERIFIER = AgentName("solver"), AgentName("math verifier-2")
 SHARED, OTHER = PolicyName("shared"), PolicyName("other")
 AGENTS = (SOLVER, VERIFIER)
-COLUMNS = (*(Column(kind.value, kind) for kind in ColumnKind), Column("reward", ColumnKind.FLOAT))
+COLUMNS = (
+    *(Column(kind.value, kind) for kind in ColumnKind),
+    Column("reward", ColumnKind.FLOAT),
+    Column("answer", ColumnKind.TENSOR),
+)
 READY = Outcome(state=RowState.READY)
 
 
@@ -366,6 +370,88 @@ async def pruning_leaves_rows_that_have_not_ended(store: ExperienceStore) -> Non
     assert (dict(opened.values), dict(failed.values)) == ({"text": "open"}, {})
 
 
+async def talk(store: ExperienceStore, hops: int) -> dict[SampleId, np.ndarray]:
+    """A conversation whose rows take turns between two tables; each `tensor` begins with the last one and its answer.
+
+    Returns the tensor of each row.
+    """
+    whole: dict[SampleId, np.ndarray] = {}
+    ids, parent = np.zeros(0, np.int32), None
+    for hop in range(hops):
+        agent, row = AGENTS[hop % 2], sample(0, hop=hop)
+        ids = np.concatenate((ids, np.arange(hop + 1, dtype=np.int32)))
+        await store.put(agent, [partial(row, tensor=Extended(parent, ("tensor", "answer"), ids) if parent else ids)])
+        whole[row], answer, parent = ids, np.full(2, -hop, np.int32), row
+        await store.put(agent, [partial(row, answer=answer)])
+        ids = np.concatenate((ids, answer))
+    return whole
+
+
+async def same_tensors(store: ExperienceStore, whole: dict[SampleId, np.ndarray]) -> None:
+    """Each row's `tensor` is this, in dtype, shape and bits."""
+    for row, held in zip(await store.get([*whole]), whole.values(), strict=True):
+        tensor = row.values["tensor"]
+        assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (held.dtype, held.shape, held.tobytes())
+
+
+async def a_tensor_that_begins_with_those_of_another_row_is_read_back_whole(store: ExperienceStore) -> None:
+    whole = await talk(store, 6)
+    await same_tensors(store, whole)
+    await same_tensors(store, dict(reversed(whole.items())))
+    await same_tensors(store, {sample(0, hop=5): whole[sample(0, hop=5)]})
+    table = await store.query('SELECT payload(tensor) FROM "math verifier-2" ORDER BY hop LIMIT 1')
+    assert table.rows == (("[0, 0, 0, 0, 1]",),)
+
+
+async def a_tensor_is_the_same_value_whether_it_is_given_whole_or_as_one_that_begins_with_others(
+    store: ExperienceStore,
+) -> None:
+    whole = await talk(store, 3)
+    last = sample(0, hop=2)
+    extended = Extended(sample(0, hop=1), ("tensor", "answer"), whole[last])
+    await store.put(SOLVER, [partial(last, tensor=extended)])
+    await store.put(SOLVER, [partial(last, tensor=whole[last])])
+    await refuses(store.put(SOLVER, [partial(last, tensor=whole[last] + 1)]), StoreError, str(last), "tensor")
+    again = sample(0, hop=3)
+    await store.put(SOLVER, [partial(again, tensor=whole[last])])
+    await store.put(SOLVER, [partial(again, tensor=extended)])
+    await same_tensors(store, {**whole, again: whole[last]})
+
+
+async def a_tensor_that_does_not_begin_with_what_it_was_said_to_is_refused(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), tensor=np.array([1, 2]))])
+    row = sample(0, hop=1)
+    for wrong in ([1, 3, 4], [1], [[1, 2]], [1.0, 2.0, 3.0]):
+        extended = Extended(sample(0), ("tensor",), np.array(wrong))
+        await refuses(store.put(SOLVER, [partial(row, tensor=extended)]), StoreError, str(row), "tensor")
+    other = Extended(sample(1), ("tensor",), np.array([1, 2, 3]))
+    await refuses(store.put(SOLVER, [partial(row, tensor=other)]), StoreError, str(row), "group")
+    await refuses(store.get([row]), StoreError, str(row))
+
+
+async def a_tensor_that_begins_with_what_is_not_there_is_kept_whole(store: ExperienceStore) -> None:
+    """Not there: a row that is put with it, or that was never put, or one that lacks the value."""
+    ids = np.array([1, 2, 3])
+    first, second, third = (sample(0, hop=hop) for hop in range(3))
+    extended = {row: Extended(parent, ("tensor", "answer"), ids) for row, parent in ((second, first), (third, second))}
+    await store.put(SOLVER, [partial(row, tensor=value) for row, value in extended.items()])
+    await store.put(SOLVER, [partial(sample(0, hop=4), tensor=Extended(second, ("tensor", "answer"), ids))])
+    await same_tensors(store, dict.fromkeys([second, third, sample(0, hop=4)], ids))
+
+
+async def dropping_rows_leaves_those_whole_that_begin_with_them(store: ExperienceStore) -> None:
+    whole = await talk(store, 5)
+    ended = [sample(0, hop=hop) for hop in (0, 2)]
+    await store.settle(ended, Outcome(state=RowState.FILTERED))
+    assert await store.prune(GroupId(1), 0) == 2
+    await same_tensors(store, {row: tensor for row, tensor in whole.items() if row not in ended})
+    assert [dict(row.values) for row in await store.get(ended)] == [{}, {}]
+    await store.put(SOLVER, [partial(sample(0, hop=6), tensor=Extended(ended[0], ("tensor",), np.arange(3)))])
+    await same_tensors(store, {sample(0, hop=6): np.arange(3)})
+    assert await store.rewind(GroupId(0)) == 6
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((0,),)
+
+
 async def a_query_shows_payloads_as_a_person_reads_them(store: ExperienceStore) -> None:
     tensor = np.array([[1, 2], [3, 4]], np.int32)
     await store.put(SOLVER, [partial(sample(0), text="é 🙂", json={"a": [1]}, tensor=tensor)])
@@ -443,6 +529,11 @@ CHECKS = (
     rewinding_discards_older_groups_too_that_were_active_whatever_became_of_them,
     pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough,
     pruning_leaves_rows_that_have_not_ended,
+    a_tensor_that_begins_with_those_of_another_row_is_read_back_whole,
+    a_tensor_is_the_same_value_whether_it_is_given_whole_or_as_one_that_begins_with_others,
+    a_tensor_that_does_not_begin_with_what_it_was_said_to_is_refused,
+    a_tensor_that_begins_with_what_is_not_there_is_kept_whole,
+    dropping_rows_leaves_those_whole_that_begin_with_them,
     a_query_shows_payloads_as_a_person_reads_them,
     puts_at_the_same_time_all_arrive,
     a_query_reads_and_never_writes,

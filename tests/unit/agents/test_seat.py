@@ -324,7 +324,7 @@ def test_the_recorder_hears_of_the_prompt_before_the_call_and_of_the_turn_after_
     heard: list[tuple[str, str, int]] = []
 
     class Listener:
-        async def prompt(self, *, sample_id, agent, policy, prompt_ids, tags):
+        async def prompt(self, *, sample_id, agent, policy, prompt_ids, parent, tags):
             assert tags["agent"] == agent
             assert tags["policy"] == policy
             heard.append(("prompt", sample_id, len(ctx.generate.requests)))

@@ -23,7 +23,12 @@ def played():
 
 async def opened(recorder, turn):
     await recorder.prompt(
-        sample_id=turn.sample_id, agent=turn.agent, policy=turn.policy, prompt_ids=turn.prompt_ids, tags=turn.tags
+        sample_id=turn.sample_id,
+        agent=turn.agent,
+        policy=turn.policy,
+        prompt_ids=turn.prompt_ids,
+        parent=turn.parent,
+        tags=turn.tags,
     )
 
 

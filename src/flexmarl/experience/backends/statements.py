@@ -43,6 +43,7 @@ class Statements:
         self.insert = lru_cache(self._insert)
         self.fill = lru_cache(self._fill)
         self.stored = lru_cache(self._stored)
+        self.keys = lru_cache(self._keys)
         self.layout = list(self._layout(agent, columns))
         self.read = self._select([*ROW_META, *data], AMONG)
         self.own = f"INSERT INTO samples VALUES (?, {literal(agent)})"
@@ -70,6 +71,13 @@ class Statements:
         self.drop_payloads = self._payloads_of(played_again)
         self.drop = f"DELETE {played_again}"
         self.prune_payloads = self._payloads_of(f"FROM {self._name} WHERE {self._ended_in_group()}")
+        open_rows = (
+            f"FROM {self._name} WHERE policy IN (SELECT policy FROM tally) AND state IN ({not_ended}) AND group_id = ?2"
+        )
+        self.chains_not_ended = (
+            f"SELECT key, value FROM payloads WHERE key IN ({self._keys_of(open_rows)}) "
+            f"AND typeof(value) = 'blob' AND substr(value, 1, 1) = ?1"
+        )
         forgotten = ", ".join(f"{quote(name)} = NULL" for name in self._references)
         self.prune = f"UPDATE {self._name} SET {forgotten or 'policy = policy'} WHERE {self._ended_in_group()}"
 
@@ -84,6 +92,11 @@ class Statements:
     def _stored(self, names: tuple[str, ...]) -> str:
         return self._select(["policy", *names], "= ?")
 
+    def _keys(self, names: tuple[str, ...]) -> str:
+        """The keys of a row's payloads that are there."""
+        cells = [f"(SELECT key FROM payloads WHERE key = {quote(name)})" for name in names]
+        return f"SELECT {', '.join(cells)} FROM {self._name} WHERE sample_id = ?"
+
     def _select(self, names: Sequence[str], which: str) -> str:
         """Reads these columns of the rows named, with payloads in place of their keys."""
         cells = [
@@ -93,8 +106,11 @@ class Statements:
         return f"SELECT {', '.join(cells)} FROM {self._name} WHERE sample_id {which}"
 
     def _payloads_of(self, rows: str) -> str:
-        keys = " UNION ALL ".join(f"SELECT {quote(name)} {rows}" for name in self._references)
-        return f"DELETE FROM payloads WHERE key IN ({keys or f'SELECT NULL {rows}'})"
+        return f"DELETE FROM payloads WHERE key IN ({self._keys_of(rows)})"
+
+    def _keys_of(self, rows: str) -> str:
+        """Selects the key of every payload of these rows."""
+        return " UNION ALL ".join(f"SELECT {quote(name)} {rows}" for name in self._references) or f"SELECT NULL {rows}"
 
     def _ended_in_group(self) -> str:
         """Through the index by state: every policy there is, every state that ends a row."""

@@ -8,15 +8,18 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import StoreError, boundary
+from flexmarl.experience.backends.chains import MARK, Chains, chain, is_chain
 from flexmarl.experience.backends.statements import COUNT_OPENED, OWNERS, SHARED_LAYOUT, Statements, claimable
-from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     Place,
+    check_begins,
     check_claim,
+    check_extended,
     check_known,
     check_move,
     check_outcome,
@@ -26,7 +29,7 @@ from flexmarl.experience.ledger import (
     claim_order,
     set_once,
 )
-from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode
+from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode, encode_tensor, tensor_text
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
@@ -41,6 +44,8 @@ class EncodedRows:
     agent: AgentName
     policies: Mapping[SampleId, PolicyName]
     cells: Mapping[SampleId, Mapping[str, Stored]]
+    extended: Mapping[tuple[SampleId, str], Extended] = field(default_factory=dict)
+    """By sample id and column: the tensors in `cells` of which only the end has to be kept."""
 
 
 class Tables:
@@ -64,21 +69,24 @@ class Tables:
         self._table(agent)
         policies: dict[SampleId, PolicyName] = {}
         cells: dict[SampleId, dict[str, Stored]] = {}
+        extended: dict[tuple[SampleId, str], Extended] = {}
         for row in rows:
             sample_id, given = row.sample_id, self._encode(agent, row)
             if sample_id in cells:
                 set_once(agent, sample_id, {"policy": policies[sample_id]}, {"policy": row.policy})
                 given = set_once(agent, sample_id, cells[sample_id], given) | cells[sample_id]
             policies[sample_id], cells[sample_id] = row.policy, given
-        return EncodedRows(agent, policies, cells)
+            extended |= {(sample_id, name): value for name, value in row.values.items() if isinstance(value, Extended)}
+        check_extended(agent, extended)
+        return EncodedRows(agent, policies, cells, extended)
 
     def put(self, db: sqlite3.Connection, rows: EncodedRows) -> None:
         """Opens or fills these rows."""
         known = self._known(db, rows)
-        payloads = _Payloads(db, self._references)
+        payloads, chains = _Payloads(db, self._references), Chains(db)
         for sample_id in known:
-            self._fill(db, payloads, rows, sample_id)
-        self._open(db, payloads, rows, [sample_id for sample_id in rows.cells if sample_id not in known])
+            self._fill(db, payloads, chains, rows, sample_id)
+        self._open(db, payloads, chains, rows, [sample_id for sample_id in rows.cells if sample_id not in known])
         payloads.write()
 
     def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, Place]) -> None:
@@ -134,16 +142,25 @@ class Tables:
         if group >= before_group or used_bytes(db) <= budget_bytes:
             return None
         db.execute("UPDATE pruned SET before_group = ?", (group + 1,))
+        self._make_whole(db, group)
         for table in self._tables.values():
             db.execute(table.prune_payloads, (group,))
         return sum(db.execute(table.prune, (group,)).rowcount for table in self._tables.values())
 
+    def _make_whole(self, db: sqlite3.Connection, group: GroupId) -> None:
+        """Keeps whole what rows of the group that have not ended keep as chains: they may begin with rows that have."""
+        chains = Chains(db)
+        for table in self._tables.values():
+            for key, stored in db.execute(table.chains_not_ended, (MARK, group)).fetchall():
+                db.execute("UPDATE payloads SET value = ? WHERE key = ?", (encode_tensor(chains.whole(stored)), key))
+
     def get(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[Row]:
         """Rows by sample id, in the order asked."""
         rows: dict[SampleId, Row] = {}
+        chains = Chains(db)
         for agent, of_agent in _by_agent(self._locate(db, ids)).items():
             for cells in db.execute(self._table(agent).read, (json.dumps(of_agent),)):
-                rows[cells[0]] = self._row(AgentName(agent), cells)
+                rows[cells[0]] = self._row(AgentName(agent), cells, chains)
         return [rows[sample_id] for sample_id in ids]
 
     def counts(self, db: sqlite3.Connection, policy: PolicyName) -> Mapping[RowState, int]:
@@ -171,7 +188,7 @@ class Tables:
             column = self.columns.get(name)
             if column is None:
                 raise StoreError(f"table {agent!r} has no column {name!r}; there are: {', '.join(self.columns)}")
-            cells[name] = encode(agent, column, value)
+            cells[name] = encode(agent, column, value.value if isinstance(value, Extended) else value)
         return cells
 
     def _known(self, db: sqlite3.Connection, rows: EncodedRows) -> list[SampleId]:
@@ -181,22 +198,36 @@ class Tables:
             check_owner(rows.agent, sample_id, owner)
         return [sample_id for sample_id in rows.cells if sample_id in owners]
 
-    def _fill(self, db: sqlite3.Connection, payloads: "_Payloads", rows: EncodedRows, sample_id: SampleId) -> None:
+    def _fill(
+        self, db: sqlite3.Connection, payloads: "_Payloads", chains: Chains, rows: EncodedRows, sample_id: SampleId
+    ) -> None:
         """Sets what a row lacks; refuses to change what is there."""
         table, given = self._table(rows.agent), rows.cells[sample_id]
         names = ("policy", *given)
         (found,) = db.execute(table.stored(tuple(given)), (sample_id,))
-        there = {name: cell for name, cell in zip(names, found, strict=True) if cell is not None}
+        there = {
+            name: encode_tensor(chains.whole(cell)) if is_chain(cell) else cell
+            for name, cell in zip(names, found, strict=True)
+            if cell is not None
+        }
         fresh = set_once(rows.agent, sample_id, there, {"policy": rows.policies[sample_id], **given})
         if fresh:
-            db.execute(table.fill(tuple(fresh)), (*payloads.by_reference(fresh), sample_id))
+            kept = self._shortened(db, chains, rows, sample_id, fresh)
+            db.execute(table.fill(tuple(kept)), (*payloads.by_reference(kept), sample_id))
 
-    def _open(self, db: sqlite3.Connection, payloads: "_Payloads", rows: EncodedRows, new: Sequence[SampleId]) -> None:
+    def _open(
+        self,
+        db: sqlite3.Connection,
+        payloads: "_Payloads",
+        chains: Chains,
+        rows: EncodedRows,
+        new: Sequence[SampleId],
+    ) -> None:
         """Makes rows; those with the same columns in one statement, which is most of a put's speed."""
         table = self._table(rows.agent)
         opened: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
         for sample_id in new:
-            given = rows.cells[sample_id]
+            given = self._shortened(db, chains, rows, sample_id, rows.cells[sample_id])
             meta = (sample_id, *claim_order(sample_id), rows.policies[sample_id])
             opened[tuple(given)].append((*meta, *payloads.by_reference(given)))
         for names, cells in opened.items():
@@ -204,13 +235,41 @@ class Tables:
         db.executemany(table.own, [(sample_id,) for sample_id in new])
         db.executemany(COUNT_OPENED, Counter(rows.policies[sample_id] for sample_id in new).items())
 
+    def _shortened(
+        self,
+        db: sqlite3.Connection,
+        chains: Chains,
+        rows: EncodedRows,
+        sample_id: SampleId,
+        cells: Mapping[str, Stored],
+    ) -> Mapping[str, Stored]:
+        """The cells, with a chain in place of each tensor that begins with another row's."""
+        chained: dict[str, Stored] = {}
+        for name in cells:
+            extended = rows.extended.get((sample_id, name))
+            keys = self._payload_keys(db, extended) if extended else None
+            if extended is None or keys is None:
+                continue
+            beginning = chains.beginning(keys)
+            check_begins(rows.agent, sample_id, name, extended, beginning)
+            chained[name] = chain(keys, extended.value[len(beginning) :])
+        return {**cells, **chained} if chained else cells
+
+    def _payload_keys(self, db: sqlite3.Connection, extended: Extended) -> list[int] | None:
+        """Where the values are that it begins with; None if one of them is not there (yet, or any more)."""
+        found = db.execute(OWNERS, (json.dumps([extended.parent]),)).fetchone()
+        if found is None:
+            return None
+        (keys,) = db.execute(self._table(found[1]).keys(extended.columns), (extended.parent,))
+        return None if None in keys else list(keys)
+
     def _locate(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[tuple[str, SampleId]]:
         """(agent, sample id) in the order asked."""
         found = dict(db.execute(OWNERS, (json.dumps([*ids]),)))
         check_known(ids, found)
         return [(found[sample_id], sample_id) for sample_id in ids]
 
-    def _row(self, agent: AgentName, cells: Sequence[Any]) -> Row:
+    def _row(self, agent: AgentName, cells: Sequence[Any], chains: Chains) -> Row:
         sample_id, policy, version, state, next_agent_id, cache, settled_version, reason, *data = cells
         return Row(
             sample_id=sample_id,
@@ -223,7 +282,7 @@ class Tables:
             settled_version=settled_version,
             reason=reason,
             values={
-                name: decode(column.kind, cell)
+                name: chains.whole(cell) if is_chain(cell) else decode(column.kind, cell)
                 for (name, column), cell in zip(self.columns.items(), data, strict=True)
                 if cell is not None
             },
@@ -265,7 +324,9 @@ def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
 
     def payload(key: int | None) -> str | None:
         found = db.execute("SELECT value FROM payloads WHERE key = ?", (key,)).fetchone()
-        return found and as_text(found[0])
+        if found is None:
+            return None
+        return tensor_text(Chains(db).whole(found[0])) if is_chain(found[0]) else as_text(found[0])
 
     db.create_function("payload", 1, payload)
     return db
