@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that tests run in; each takes one core and up to 2 GB of memory.
+JOBS ?= 2
 
 .PHONY: help install install-dev quickstart test check bench docs clean
 
@@ -25,8 +27,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 quickstart: install  ## train a team of two agents on this machine, live (a few minutes)
 	$(BIN)/flexmarl train examples/math_team/cpu.yaml $(OVERRIDES)
 
-test: install-dev  ## all tests
-	$(BIN)/python -m pytest
+test: install-dev  ## all tests but the deep ones, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 check: install-dev  ## style, types, import direction, docs
 	$(BIN)/ruff format --check .

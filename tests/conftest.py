@@ -1,10 +1,11 @@
-"""What all tests share: one torch thread, and one small run whose names are registered once per process."""
+"""What all tests share: one torch thread, one process for Ray, and one small run, registered once per process."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Before anything of transformers is imported: a hub name that slips into a test must fail, with network or without.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,17 @@ from tests.small_run import write_team
 
 # The models of the tests are tiny, and threads that wait for each other cost minutes.
 torch.set_num_threads(1)
+
+# On a busy machine an example takes as long as it takes.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start a Ray run one after the other: two of them starve on two cores."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session")
