@@ -2,7 +2,10 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -12,19 +15,26 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Row
-from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
-from flexmarl.simulator.faults import FaultKind, Targets, draw_plan
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
+from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_plan
+from flexmarl.simulator.injection import Injection
+from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.__main__ import main
 from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.laws_of_serving import law_3_tokens_are_as_fresh_as_promised
-from flexmarl.testing.faults.lives import live
+from flexmarl.testing.faults.lives import Stuck, at_most, live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
-from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw
+from flexmarl.testing.faults.parts import BreakableTrainer
+from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw, loses_while_streaming
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
-from flexmarl.testing.faults.witness import REACTIONS, seen
+from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
+from tests.unit.training.conftest import random_samples
 
+BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 TARGETS = Targets(instances=("solver/0", "solver/1", "frozen/0"), trained=("solver",), groups=2, steps=3)
 
 
@@ -51,6 +61,44 @@ def test_a_run_keeps_every_law_whatever_breaks() -> None:
     assert sum(answered.values()) > 0.7 * sum(struck.values()), f"struck {struck}, noticed {answered}"
 
 
+def test_a_run_that_streams_credit_and_loses_its_trainer_keeps_every_law() -> None:
+    seeds = [seed for seed in range(1000) if loses_while_streaming(seed)][:12]
+    together = Counter[str]()
+    for seed in seeds:
+        story = live(draw(seed))
+        assert broken(story) == {}, f"python -m flexmarl.testing.faults --seeds {seed}:{seed + 1}"
+        together += combined(story)
+    assert set(together) == set(COMBINATIONS), f"never came together: {set(COMBINATIONS) - set(together)}"
+
+
+def test_of_3000_runs_a_hundred_stream_credit_to_swapped_trainers_and_lose_one_and_a_write() -> None:
+    drawn = [draw(seed) for seed in range(3000) if loses_while_streaming(seed)]
+    assert len(drawn) >= 100
+    for schedule in drawn:
+        assert schedule.plan.of(FaultKind.LOST_TRAINER)
+        assert schedule.plan.of(FaultKind.STORE_FAILURE)
+        assert schedule.sections["credit"]["streaming"] == "linear"
+        assert schedule.sections["process_groups"]["at_once"] == 1
+
+
+def test_rows_under_the_id_of_a_dropped_micro_batch_are_remembered() -> None:
+    # A step was filtered, and the rows of the next one, under the same ids, were trained and not remembered.
+    solver = PolicyName("solver")
+    dropped, *trained = (sample for sample in random_samples(0, weights=(1.0,)) if sample.num_tokens)
+
+    async def scenario() -> BreakableTrainer:
+        trainer = BreakableTrainer(solver, InlineObjectStore(), Injection(FaultPlan()), sample_s=0.1)
+        samples = (replace(dropped, open_group="g"),)
+        await trainer.accumulate(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=samples))
+        await trainer.close_groups({"g": None})
+        await trainer.accumulate(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=tuple(trained)))
+        await trainer.step(divisors_of(trained))
+        return trainer
+
+    (update,) = run_virtual(scenario()).updates.values()
+    assert update == {"solver/0/0": [sample.turn.sample_id for sample in trained]}
+
+
 def test_the_same_seed_gives_the_same_journals_byte_for_byte() -> None:
     for seed in range(100, 106):
         schedule = draw(seed)
@@ -59,12 +107,20 @@ def test_the_same_seed_gives_the_same_journals_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "mutation", [m for m in MUTATIONS if m.name in ("accumulated_twice", "served_unchecked", "window_ignored")]
+    "mutation",
+    [m for m in MUTATIONS if m.name in ("accumulated_twice", "served_unchecked", "window_ignored")],
 )
 def test_a_broken_rule_is_caught(mutation: Mutation) -> None:
     caught = catch(mutation, range(60))
     assert caught.seed is not None, f"no law noticed that {mutation.breaks}"
     assert not try_seed(caught.seed, mutation.mode).broken, "the sound rule breaks a law too"
+
+
+def test_a_gradient_that_is_lost_under_a_reused_id_is_caught_by_the_law_of_samples() -> None:
+    (mutation,) = (mutation for mutation in MUTATIONS if mutation.name == "reused_id_lost")
+    caught = catch(mutation, [seed for seed in range(1000) if loses_while_streaming(seed)])
+    assert "5" in caught.laws, caught
+    assert not try_seed(caught.seed or 0, mutation.mode).broken, "the sound rule breaks a law too"
 
 
 def test_where_policies_update_on_their_own_groups_are_counted_and_not_versions() -> None:
@@ -112,6 +168,22 @@ def _sample(group: int) -> SampleId:
     return SampleId(f"task-{group}_0_g{group}e0a0")
 
 
+def test_a_life_is_stuck_when_it_computes_and_not_when_it_waits_for_others_that_do() -> None:
+    with at_most(0.2):
+        subprocess.run([sys.executable, "-c", BURN.format(seconds=0.5)], check=True)
+    with pytest.raises(Stuck, match=r"it computed for more than 0\.2 s"), at_most(0.2):
+        exec(BURN.format(seconds=600))
+
+
+@pytest.mark.deep
+def test_a_busy_machine_breaks_no_law() -> None:
+    with ExitStack() as busy:
+        for _ in range(8):
+            process = busy.enter_context(subprocess.Popen([sys.executable, "-c", BURN.format(seconds=600)]))
+            busy.callback(process.kill)
+        assert [seed for seed in range(20177, 20185) if try_seed(seed).broken] == []
+
+
 def test_the_command_says_what_struck_and_what_held() -> None:
     app = typer.Typer()
     app.command()(main)
@@ -120,6 +192,15 @@ def test_the_command_says_what_struck_and_what_held() -> None:
     told = json.loads(result.stdout.splitlines()[-1])
     assert (told["seeds"], told["broken"]) == (6, {})
     assert sum(told["struck"].values()) > 6
+
+
+def test_a_kind_that_is_witnessed_too_seldom_fails_the_command_by_name() -> None:
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, ["--seeds", "0:2,5:7", "--jobs", "1", "--json", "--least", "300"])
+    assert result.exit_code == 1
+    assert "batch_id_reused was witnessed 0 times, --least is 300" in result.stderr.replace("\n", " ")
+    assert json.loads(result.stdout.splitlines()[-1])["seeds"] == 4
 
 
 def test_seeds_that_are_no_range_are_refused() -> None:

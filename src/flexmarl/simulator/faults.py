@@ -99,11 +99,16 @@ TORN = ("truncated", "flipped", "unsealed", "half_written")
 def draw_plan(random: Random, targets: Targets, *, most: int = 4) -> FaultPlan:
     """One to `most` faults; a checkpoint is torn only where something ends a life, late."""
     kinds = random.sample(tuple(FaultKind), random.randint(1, most))
-    faults = [_DRAWS[kind](random, targets, kind) for kind in kinds]
+    faults = [draw_fault(kind, random, targets) for kind in kinds]
     if FaultKind.TORN_CHECKPOINT in kinds:
         late = random.uniform(1.0, targets.steps)  # Mostly after the first one was written.
         faults.append(Fault(kind=FaultKind.LOST_CONTROLLER, after=int(late * targets.step_calls), how="store_calls"))
     return FaultPlan(faults=tuple(faults))
+
+
+def draw_fault(kind: FaultKind, random: Random, targets: Targets) -> Fault:
+    """One fault of a kind: whom it befalls, when, and how."""
+    return _DRAWS[kind](random, targets, kind)
 
 
 def _in_time(random: Random, targets: Targets, kind: FaultKind) -> Fault:

@@ -183,7 +183,8 @@ class TrainingSession:
                 return self._rests(ready, closed)
             if not self._residency.hold(self._policy, ready, keep=closed, busy=bool(under_way)):
                 return False
-            under_way.append(await self._send())
+            if task := await self._send():
+                under_way.append(task)
 
     def _rests(self, ready: int, closed: bool) -> bool:
         """Nothing is due; returns whether that is the end of the step."""
@@ -191,14 +192,16 @@ class TrainingSession:
             self._residency.expect(self._policy, ready, self._micro_batch)
         return closed and not self._under_way
 
-    async def _send(self) -> asyncio.Task[None]:
-        """Claims rows and has them accumulated; wakes the loop when they are."""
-        # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
+    async def _send(self) -> asyncio.Task[None] | None:
+        """Claims rows and has them accumulated; wakes the loop when they are. None if no row was left to claim."""
         batch_id = f"{self.cache}/{self._claims}"
-        self._claims += 1
         async with self._claiming:
             ids = await self._store.claim(self._policy, self._micro_batch, holder=_holder(batch_id))
             self._claimed.update(ids)
+        if not ids:  # Their group was dropped since they were counted.
+            return None
+        # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
+        self._claims += 1
         task = asyncio.create_task(self._accumulate_one(batch_id, ids), name=f"accumulate-{batch_id}")
         task.add_done_callback(lambda _: self._wake.set())
         return task
@@ -213,11 +216,12 @@ class TrainingSession:
             raise
         ended = asyncio.get_running_loop().time()
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
-        self._accumulated += [sample_id for sample_id in ids if sample_id not in self._dropped]
+        # Decided now: what is dropped from here on is accumulated already, and `close_group` ends it.
+        dropped = {sample_id: self._dropped[sample_id] for sample_id in ids if sample_id in self._dropped}
+        self._accumulated += [sample_id for sample_id in ids if sample_id not in dropped]
         self._num_tokens += report.num_tokens
-        for sample_id in ids:
-            if because := self._dropped.get(sample_id):
-                await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
+        for sample_id, because in dropped.items():
+            await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
         self._residency.trained(self._policy, report.num_samples + report.open_samples, report.duration_s)
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
 

@@ -1,10 +1,11 @@
 """Plays many random runs that break, and checks the laws.
 
     python -m flexmarl.testing.faults --seeds 0:3000 --jobs 2
+    python -m flexmarl.testing.faults --seeds 0:10000,40000:45000 --least 300
     python -m flexmarl.testing.faults --seeds 17:18          # one of them again
     python -m flexmarl.testing.faults --mutations            # are the laws sharp? each broken rule must be caught
 
-Exit code 1 if a law was broken, with the seed and how.
+Exit code 1 if a law was broken, with the seed and how, or a kind of fault was witnessed too seldom.
 """
 
 import json
@@ -19,15 +20,18 @@ from flexmarl.testing.faults.trials import catch_all, try_all
 
 
 def main(
-    seeds: Annotated[str, typer.Option(help="From the first to before the last, as in 0:3000.")] = "0:3000",
+    seeds: Annotated[
+        str, typer.Option(help="From the first to before the last, as in 0:3000; or several, as in 0:9,20:29.")
+    ] = "0:3000",
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     mode: Annotated[str | None, typer.Option(help="Only this mode; without it, all of them.")] = None,
+    least: Annotated[int, typer.Option(min=0, help="Fail if a kind of fault is witnessed less often.")] = 0,
     mutations: Annotated[bool, typer.Option("--mutations", help="Break rules on purpose instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line last.")] = False,
 ) -> None:
     """Plays random runs with random faults, and checks the laws of docs/laws.md on each."""
     console = Console(stderr=as_json)
-    chosen = _range(seeds)
+    chosen = [seed for part in seeds.split(",") for seed in _range(part)]
     if mutations:
         caught = catch_all(chosen, jobs, console)
         console.print(mutation_table(caught))
@@ -38,7 +42,12 @@ def main(
         console.print(fault_table(tally))
         for line in failure_lines(tally):
             console.print(line)
-        failed = sorted(tally.broken)
+        rare = tally.rare(least)
+        for name, times in rare.items():
+            console.print(
+                f"{name} was witnessed {times} times, --least is {least}: try more seeds, or make it likelier"
+            )
+        failed = [*tally.broken, *rare]
         told = tally.told()
     if as_json:
         sys.stdout.write(json.dumps(told) + "\n")

@@ -80,6 +80,14 @@ class _AccumulatesTwice(BreakableTrainer):
         return await super().accumulate(replace(batch, samples=samples))
 
 
+class _LosesReusedIds(BreakableTrainer):
+    async def accumulate(self, batch: MicroBatch) -> LossReport:
+        if not self._cached.get(batch.micro_batch_id, batch):  # All of its rows were dropped.
+            samples = tuple(replace(sample, advantage=0.0) for sample in batch.samples)
+            batch = replace(batch, samples=samples)
+        return await super().accumulate(batch)
+
+
 class _PublishesWithoutWaiting(InferencePool):
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
@@ -183,6 +191,12 @@ MUTATIONS = (
     Mutation(name="lease_leak", breaks="a claim leases one row more than it returns", store=_LeaksLeases),
     Mutation(name="rewind_keeps_rows", breaks="a resumption leaves the rows of groups it replays", store=_KeepsRows),
     Mutation(name="accumulated_twice", breaks="gradients enter the cache twice", trainer=_AccumulatesTwice),
+    Mutation(
+        name="reused_id_lost",
+        breaks="rows under the id of a micro-batch that was dropped are counted, and add no gradient",
+        mode="microbatch",
+        trainer=_LosesReusedIds,
+    ),
     Mutation(
         name="publish_without_waiting",
         breaks="a publication returns before the instances hold it",

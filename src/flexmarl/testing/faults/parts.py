@@ -193,8 +193,10 @@ class BreakableTrainer(FakeTrainer):
         """What each version that it made was made of."""
         self.published: dict[Version, Checksum] = {}
         self._cached: Batches = {}
-        self._group_of: dict[SampleId, str] = {}
+        self.open_group_of: dict[SampleId, str] = {}
         """The open credit group that a sample was accumulated in."""
+        self.reused = set[str]()
+        """Ids of micro-batches all of whose rows were dropped, under which other rows were accumulated then."""
         self._injection = injection
         self._skew_s = 0.0
 
@@ -206,9 +208,15 @@ class BreakableTrainer(FakeTrainer):
             half_s = self.costs.sample_s * len(batch.samples) / 2
             asyncio.get_running_loop().call_later(half_s, self.fail, "as planned")
             await asyncio.sleep(half_s)
+        known = batch.micro_batch_id in self._reports
         report = await super().accumulate(batch)
-        self._cached.setdefault(batch.micro_batch_id, [sample.turn.sample_id for sample in batch.samples])
-        self._group_of |= {sample.turn.sample_id: sample.open_group for sample in batch.samples if sample.open_group}
+        if not known:  # Else nothing was added. An id whose rows were all dropped is known no longer.
+            if batch.micro_batch_id in self._cached:
+                self.reused.add(batch.micro_batch_id)
+            self._cached[batch.micro_batch_id] = [sample.turn.sample_id for sample in batch.samples]
+        self.open_group_of |= {
+            sample.turn.sample_id: sample.open_group for sample in batch.samples if sample.open_group
+        }
         if self._injection.occurs(FaultKind.LOST_CACHE, self.policy):
             self.lose_cache()
             self._cached = {}
@@ -219,7 +227,7 @@ class BreakableTrainer(FakeTrainer):
         closed = await super().close_groups(lines)
         dropped = {name for name, line in lines.items() if line is None}
         self._cached = {
-            batch: [sample_id for sample_id in ids if self._group_of.get(sample_id) not in dropped]
+            batch: [sample_id for sample_id in ids if self.open_group_of.get(sample_id) not in dropped]
             for batch, ids in self._cached.items()
         }
         return closed

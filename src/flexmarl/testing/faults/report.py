@@ -7,6 +7,7 @@ from rich.table import Table
 from flexmarl.simulator.faults import FaultKind
 from flexmarl.testing.faults.laws import LAWS
 from flexmarl.testing.faults.trials import Caught, Tally
+from flexmarl.testing.faults.witness import COMBINATIONS
 
 
 def fault_table(tally: Tally) -> Table:
@@ -18,6 +19,9 @@ def fault_table(tally: Tally) -> Table:
         table.add_column(name, justify="left" if name == "fault" else "right")
     for kind in FaultKind:
         table.add_row(kind.value, str(tally.struck[kind.value]), str(tally.answered[kind.value]))
+    table.add_section()
+    for name in COMBINATIONS:
+        table.add_row(name, "", str(tally.combined[name]))
     table.add_section()
     for law in (*LAWS, "repeat"):
         broken = sum(law in laws for laws in tally.broken.values())

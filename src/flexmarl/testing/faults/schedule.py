@@ -1,12 +1,12 @@
 """Decides a small random run, and what goes wrong in it, from one seed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_plan
+from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
 
 PER_POLICY = "per_policy"
 """As `async`, with an update of each policy as its own batch fills."""
@@ -23,6 +23,11 @@ TEAMS: tuple[Mapping[str, str], ...] = (
 )
 """Agents, and the policy of each; `frozen` is not trained."""
 SECONDS_PER_TOKEN = 0.1
+LOSSES_WHILE_STREAMING = 0.05
+"""Share of runs that stream credit to trainers that are swapped, and lose a trainer and a write of the store.
+
+By chance alone a run of 3 000 is such a run, and the faults that meet there strike once in some 20 000.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +71,56 @@ class Schedule:
 
 def draw(seed: int, *, mode: str | None = None) -> Schedule:
     """The run of a seed; `mode` fixes what is drawn else."""
-    random = Random(f"run {seed}")
-    drawn = random.choice(MODES)
-    agents = random.choice(TEAMS)
-    instances = {policy: random.randint(1, 3) for policy in dict.fromkeys(agents.values())}
-    steps, groups = random.randint(2, 3), random.randint(1, 4)
-    targets = Targets(
+    if mode in (None, Mode.MICROBATCH) and loses_while_streaming(seed):
+        return _losing_while_streaming(seed)
+    return _drawn(seed, mode)
+
+
+def loses_while_streaming(seed: int) -> bool:
+    """Whether the run of a seed is one of LOSSES_WHILE_STREAMING, where its mode is free."""
+    return Random(f"losses {seed}").random() < LOSSES_WHILE_STREAMING
+
+
+def _losing_while_streaming(seed: int) -> Schedule:
+    """A run in which credit groups are open while trainers are swapped and lost, and the run is resumed.
+
+    All groups of a step are filtered: the gradient cache drops rows that were accumulated.
+    """
+    random, run = Random(f"losses of {seed}"), _drawn(seed, Mode.MICROBATCH)
+    targets = _targets(run.instances, groups=run.groups, steps=run.steps, agents=len(run.agents))
+    lost = replace(draw_fault(FaultKind.LOST_TRAINER, random, targets), after=random.randint(1, 3))
+    early = replace(targets, steps=run.steps - 1)  # A step that trains must follow.
+    filtered = draw_fault(FaultKind.ALL_FILTERED, random, early)
+    planned = [lost, draw_fault(FaultKind.STORE_FAILURE, random, targets), filtered]
+    kept = [fault for fault in run.plan.faults if fault.kind not in {fault.kind for fault in planned}]
+    small = {"micro_batch": random.choice([1, 2])}  # So that rows are trained before their group is complete.
+    sections = run.sections | {
+        "deterministic": False,
+        "process_groups": run.sections["process_groups"] | {"at_once": 1},
+        "credit": {"estimator": run.sections["credit"]["estimator"], "streaming": "linear"},
+        "policies": {name: policy | {"training": small} for name, policy in run.sections["policies"].items()},
+    }
+    return replace(run, sections=sections, plan=FaultPlan(faults=(*planned, *kept)))
+
+
+def _targets(instances: Mapping[str, int], *, groups: int, steps: int, agents: int) -> Targets:
+    return Targets(
         instances=tuple(f"{policy}/{n}" for policy, count in instances.items() for n in range(count)),
         trained=tuple(policy for policy in instances if policy != "frozen"),
         groups=groups,
         steps=steps,
         step_s=1.0 + 0.7 * groups,
-        step_calls=12 * groups * len(agents),
+        step_calls=12 * groups * agents,
     )
+
+
+def _drawn(seed: int, mode: str | None) -> Schedule:
+    random = Random(f"run {seed}")
+    drawn = random.choice(MODES)
+    agents = random.choice(TEAMS)
+    instances = {policy: random.randint(1, 3) for policy in dict.fromkeys(agents.values())}
+    steps, groups = random.randint(2, 3), random.randint(1, 4)
+    targets = _targets(instances, groups=groups, steps=steps, agents=len(agents))
     plan = draw_plan(Random(f"faults {seed}"), targets)
     return Schedule(
         seed=seed,

@@ -23,16 +23,19 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flexmarl.simulator.faults import FaultKind
 from flexmarl.testing.faults.laws import broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
 from flexmarl.testing.faults.schedule import draw
 from flexmarl.testing.faults.story import Story
-from flexmarl.testing.faults.witness import seen
+from flexmarl.testing.faults.witness import COMBINATIONS, combined, seen
 
 T = TypeVar("T")
 SHARE = 20
 """Seeds that a worker plays before it reports: a second or two, so that the bar moves."""
+SAID = 500
+"""Where there is no terminal to draw a bar on, progress is a line every so many seeds."""
 REPEATED = 50
 """Every so many seeds one is played twice: its journals must be the same to the last byte."""
 
@@ -47,6 +50,8 @@ class Tally:
     modes: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
+    combined: Counter[str] = field(default_factory=Counter)
+    """Runs in which things came together, by the names of COMBINATIONS."""
     ends: Counter[str] = field(default_factory=Counter)
     broken: dict[int, dict[str, list[str]]] = field(default_factory=dict)
     """By seed, then by law."""
@@ -60,10 +65,17 @@ class Tally:
             (self.modes, other.modes),
             (self.struck, other.struck),
             (self.answered, other.answered),
+            (self.combined, other.combined),
             (self.ends, other.ends),
         ):
             mine.update(theirs)
         self.broken |= other.broken
+
+    def rare(self, least: int) -> dict[str, int]:
+        """Kinds of faults and combinations that were witnessed fewer than `least` times, and how often."""
+        witnessed = {kind.value: self.answered[kind.value] for kind in FaultKind}
+        witnessed |= {name: self.combined[name] for name in COMBINATIONS}
+        return {name: times for name, times in witnessed.items() if times < least}
 
     def told(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -75,6 +87,7 @@ class Tally:
             "modes": dict(self.modes),
             "struck": dict(self.struck),
             "witnessed": dict(self.answered),
+            "combined": dict(self.combined),
             "ends": dict(self.ends),
             "broken": {str(seed): laws for seed, laws in sorted(self.broken.items())},
         }
@@ -98,6 +111,8 @@ def try_all(seeds: Sequence[int], jobs: int, console: Console, mode: str | None 
     shares = [seeds[at : at + SHARE] for at in range(0, len(seeds), SHARE)]
     for share in _in_processes(partial(_try_share, mode=mode), shares, jobs, console, "seeds"):
         tally.add(share)
+        for seed, laws in sorted(share.broken.items()):
+            console.print(f"seed {seed} breaks law {', '.join(laws)}: {next(iter(laws.values()))[0]}")
     tally.seconds = time.perf_counter() - began
     return tally
 
@@ -125,6 +140,7 @@ def try_seed(seed: int, mode: str | None = None) -> Tally:
         modes=Counter([schedule.mode]),
         struck=Counter({kind.value: count for kind, count in struck.items()}),
         answered=Counter({kind.value: count for kind, count in answered.items()}),
+        combined=combined(story),
         ends=Counter([type(story.lives[-1].error).__name__ if story.lives[-1].error else "finished"]),
         broken={seed: found} if found else {},
     )
@@ -164,10 +180,13 @@ def _in_processes(work: Any, items: Sequence[Any], jobs: int, console: Console, 
         Progress(*columns, console=console, transient=True) as progress,
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_settle) as workers,
     ):
-        bar = progress.add_task(what, total=sum(map(_size, items)))
+        bar, done = progress.add_task(what, total=sum(map(_size, items))), 0
         futures: dict[Future[Any], int] = {workers.submit(work, item): _size(item) for item in items}
         for future in as_completed(futures):
             progress.advance(bar, futures[future])
+            done += futures[future]
+            if not console.is_terminal and done // SAID > (done - futures[future]) // SAID:
+                console.print(f"{done} of {sum(futures.values())} {what}")
             yield future.result()
 
 

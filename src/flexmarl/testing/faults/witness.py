@@ -24,6 +24,31 @@ def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
     return struck, answered
 
 
+def combined(story: Story) -> Counter[str]:
+    """Which combinations of COMBINATIONS the run went through."""
+    return Counter(name for name, holds in COMBINATIONS.items() if holds(story))
+
+
+def _losses_while_streaming(story: Story) -> bool:
+    """Trainers had rows of open groups and were swapped; one was lost, the store failed, and the run went on."""
+    streamed = any(trainer.open_group_of for life in story.lives for trainer in life.trainers.values())
+    swapped = any(event["event"] == "swapped" for event in story.events)
+    _, answered = seen(story)
+    return streamed and swapped and bool(answered[FaultKind.LOST_TRAINER] and answered[FaultKind.STORE_FAILURE])
+
+
+def _batch_id_reused(story: Story) -> bool:
+    """All rows of a micro-batch were dropped, and other rows were accumulated under its id."""
+    return any(trainer.reused for life in story.lives for trainer in life.trainers.values())
+
+
+COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
+    "losses_while_streaming": _losses_while_streaming,
+    "batch_id_reused": _batch_id_reused,
+}
+"""Things that must come together in one run before some laws can break; by chance alone they hardly do."""
+
+
 def _lost(fault: Event, event: Event) -> bool:
     """An instance that was moved is known by another name."""
     mine = event["event"] == "instance_lost" and event["instance"] == fault["target"]
