@@ -1,6 +1,9 @@
-"""What all tests share: one torch thread, one process for Ray, and one small run, registered once per process."""
+"""What all tests share: one torch thread, one process for Ray, one limit of time, and one small run per process."""
 
+import faulthandler
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,29 @@ torch.set_num_threads(1)
 # On a busy machine an example takes as long as it takes.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+
+# The only limit of time on the clock that tests have. No test comes near it, on however busy a machine.
+HANG_S = 900
+
+
+class Hang(AssertionError):
+    """A test that does not end."""
+
+
+@pytest.fixture(autouse=True)
+def no_endless_test() -> Iterator[None]:
+    """A hang is a failure that shows what every thread did."""
+
+    def hangs(*_: object) -> None:
+        faulthandler.dump_traceback()
+        raise Hang(f"the test hangs: it took more than {HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(HANG_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,8 @@ from flexmarl.cluster.leases import leases_root
 from flexmarl.experience.backends.reader import read_store
 from flexmarl.observability.journal import read_journal
 from flexmarl.observability.run_folder import RunFolder
+from tests.conftest import Hang
 
-# A command that takes longer hangs; on an idle machine with two cores it takes ten seconds.
-HANG_S = 120.0
-# The warden looks for what a run died while starting, and kills it; a busy machine makes that slow, not undone.
-ENDING_S = 20.0
 # What is being started when its parent is killed may show up late.
 STAYS_S = 0.5
 MAIN = """
@@ -54,23 +51,28 @@ class Child:
 
     def wait(self) -> int:
         """The exit code; a hang fails, with what every thread did."""
-        try:
-            return self.process.wait(HANG_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"hangs:\n{self.dump()}") from None
+        with self._shown():
+            return self.process.wait()
 
     def wait_for(self, found: Callable[[], object], *, observing: bool = False) -> bool:
         """Looks until there is something; False if the command ended first. To observe meanwhile costs 0.1 s each."""
-        deadline, observed = time.monotonic() + HANG_S, 0.0
-        while not found():
-            if self.process.poll() is not None:
-                return False
-            assert time.monotonic() < deadline, f"hangs:\n{self.dump()}"
-            if observing and time.monotonic() - observed > 1:
-                self.footprint.observe()
-                observed = time.monotonic()
-            time.sleep(0.002)
+        observed = 0.0
+        with self._shown():
+            while not found():
+                if self.process.poll() is not None:
+                    return False
+                if observing and time.monotonic() - observed > 1:
+                    self.footprint.observe()
+                    observed = time.monotonic()
+                time.sleep(0.002)
         return True
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        try:
+            yield
+        except Hang as hang:
+            raise AssertionError(f"{hang}\n{self.dump()}") from None
 
     def dump(self) -> str:
         """Threads of the controller, and what it said so far; it is ended."""
@@ -88,13 +90,16 @@ class Child:
         return _all_of(self._stderr)
 
     def wait_until_gone(self) -> float:
-        """Returns how many seconds it took until nothing was left, and stayed so; fails if that takes too long."""
+        """Returns how many seconds it took until nothing was left, and stayed so; fails if something stays."""
         began = gone = time.monotonic()
-        while time.monotonic() - gone < STAYS_S:
-            if left := self.footprint.left():
-                gone = time.monotonic()
-                assert gone - began < ENDING_S, f"left behind: {left}"
-            time.sleep(0.05)
+        left: list[object] = []
+        try:
+            while time.monotonic() - gone < STAYS_S:
+                if left := self.footprint.left():
+                    gone = time.monotonic()
+                time.sleep(0.05)
+        except Hang:
+            raise AssertionError(f"left behind: {left}") from None
         return gone - began
 
     def close(self) -> None:

@@ -1,31 +1,11 @@
 """What tests of a real Ray share."""
 
-import faulthandler
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
-
-# Far above what any test takes on a busy machine.
-HANG_S = 400
-
-
-@pytest.fixture(autouse=True)
-def no_endless_test() -> Iterator[None]:
-    """A hang is a failure that shows what every thread did."""
-
-    def hangs(*_: object) -> None:
-        faulthandler.dump_traceback()
-        raise AssertionError(f"the test hangs: it took more than {HANG_S} s")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(HANG_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

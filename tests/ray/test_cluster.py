@@ -19,8 +19,6 @@ from flexmarl.testing.cluster import Losses, check_cluster, probe, raised
 
 pytestmark = pytest.mark.ray
 
-# A check that waits longer has found a hang.
-HANG_S = 40.0
 PRIVATE = ClusterSettings(backend="ray")
 
 
@@ -34,7 +32,7 @@ def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awai
 
     async def run() -> None:
         with RunLeases("test", root=root) as leases:
-            async with asyncio.timeout(HANG_S), RayCluster(settings, leases=leases, workers=workers) as cluster:
+            async with RayCluster(settings, leases=leases, workers=workers) as cluster:
                 await act(cluster)
 
     asyncio.run(run())

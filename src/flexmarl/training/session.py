@@ -212,7 +212,7 @@ class TrainingSession:
             with boundary(TrainingError, f"accumulating micro-batch {batch_id}"):
                 report = await self._accumulate_rows(batch_id, ids)
         except BaseException:
-            await self._store.release(holder=_holder(batch_id))
+            await self._give_back(batch_id, ids)
             raise
         ended = asyncio.get_running_loop().time()
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
@@ -224,6 +224,15 @@ class TrainingSession:
             await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
         self._residency.trained(self._policy, report.num_samples + report.open_samples, report.duration_s)
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
+
+    async def _give_back(self, batch_id: str, ids: Sequence[SampleId]) -> None:
+        """Rows that were not accumulated are READY again, unless their group was dropped: then they end FILTERED."""
+        async with self._claiming:
+            await self._store.release(holder=_holder(batch_id))
+            self._claimed.difference_update(ids)
+            for sample_id in ids:
+                if because := self._dropped.pop(sample_id, ""):
+                    await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
 
     async def _tell_lines(self) -> None:
         """What was closed meanwhile; the trainer takes it after the micro-batches that it was sent before."""

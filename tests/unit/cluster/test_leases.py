@@ -42,7 +42,7 @@ def test_leaving_the_block_ends_and_removes_everything(tmp_path: Path, sleeper: 
 
 def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: Any, tmp_path: Path) -> None:
     doomed.controller.kill()
-    doomed.warden.wait(30)
+    doomed.warden.wait()
     assert doomed.controller.wait() == -signal.SIGKILL
     assert gone(doomed.worker)
     assert not (tmp_path / "shared").exists()

@@ -154,8 +154,7 @@ def test_closing_ends_the_thread_after_the_calls_that_came_before():
     others = set(threading.enumerate())
     asyncio.run(life())
     for thread in set(threading.enumerate()) - others:
-        thread.join(10)
-        assert not thread.is_alive()
+        thread.join()
 
 
 def test_a_reader_sees_what_was_acknowledged_before_it_asked(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.credit.estimators.group_relative import Line
+from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
@@ -33,10 +34,16 @@ class Slow:
     """A session on a store whose calls take up to `longest_s` seconds; `store` is the same one without delays."""
 
     def __init__(
-        self, kind: type[SlowStore] = SlowStore, *, longest_s: float = 0.0, seed: int = 0, micro_batch: int = 2
+        self,
+        kind: type[SlowStore] = SlowStore,
+        *,
+        longest_s: float = 0.0,
+        seed: int = 0,
+        micro_batch: int = 2,
+        fail_on: frozenset[str] = frozenset(),
     ) -> None:
         self.store = SqliteStore(agents=[AGENT], columns=TURN_COLUMNS)
-        self.trainer = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=0.05)
+        self.trainer = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=0.05, fail_on=fail_on)
         slow = kind(self.store, Injection(FaultPlan()), Pulse(), longest_s=longest_s, random=Random(seed))
         self.session = TrainingSession(SOLVER, slow, self.trainer, micro_batch=micro_batch, version=Version(0))
 
@@ -124,6 +131,35 @@ def test_a_row_that_is_dropped_while_another_one_of_its_micro_batch_is_filtered_
             slow.session.close_step()
         assert await slow.session.finish(Divisors()) == 0
         assert await slow.store.counts(SOLVER) == {RowState.FILTERED: 2}
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("ending", ["the trainer fails", "the run is cancelled"])
+def test_a_row_that_is_dropped_in_a_micro_batch_that_is_not_accumulated_is_filtered_and_the_others_are_ready_again(
+    make_samples: Samples, ending: str
+) -> None:
+    fails = frozenset({"solver/0/0"} if ending == "the trainer fails" else ())
+    dropped, kept = whole(make_samples, 2)
+
+    async def scenario() -> None:
+        slow = Slow(fail_on=fails)
+        await make_ready(slow.store, [dropped], open_group="g")
+        await make_ready(slow.store, [kept], open_group="h")
+        training = asyncio.create_task(slow.session.accumulate(), name="train")
+        await asyncio.sleep(0.01)  # The trainer has both.
+        await slow.close("g", [dropped], None)
+        if not fails:
+            training.cancel()
+        with pytest.raises((TrainingError, asyncio.CancelledError)):
+            await training
+        assert await slow.store.counts(SOLVER) == {RowState.FILTERED: 1, RowState.READY: 1}
+
+        credited = await slow.close("h", [kept], LINE)
+        slow.session.close_step()
+        await slow.session.accumulate()
+        assert await slow.session.finish(divisors_of(credited)) == 1
+        assert slow.trainer.weight == pytest.approx(gradient(credited), rel=1e-12)
 
     run_virtual(scenario())
 
