@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Processes that tests run in; each takes one core and up to 2 GB of memory.
 JOBS ?= 2
+# Random runs that break, and how often each kind of fault must be witnessed in them.
+SEEDS ?= 0:10000,40000:45000
+LEAST ?= 300
 
-.PHONY: help install install-dev quickstart test check bench docs clean
+.PHONY: help install install-dev quickstart test test-deep check bench docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +32,11 @@ quickstart: install  ## train a team of two agents on this machine, live (a few 
 
 test: install-dev  ## all tests but the deep ones, in JOBS processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEEDS, LEAST), deep tests (half an hour)
+	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)
+	$(BIN)/python -m flexmarl.testing.faults --seeds $(SEEDS) --least $(LEAST) --jobs $(JOBS)
+	$(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadgroup
 
 check: install-dev  ## style, types, import direction, docs
 	$(BIN)/ruff format --check .
