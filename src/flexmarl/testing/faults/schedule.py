@@ -94,7 +94,8 @@ def _losing_while_streaming(seed: int) -> Schedule:
     planned = [lost, draw_fault(FaultKind.STORE_FAILURE, random, targets), filtered]
     kept = [fault for fault in run.plan.faults if fault.kind not in {fault.kind for fault in planned}]
     small = {"micro_batch": random.choice([1, 2])}  # So that rows are trained before their group is complete.
-    sections = run.sections | {
+    sections = {
+        **run.sections,
         "deterministic": False,
         "process_groups": run.sections["process_groups"] | {"at_once": 1},
         "credit": {"estimator": run.sections["credit"]["estimator"], "streaming": "linear"},
