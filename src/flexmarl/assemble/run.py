@@ -18,6 +18,7 @@ from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.parts import initial_versions, make_evaluator
 from flexmarl.assemble.wiring import journal_start, watch_workers, wire
 from flexmarl.assemble.world import World, open_world, settle_memory
+from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
 from flexmarl.experience.backends.durable import DurableStore
@@ -185,8 +186,7 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
         )
     blueprint = draw_up(settings)
     if going_on is None:
-        with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
-            folder = make_run_folder(settings.out, settings.name, datetime.now())
+        folder = new_run_folder(settings)
         written = folder.config.with_suffix(".partial")
         written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
@@ -196,13 +196,23 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
     return Run(blueprint, folder, resumed=going_on is not None)
 
 
+def new_run_folder(settings: RunSettings) -> RunFolder:
+    """A run folder of its own in `out`. Raises ConfigError if it cannot be made, or if another user planted `out`."""
+    with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
+        check_not_planted(settings.out, "out")
+        settings.out.mkdir(parents=True, exist_ok=True)
+        check_not_planted(settings.out, "out")  # Again: what was not there may have been planted meanwhile.
+        return make_run_folder(settings.out, settings.name, datetime.now())
+
+
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     """Raises CheckpointError naming the settings in which a run and its resumption differ and must not.
 
-    ConfigError if there is no run.
+    ConfigError if there is no run, or if it is another user's.
     """
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
+    check_ours(folder.path, "--resume")
     # Loaded, not read: a setting that came after the run was begun is what it was then, its default.
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}

@@ -5,22 +5,21 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import yaml
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.run import failure_told
+from flexmarl.assemble.run import failure_told, new_run_folder
 from flexmarl.assemble.wiring import journal_start, wire
 from flexmarl.assemble.world import open_world
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError, boundary
+from flexmarl.errors import ConfigError
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress
-from flexmarl.observability.run_folder import RunFolder, make_run_folder
+from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.simulator.store import SimulatedStore
@@ -48,8 +47,7 @@ def simulate(settings: RunSettings, *, say: Say = _ignore) -> Path:
     if not settings.trained:
         raise ConfigError("policies: none is trainable, so there is no step to simulate; set trainable: true on one")
     team = twinned(blueprint.team, settings.simulation.tools, settings.seed)
-    with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
-        folder = make_run_folder(settings.out, settings.name, datetime.now())
+    folder = new_run_folder(settings)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
     with _seldom_collected():
         run_virtual(_simulate(replace(blueprint, team=team), folder, say))

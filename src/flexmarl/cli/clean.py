@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.cluster.leases import abandoned, leases_root, live_processes, read_leases, release
+from flexmarl.cluster.leases import leases_root
+from flexmarl.cluster.remains import abandoned, held_paths, live_processes, read_leases, release, strangers
 from flexmarl.errors import FlexmarlError
 
 
@@ -15,7 +16,8 @@ def clean(
 ) -> None:
     """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
 
-    A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile.
+    A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile. Only what a run of
+    yours made is touched.
     """
     root = leases_root()
     lines = cleaned(root, dry_run=dry_run)
@@ -25,16 +27,20 @@ def clean(
 
 
 def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
-    """Removes what dead runs left, saying so line by line. Raises FlexmarlError if something cannot be removed."""
+    """Removes what dead runs left, saying so line by line; what is no run's stays, and is named.
+
+    Raises ConfigError if somebody else has the root, FlexmarlError if something cannot be removed.
+    """
     for folder in abandoned(root):
         leases = read_leases(folder)
-        pids = live_processes(leases)
-        paths = [path for path in (folder, *map(Path, leases.paths)) if path.exists()]
+        processes = live_processes(leases)
+        paths = held_paths(folder)
         yield f"{'would remove' if dry_run else 'removing'} what the run {leases.run} left:"
-        yield from (f"  process {pid}" for pid in pids)
+        yield from (f"  process {process.pid}" for process in processes)
         yield from (f"  {path}" for path in paths)
         if dry_run:
             continue
         release(folder)
-        if left := [*live_processes(leases), *(path for path in paths if path.exists())]:
-            raise FlexmarlError(f"cannot remove {', '.join(map(str, left))}: end or delete it as its owner")
+        if left := [*(f"process {process.pid}" for process in live_processes(leases)), *map(str, held_paths(folder))]:
+            raise FlexmarlError(f"cannot remove {', '.join(left)}: end or delete it as its owner")
+    yield from (f"left as it is: {str(path)!r} {why}" for path, why in strangers(root))

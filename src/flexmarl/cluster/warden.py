@@ -7,7 +7,7 @@ Unblocked by: the kernel, which closes a dead process's pipes.
 import sys
 from pathlib import Path
 
-from flexmarl.cluster.leases import release
+from flexmarl.cluster.remains import release
 
 
 def main(folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray._private import worker as driver
 
 from flexmarl.cluster.leases import RunLeases
@@ -28,6 +29,8 @@ PRIVATE = {
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Its processes listen on loopback alone, as Ray's own do where clusters are not supported; see `on_loopback`.
+    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
     # Else a worker without an accelerator gets CUDA_VISIBLE_DEVICES changed.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
@@ -46,7 +49,7 @@ class PrivateRay:
         """Starts it; about three seconds, most of them Ray's own helpers on few cores."""
         before = set(psutil.Process().children(recursive=True))
         silence()
-        with environment(PRIVATE):
+        with environment(PRIVATE), on_loopback():
             ray.init(
                 "local",
                 namespace=self._leases.folder.name,
@@ -133,6 +136,21 @@ def has_ended(process: psutil.Process) -> bool:
 def silence() -> None:
     """Keeps Ray from telling of dead workers on our stdout, between the lines of tables and JSON; the run does it."""
     driver._worker_logs_enabled = False  # as Ray itself does at a breakpoint; there is no setting for it
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """In the block, Ray takes 127.0.0.1 for this machine's address, and so listens there and nowhere else.
+
+    `ray.init(_node_ip_address="127.0.0.1")` does not do it: Ray replaces loopback by the address that others reach. It
+    leaves it where clusters are not supported, which it decides by a variable that it reads when it is imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

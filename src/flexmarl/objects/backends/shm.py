@@ -43,8 +43,14 @@ class ShmObjectStore:
         self._root = root
 
     def create(self) -> None:
-        """Makes the folder, for this user alone."""
-        self._root.mkdir(mode=0o700, parents=True)
+        """Makes the folder, for this user alone. Raises ObjectError if somebody has made one of that name."""
+        try:
+            self._root.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            owner = self._root.lstat().st_uid
+            raise ObjectError(
+                f"'{self._root}' is there already, made by user {owner}; remove it, or begin again for another name"
+            ) from None
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder."""

@@ -1,0 +1,179 @@
+"""Folders of this user alone, in places where others may write too.
+
+    /tmp/flexmarl-1000      anybody can guess the name, and anybody may make it first
+
+Whoever does owns what we find in it; a symbolic link in its place leads wherever its maker likes. So a folder with such
+a name is used only if it is a folder, ours, and closed to others, and if nobody else can put another in its place:
+
+    every folder above it   root's or ours; where others may write in it, sticky: they cannot rename what is ours
+    the folder itself       opened without following a link, and looked at through its descriptor
+
+After these checks no other user can change what a path inside it leads to, so there is no moment between check and use
+that could be exploited.
+"""
+
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flexmarl.errors import ConfigError
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# As many as the kernel follows.
+MOST_LINKS = 40
+REMEDY = "remove it, or set TMPDIR to a folder of your own"
+
+
+def own_folder(path: Path) -> Path:
+    """Makes a folder for this user alone unless it is there, and returns its path without links.
+
+    Raises ConfigError if somebody else has it, might write in it, or could put another in its place.
+    """
+    place = path.parent.resolve() / path.name
+    for above in place.parents:
+        if why := _replaceable(above.lstat()):
+            raise ConfigError(f"'{place}' is not safe: '{above}' {why}; set TMPDIR to a folder of your own")
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    with opened(place):
+        return place
+
+
+def own_temp_folder(use: str) -> Path:
+    """A folder of this user alone in the temp folder, the same each time. Raises ConfigError as `own_folder` does."""
+    return own_folder(Path(tempfile.gettempdir()) / f"flexmarl-{os.getuid()}-{use}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Descriptor of a folder of this user alone: what is done through it is done there, whatever its name leads to.
+
+    Raises FileNotFoundError if there is none, ConfigError if somebody else has it or might write in it.
+    """
+    try:
+        handle = open_folder(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"'{path}' {not_ours(path.lstat()) or error.strerror}; {REMEDY}") from None
+    try:
+        if why := not_ours(os.fstat(handle)):
+            raise ConfigError(f"'{path}' {why}; {REMEDY}")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def open_folder(path: Path | str, *, inside: int | None = None) -> int:
+    """Descriptor of a folder, whoever has it. Raises OSError if it is none; a link to one is none."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
+
+
+@contextmanager
+def folder_at(inside: int | None, name: str | Path) -> Iterator[int]:
+    """Descriptor of a folder, inside another or anywhere. Raises OSError if it is none; a link to one is none."""
+    folder = open_folder(name, inside=inside)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def exists_at(inside: int, name: str) -> bool:
+    """Is there anything of this name? A link is, wherever it leads."""
+    try:
+        os.stat(name, dir_fd=inside, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(folder: int, *, wait: bool = True) -> Iterator[None]:
+    """Holds the lock of a folder. Raises BlockingIOError if another has it and we do not wait."""
+    fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    try:
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def not_ours(status: os.stat_result) -> str:
+    """Why something is no folder of this user alone; empty if it is one."""
+    if stat.S_ISLNK(status.st_mode):
+        return f"is a symbolic link, made by user {status.st_uid}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"is no folder, and belongs to user {status.st_uid}"
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, not to us (user {os.getuid()})"
+    if status.st_mode & OTHERS_WRITE:
+        return f"may be written to by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""
+
+
+def check_not_planted(path: Path, setting: str) -> None:
+    """Raises ConfigError if another user has put something of this path where everyone may write, such as /tmp.
+
+    Elsewhere a folder of another user's is no surprise: a group's folder of runs, say, lies where few may put one.
+    """
+    here, names, links = Path("/"), [*reversed(path.absolute().parts[1:])], 0
+    while names:
+        name = names.pop()
+        if name == "..":
+            here = here.parent
+            continue
+        entry = here / name
+        try:
+            status = entry.lstat()
+        except FileNotFoundError:
+            return
+        if here.stat().st_mode & stat.S_IWOTH and status.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"{setting}: '{entry}' belongs to user {status.st_uid}, not to us (user {os.getuid()}), and lies in "
+                f"'{here}', where everyone may write; use a folder of your own"
+            )
+        if not stat.S_ISLNK(status.st_mode):
+            here = entry
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise ConfigError(f"{setting}: '{path}' has too many symbolic links; use a folder of your own")
+        target = entry.readlink()
+        here = Path("/") if target.is_absolute() else here
+        names += reversed([part for part in target.parts if part != "/"])
+
+
+def check_ours(path: Path, setting: str) -> None:
+    """Raises ConfigError if a folder that is there is another user's, or anybody may write in it."""
+    check_not_planted(path, setting)
+    for status in (path.lstat(), path.stat()):
+        if status.st_uid != os.getuid():
+            what = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder"
+            raise ConfigError(
+                f"{setting}: the {what} '{path}' belongs to user {status.st_uid}, not to us (user {os.getuid()}); "
+                f"go on as that user, or with a copy of your own"
+            )
+    if path.stat().st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{setting}: everyone may write in '{path}'; look through what is in it, then: chmod o-w")
+
+
+def _replaceable(folder: os.stat_result) -> str:
+    """Why others could put another in the place of what lies in this folder; empty if they cannot."""
+    if folder.st_uid not in (os.getuid(), 0, *_hidden_users()):
+        return f"belongs to user {folder.st_uid}, who may put another folder in its place"
+    if folder.st_mode & OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX:
+        return f"lets others put another folder in its place (mode {stat.S_IMODE(folder.st_mode):o}, not sticky)"
+    return ""
+
+
+def _hidden_users() -> Iterator[int]:
+    """The number that a container without one for root shows for it, and for every other user of the host."""
+    with suppress(OSError, ValueError):
+        hidden = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(first <= hidden < first + count for first, _, count in ranges):
+            yield hidden
