@@ -122,13 +122,18 @@ class Footprint:
     """Processes it was seen to have, with their start times."""
     ports: set[int] = field(default_factory=set)
     """Ports on which it was seen to listen."""
+    sockets: set[tuple[str, str]] = field(default_factory=set)
+    """Which of its processes was seen to listen at which address."""
     leases: set[str] = field(default_factory=set)
     """Names of its folders in the temp folder; its folder in shared memory has one of them in its name."""
 
     def observe(self) -> None:
         """Notes what there is now."""
-        self.pids |= {process.pid: process.create_time() for process in self.processes()}
-        self.ports |= {port for pid, port in listening() if pid in self.pids}
+        processes = self.processes()
+        self.pids |= {process.pid: process.create_time() for process in processes}
+        self.ports |= {port for pid, _, port in listening() if pid in self.pids}
+        names = {process.pid: name_of(process) for process in processes}
+        self.sockets |= {(names[pid], address) for pid, address, _ in listening() if pid in names}
         self.leases |= {path.name for path in inside(self.root) if path.parent.parent == self.root}
 
     def processes(self) -> list[psutil.Process]:
@@ -150,10 +155,18 @@ class Footprint:
         """Everything of it that is still there."""
         processes = self.processes()
         owners = {None, *(process.pid for process in processes)}
-        ports = [f"port {port} of {pid}" for pid, port in listening() if port in self.ports and pid in owners]
+        ports = [f"port {port} of {pid}" for pid, _, port in listening() if port in self.ports and pid in owners]
         files = [path for path in inside(self.root) if path != self.root / leases_root().name]
         shared = [path for path in Path("/dev/shm").iterdir() if any(path.name.endswith(one) for one in self.leases)]
         return [*processes, *ports, *files, *shared]
+
+
+def name_of(process: psutil.Process) -> str:
+    """As the system shows it; `gone` of one that has ended meanwhile."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "gone"
 
 
 def inside(folder: Path) -> Iterator[Path]:
@@ -169,11 +182,11 @@ def open_files(pid: int) -> Iterator[str]:
             yield os.readlink(one)
 
 
-def listening() -> Iterator[tuple[int | None, int]]:
-    """Process and port of everything that listens on this machine."""
+def listening() -> Iterator[tuple[int | None, str, int]]:
+    """Process, address and port of everything that listens on this machine."""
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_LISTEN and one.laddr:
-            yield one.pid, one.laddr.port
+            yield one.pid, one.laddr.ip, one.laddr.port
 
 
 @dataclass(frozen=True)
