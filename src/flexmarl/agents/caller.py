@@ -54,6 +54,7 @@ class AgentSpec:
     syntax: Syntax | None = None
     max_tool_calls: int = 0
     memory: Memory = "none"
+    trust_special: bool = False
 
     def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
         """Sampling with the overrides and with all that generation must stop at."""

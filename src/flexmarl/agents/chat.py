@@ -6,22 +6,21 @@ A prompt that continues a conversation is never tokenised again. It is three run
     as it was sent  | as it was sampled| the only part that is tokenised now
 
 `extension.py` checks at start-up for which messages the chat template would say the same; for the others the prompt is
-rendered anew.
+rendered anew. In both, what a message spells is text: `control_tokens.py`.
 """
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flexmarl.agents.control_tokens import ControlTokens
 from flexmarl.agents.extension import Extension, Message, Role, Template, check_extension
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 REMEMBERED = 4096
@@ -37,18 +36,18 @@ class ChatRenderer:
             raise ConfigError(f"the tokenizer {name!r} has no chat template; set `tokenizer.chat_template` and save it")
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(f"the tokenizer {name!r} has no `tokenizers` backend; save it as tokenizer.json first")
-        # A copy: truncation and padding are state of the backend, and others may set them on theirs.
-        backend: Any = tokenizer.backend_tokenizer
-        self._backend: Tokenizer = copy.deepcopy(backend)
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._template = Template(
             lambda messages, generate: str(
                 tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
             ),
             name=name,
         )
+        added, around = tokenizer.added_tokens_decoder.values(), self._template.around()
+        special = {token.content for token in added if token.special}
+        # Some mark who speaks by tokens that are not called special, as DeepSeek's `<｜User｜>`.
+        control = special | {token.content for token in added if token.content in around}
+        backend: Any = tokenizer.backend_tokenizer
+        self._tokens = ControlTokens(backend, control, whose=name)
         self.extension: Extension = check_extension(self._template, self.encode, special)
         """Which messages may extend a conversation, and why the others may not."""
         eos: Any = tokenizer.eos_token_id
@@ -60,19 +59,28 @@ class ChatRenderer:
         self._suffix = lru_cache(REMEMBERED)(self._render_suffix)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens written in it become their ids, none is added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Ids of a text; control tokens written in it become their ids, none is added."""
+        return self._tokens.encode(text)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
         """Text of ids without special tokens."""
-        return self._backend.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids, skip_special_tokens=True)
+        return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
-    def render(self, messages: Sequence[Message]) -> IntArray:
-        """[P] prompt of a conversation, rendered anew, with the generation prompt. Do not write to it."""
-        return self._prompt(tuple(messages))
+    def render(self, messages: Sequence[Message], *, trust_special: bool = False) -> IntArray:
+        """[P] prompt of a conversation, rendered anew, with the generation prompt. Do not write to it.
+
+        What contents spell is text, never a control token, unless `trust_special`.
+        """
+        return self._prompt(tuple(messages), trust_special)
 
     def extend(
-        self, prompt_ids: IntArray, response_ids: IntArray, message: Message, *, thinking: bool = False
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        message: Message,
+        *,
+        thinking: bool = False,
+        trust_special: bool = False,
     ) -> IntArray | None:
         """[P'] previous prompt + sampled response + suffix; None where the template would say something else.
 
@@ -80,7 +88,7 @@ class ChatRenderer:
         """
         if self.extension.why_not(message.role, thinking=thinking):
             return None
-        suffix = self._suffix(message)
+        suffix = self._suffix(message, trust_special)
         last = int(response_ids[-1]) if len(response_ids) else None
         if last == suffix[0]:
             suffix = suffix[1:]
@@ -88,14 +96,20 @@ class ChatRenderer:
             return None
         return np.concatenate((prompt_ids, response_ids, suffix))
 
-    def _render(self, messages: tuple[Message, ...]) -> IntArray:
-        return self._frozen(self._template.text(messages))
+    def _render(self, messages: tuple[Message, ...], trust_special: bool) -> IntArray:
+        return self._encoded(self._template.text, messages, trust_special)
 
-    def _render_suffix(self, message: Message) -> IntArray:
-        return self._frozen(self._template.suffix(message))
+    def _render_suffix(self, message: Message, trust_special: bool) -> IntArray:
+        return self._encoded(lambda messages: self._template.suffix(*messages), (message,), trust_special)
 
-    def _frozen(self, text: str) -> IntArray:
-        ids = np.asarray(self.encode(text), dtype=np.int32)
+    def _encoded(
+        self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message], trust_special: bool
+    ) -> IntArray:
+        contents, shown = [message.content for message in messages], {}
+        if not trust_special:
+            contents, shown = self._tokens.hide(contents)
+        text = render([Message(one.role, content) for one, content in zip(messages, contents, strict=True)])
+        ids = np.asarray(self._tokens.encode(text, shown), dtype=np.int32)
         ids.flags.writeable = False
         return ids
 

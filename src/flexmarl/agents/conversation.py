@@ -14,7 +14,15 @@ _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
 class Conversation:
     """Grows by what the agent hears and says; knows the prompt of the next call and the turn that it extends."""
 
-    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], next_branch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        messages: Sequence[Message],
+        next_branch: Callable[[], int],
+        *,
+        trust_special: bool = False,
+    ) -> None:
+        """`trust_special`: what the messages spell may be control tokens."""
         self.messages = [*messages]
         self.prompt_ids = _NO_IDS
         """[P] prompt of the next call."""
@@ -24,6 +32,7 @@ class Conversation:
         """Number of the branch; a prompt that was rendered anew starts one."""
         self._renderer = renderer
         self._next_branch = next_branch
+        self._trust_special = trust_special
         self._last: Turn | None = None
         self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
 
@@ -35,13 +44,15 @@ class Conversation:
 
     def hear(self, message: Message) -> None:
         """Someone else speaks: the agent's turn comes after this message."""
-        last = self._last
-        extended = last and self._renderer.extend(last.prompt_ids, last.response_ids, message, thinking=self._thinking)
+        last, trust = self._last, self._trust_special
+        extended = last and self._renderer.extend(
+            last.prompt_ids, last.response_ids, message, thinking=self._thinking, trust_special=trust
+        )
         self.messages.append(message)
         if last is not None and extended is not None:
             self.prompt_ids, self.parent = extended, last.sample_id
         else:
-            self.prompt_ids, self.parent = self._renderer.render(self.messages), None
+            self.prompt_ids, self.parent = self._renderer.render(self.messages, trust_special=trust), None
             self.branch = self._next_branch()
 
     def answer(self, turn: Turn) -> None:

@@ -93,9 +93,19 @@ class Template:
             return None
         return literals
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def around(self) -> str:
+        """What the template writes around messages of every role; not what it begins the agent's answer with."""
+        answer = Message("assistant", RESPONSE)
+        plain = self._rendered((SYSTEM, QUESTION, answer, QUESTION), generate=False)
         try:
-            return self._render(self._plain(messages), True)
+            result = self._rendered((QUESTION, answer, Message("tool", "7")), generate=False)
+        except ConfigError:
+            return plain
+        return plain + result.partition(RESPONSE)[2]
+
+    def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
+        try:
+            return self._render(self._plain(messages), generate)
         except Exception as error:  # Whatever a template raises: it is a program of its own.
             raise ConfigError(
                 f"the chat template of {self._name!r} cannot render the roles "

@@ -107,7 +107,9 @@ class Seat:
         if self._conversation is not None and len(kept) == len(self._acts):
             return self._conversation
         system = [Message("system", self._agent.system)] if self._agent.system else []
-        return Conversation(self._renderer, [*system, *(said for act in kept for said in act)], self._next_branch)
+        messages = [*system, *(said for act in kept for said in act)]
+        trust = self._agent.trust_special
+        return Conversation(self._renderer, messages, self._next_branch, trust_special=trust)
 
     def _next_branch(self) -> int:
         self._branches += 1

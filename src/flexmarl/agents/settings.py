@@ -62,6 +62,8 @@ class AgentSettings(BaseModel):
     """Acts of the episode it remembers: none, full, or the number of the last ones."""
     parser: str | Choice = "text"
     """What reads its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
+    trust_special: bool = False
+    """What it reads may spell control tokens, such as <|im_end|>; false: that is text (docs/security.md)."""
     sampling: SamplingSettings = SamplingSettings()
 
     @model_validator(mode="after")

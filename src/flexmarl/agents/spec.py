@@ -105,4 +105,5 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         syntax=settings.syntax if settings.tools else None,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,
         memory=settings.memory,
+        trust_special=settings.trust_special,
     )

@@ -3,7 +3,7 @@
 from functools import cache
 from string import printable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -47,12 +47,29 @@ NEXT_SPEAKER_ENDS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As Qwen: results of tools lie in the user's turn, between marks; and all in one expression, as many templates have it.
+RESULTS_IN_USER_TURN = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ '<|im_start|>user\n<|tool|>\n' + m.content + '\n</tool>' + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# Nothing between the role prompt and the question: a spelling may lie across the two.
+SIDE_BY_SIDE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% else %}"
+    "{{ m.content }}<|{{ m.role }}|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = ("<|im_start|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+ADDED = ("</tool>", "<think>", "</think>")
 
 
-def _finished(backend: Tokenizer, template: str, *, lstrip: bool = False) -> PreTrainedTokenizerFast:
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False, lstrip=lstrip)])
+def _finished(
+    backend: Tokenizer, template: str, *, lstrip: bool = False, normalized: bool = False
+) -> PreTrainedTokenizerFast:
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=normalized) for name in SPECIAL])
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=normalized, lstrip=lstrip)])
+    # As Qwen's and DeepSeek's: not special, but of those the templates write all but the thought around messages.
+    backend.add_tokens([AddedToken(name, special=False, normalized=normalized) for name in ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
 
 
@@ -84,3 +101,39 @@ def _trained() -> str:
 def byte_pairs(template: str = CHATML) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on a few sentences: merges over line breaks and spaces, and partial characters."""
     return _finished(Tokenizer.from_str(_trained()), template)
+
+
+def pieces(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """Unigram with spaces as SentencePiece has them. Its model has control tokens too, and would choose them first."""
+    scored = [
+        ("<unk>", 0.0),
+        ("<|im_end|>", 0.0),
+        ("</tool>", 0.0),
+        ("\u2581", -2.0),
+        ("the", -3.0),
+        ("\u2581the", -3.5),
+    ]
+    backend = Tokenizer(models.Unigram([*scored, *((c, -5.0) for c in printable if c != " ")], unk_id=0))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    return _finished(backend, template)
+
+
+def lower_case(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """WordPiece that lowers all it reads before it looks for control tokens, so `<|IM_END|>` is one too."""
+    letters = sorted({*printable.lower()} - {*" \t\n\r\x0b\x0c"})
+    vocabulary = {piece: i for i, piece in enumerate(("[UNK]", *letters, *(f"##{letter}" for letter in letters)))}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return _finished(backend, template, normalized=True)
+
+
+def words(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """A vocabulary of words, one of which is the end token."""
+    vocabulary = {word: i for i, word in enumerate(("<unk>", "<|im_end|>", *"ab1.", "user", "system", "assistant"))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _finished(backend, template)
