@@ -3,7 +3,10 @@
 import faulthandler
 import os
 import signal
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small run, in a folder with all that it needs; nobody writes there."""
     return write_team(tmp_path_factory.mktemp("small_run"))
+
+
+STRANGER = 65534
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Another user of this machine, who acts in a folder where everyone may write, as /tmp."""
+
+    folder: Path
+
+    def does(self, script: str, **names: object) -> None:
+        """Runs a shell script as that user, in that folder, with these variables."""
+        variables = {name: str(value) for name, value in names.items()}
+        subprocess.run(
+            ["sh", "-eu", "-c", script],
+            user=STRANGER,
+            group=STRANGER,
+            extra_groups=[],
+            cwd=self.folder,
+            env=variables,
+            check=True,
+        )
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    """Skips where we are not root: nobody else can act as two users."""
+    if os.getuid() != 0:
+        pytest.skip("to act as a second user takes root")
+    with tempfile.TemporaryDirectory(prefix="fx", dir="/tmp") as name:
+        Path(name).chmod(0o1777)
+        yield Stranger(Path(name))
+
+
+def everything_in(folder: Path) -> dict[str, tuple[object, ...]]:
+    """What lies in a folder: kind, mode, owner, time of the last change, content; to see that nothing was touched."""
+    return {
+        str(path): (status.st_mode, status.st_uid, status.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *sorted(folder.rglob("*"))]
+        if (status := path.lstat())
+    }

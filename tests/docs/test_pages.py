@@ -151,3 +151,15 @@ def test_the_figures_of_the_example_are_those_that_its_workflow_reports() -> Non
     for name in names:
         reported = re.sub(r"/(easy|expression|hard)$", "/{level}", name)
         assert reported in source or name in Summary.__slots__, f"nothing reports {name}"
+
+
+def test_every_guarantee_names_a_test_that_there_is() -> None:
+    for heading in ("## Other users of this machine", "## Texts that agents read", "## The network"):
+        for guarantee, proofs in rows("docs/security.md", heading):
+            file, tests = "", 0
+            for path, test in re.findall(r"\]\(\.\./([^)]+)\)|`(test_\w+)`", proofs):
+                file = path or file
+                if test:
+                    assert f"def {test}(" in (ROOT / file).read_text(), f"{guarantee} {file} has no {test}"
+                    tests += 1
+            assert tests, f"nothing tries: {guarantee}"

@@ -1,11 +1,18 @@
 """A run on one machine is reached from that machine alone."""
 
+import asyncio
+from http.client import HTTPConnection
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.ray.child_run import Child, Left
+from flexmarl.cluster.backends.ray import RayCluster
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.testing.cluster import probe
+from tests.ray.child_run import Child, Left, listening, name_of
 
 pytestmark = pytest.mark.ray
 
@@ -24,6 +31,34 @@ def test_no_process_of_a_run_listens_beyond_loopback(small_run: Path, tmp_path: 
     listeners = {name.partition(".")[0] for name, _ in sockets}
     assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent", "ray::Host"} <= listeners, "witness: Ray and workers listen"
     assert {(name, address) for name, address in sockets if not is_loopback(address)} == set()
+
+
+def test_who_knows_no_token_is_sent_away(short_root: Path) -> None:
+    seen: list[int] = []
+
+    async def ask() -> None:
+        with RunLeases("test", root=short_root) as leases:
+            settings = ClusterSettings(backend="ray")
+            async with RayCluster(settings, leases=leases, workers=1) as cluster:
+                await cluster.spawn([probe("worker")])
+                ours = {one.pid for one in psutil.Process().children(recursive=True)}
+                agents = [(pid, port) for pid, _, port in listening() if pid in ours and is_agent(psutil.Process(pid))]
+                seen.extend([await asyncio.to_thread(status_of, port) for _, port in agents])
+
+    asyncio.run(ask())
+    assert set(seen) == {401}
+
+
+def is_agent(process: psutil.Process) -> bool:
+    """Ray's process that installs packages and runs commands for whoever asks it over HTTP."""
+    return name_of(process) == "ray::RuntimeEnvAgent"
+
+
+def status_of(port: int) -> int:
+    """Of an HTTP request without a token."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/get_or_create_runtime_env", b"x")
+    return connection.getresponse().status
 
 
 def trained(out: Path) -> bool:

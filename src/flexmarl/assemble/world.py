@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.cluster.interface import Cluster, Worker, WorkerPlace
+from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
@@ -72,5 +73,7 @@ def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) 
 
     `path` is the store's file, if it has one.
     """
+    if blueprint.settings.cluster.backend != "simulated":
+        keep_compiled_code()  # Here, and in the workers that this process starts: they have its environment.
     world = pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])
     return world(blueprint, store, path and path.absolute())  # Workers may have another working directory.

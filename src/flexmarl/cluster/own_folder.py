@@ -25,6 +25,7 @@ from flexmarl.errors import ConfigError
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # As many as the kernel follows.
 MOST_LINKS = 40
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 REMEDY = "remove it, or set TMPDIR to a folder of your own"
 
 
@@ -43,9 +44,26 @@ def own_folder(path: Path) -> Path:
         return place
 
 
-def own_temp_folder(use: str) -> Path:
-    """A folder of this user alone in the temp folder, the same each time. Raises ConfigError as `own_folder` does."""
-    return own_folder(Path(tempfile.gettempdir()) / f"flexmarl-{os.getuid()}-{use}")
+def keep_compiled_code() -> None:
+    """Has torch keep what it compiles, and loads again, in the user's cache, unless they named a folder.
+
+    Torch's own choice is `torchinductor_{user}` in the temp folder, whoever made that. Must come before anything
+    imports `torch._dynamo`. Raises ConfigError if another user planted the folder that is named.
+    """
+    named = os.environ.get(COMPILED)
+    folder = Path(named) if named else _cache() / "torchinductor"
+    check_not_planted(folder, COMPILED)
+    os.environ[COMPILED] = str(folder)
+
+
+def _cache() -> Path:
+    """The user's cache, or a folder of theirs alone in the temp folder where their home may not be written in."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexmarl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return own_folder(Path(tempfile.gettempdir()) / f"flexmarl-{os.getuid()}-cache")
+    return folder
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """FlexAttention for prefix trees: attention of a tree on a GPU in one call, by blocks."""
 
-import os
 from collections.abc import Callable
 from functools import cache
 
@@ -10,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmarl.cluster.own_folder import own_temp_folder
 from flexmarl.training.tree.block_mask import padded_ends, visible_blocks
 
 BLOCK = 128
@@ -56,6 +54,4 @@ def _listed(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Te
 
 @cache
 def _compiled() -> Callable[..., object]:
-    # What torch compiled, it loads again: from a folder in the temp folder that whoever came first may have made.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_temp_folder("torchinductor")))
     return torch.compile(flex_attention, dynamic=True)
