@@ -6,11 +6,11 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import pytest
-import yaml
 from pydantic import TypeAdapter
 
 from flexmarl.agents import load_code
 from flexmarl.config.run import RunSettings
+from flexmarl.config.yaml_text import parse_yaml
 from flexmarl.testing.run import ScriptedRun
 from tests.docs.pages import PAGES, blocks
 
@@ -62,7 +62,7 @@ def test_the_workflow_of_the_readme_plays_and_trains(run_blocks: Callable[[str],
 @pytest.mark.parametrize("page", [page for page in PAGES if any(not block.notes for block in blocks(page, "yaml"))])
 def test_pieces_of_configs_have_keys_that_there_are(page: str) -> None:
     for block in blocks(page, "yaml"):
-        piece = yaml.safe_load(block.text)
+        piece = parse_yaml(block.text)
         for key, value in piece.items():
             if (page, key) not in OWN:
                 field = RunSettings.model_fields[key]

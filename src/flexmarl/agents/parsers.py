@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from flexmarl.settings import Settings
 from flexmarl.tasks.registry import Registry
 
 Parser = Callable[[str], Any]
@@ -19,14 +20,12 @@ def parser(name: str) -> Callable[[Parser], Parser]:
     return PARSERS.register(name)
 
 
-class Choice(BaseModel):
+class Choice(Settings):
     """The option that is said last, as a word of its own, whatever its case.
 
     >>> Choice(options=("approve", "reject"))("I cannot approve this. Reject!")
     'reject'
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["choice"] = "choice"
     options: tuple[str, ...] = Field(min_length=2)

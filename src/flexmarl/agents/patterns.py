@@ -6,7 +6,7 @@ from functools import partial
 from string import Formatter
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flexmarl.agents.reply import Reply
 from flexmarl.agents.seeds import task_seed
@@ -14,12 +14,11 @@ from flexmarl.agents.team import Team
 from flexmarl.agents.tree_sampling import TURNS, PlayTurn, grow
 from flexmarl.agents.workflow import WORKFLOWS, Workflow
 from flexmarl.records import Task
+from flexmarl.settings import Settings
 
 
-class Pattern(BaseModel):
+class Pattern(Settings):
     """A workflow with settings. Its templates are `str.format` strings over named fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     template_fields: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Setting that is a template -> the fields it may name."""

@@ -2,21 +2,20 @@
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.agents.memory import Memory
 from flexmarl.agents.parsers import Choice
 from flexmarl.agents.patterns import AnyWorkflow
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
+from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
 
 
-class SamplingSettings(BaseModel):
+class SamplingSettings(Settings):
     """How an agent's tokens are drawn. Filters apply in the order temperature, top-k, top-p, min-p."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens: int = Field(default=256, ge=1)
     """Longest message."""
@@ -43,10 +42,8 @@ class SamplingSettings(BaseModel):
         return Sampling(**self.model_dump())
 
 
-class AgentSettings(BaseModel):
+class AgentSettings(Settings):
     """One seat of the team."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str
     """Name of the policy it acts with."""
@@ -81,10 +78,8 @@ class AgentSettings(BaseModel):
         return self
 
 
-class TeamSettings(BaseModel):
+class TeamSettings(Settings):
     """The agents, in the team's order, and the workflow they play."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     agents: Mapping[str, AgentSettings] = Field(min_length=1)
     """By name."""

@@ -1,7 +1,6 @@
 """One command's life: train, evaluate or export, from settings to what is left on disk."""
 
 import asyncio
-import json
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -33,6 +32,7 @@ from flexmarl.observability.report import Summary, render_pictures, render_summa
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
 from flexmarl.observability.secrets import is_secret_key
 from flexmarl.observability.sinks import JsonlSink
+from flexmarl.observability.strict_json import parse_json
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
@@ -139,7 +139,10 @@ def failure_told(journal: Journal) -> Iterator[None]:
 
 def finished(folder: RunFolder) -> Summary | None:
     """The summary of a run that has ended: one that failed, or was killed, wrote none."""
-    return Summary(**json.loads(folder.summary.read_text(encoding="utf-8"))) if folder.summary.is_file() else None
+    if not folder.summary.is_file():
+        return None
+    with boundary(CheckpointError, f"{folder.summary} is damaged; remove it to go on from the newest checkpoint"):
+        return Summary(**parse_json(folder.summary.read_bytes()))
 
 
 async def until_lost(

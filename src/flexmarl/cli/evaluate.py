@@ -1,6 +1,5 @@
 """`flexmarl eval`: plays held-out tasks, without training."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Overrides, load_run_folder
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
+from flexmarl.observability.strict_json import json_text
 
 
 def evaluate(
@@ -40,7 +40,7 @@ def evaluate(
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
     evaluation = assemble.evaluate_once(settings, checkpoints)
     if as_json:
-        typer.echo(json.dumps(asdict(evaluation)))
+        typer.echo(json_text(asdict(evaluation), figures=True))
         return
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")

@@ -1,9 +1,9 @@
 """Simulations as the command line plays them: from a config to a report, and what is shown of it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from rich.table import Table
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override
+from flexmarl.config.yaml_text import parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.observability.journal import read_run
+from flexmarl.observability.plain import plain
 from flexmarl.observability.report import render_pictures
 from flexmarl.observability.run_folder import RunFolder
+from flexmarl.observability.strict_json import json_text
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.simulator.bound import bounds_of, mean_bound
 from flexmarl.simulator.costs import costs_of
@@ -121,17 +124,16 @@ def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]
     for sweep in sweeps:
         key, _, listed = sweep.partition("=")
         try:
-            found = yaml.safe_load(f"[{listed}]")
+            found = parse_yaml(f"[{listed}]")
         except yaml.YAMLError:
             found = []
         if not key.strip() or not found:
             raise ConfigError(f"--sweep takes KEY=V1,V2,..., got {sweep!r}; use for example batch.groups=4,8")
         keys.append(key.strip())
-        values.append([value if isinstance(value, str) else json.dumps(value) for value in found])
-    chosen = list(product(*values))
-    if len(chosen) > MOST_RUNS:
-        raise ConfigError(f"--sweep: {len(chosen)} combinations, and at most {MOST_RUNS} are played; give fewer values")
-    return keys, chosen
+        values.append([value if isinstance(value, str) else json_text(plain(value)) for value in found])
+    if (many := prod(map(len, values))) > MOST_RUNS:
+        raise ConfigError(f"--sweep: {many} combinations, and at most {MOST_RUNS} are played; give fewer values")
+    return keys, list(product(*values))
 
 
 def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
@@ -154,7 +156,7 @@ def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
     """The same as dotted settings; agents say again what they said, not what the config models."""
     values = as_settings(fit, folder)
     replies = {"replies": {}} if "recorded" in values else {}
-    return [f"simulation.{key}={json.dumps(value)}" for key, value in (values | replies).items()]
+    return [f"simulation.{key}={json_text(value)}" for key, value in (values | replies).items()]
 
 
 def write_fit(fit: Fit, folder: RunFolder) -> Path:

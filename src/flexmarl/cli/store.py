@@ -1,7 +1,6 @@
 """`flexmarl store`: looks into a run's experience with SQL, while it runs or after, and copies it to Parquet."""
 
 import csv
-import json
 import shlex
 import sqlite3
 import sys
@@ -21,6 +20,7 @@ from flexmarl.experience.export import export_parquet
 from flexmarl.experience.interface import Table
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote
 from flexmarl.observability.run_folder import RunFolder
+from flexmarl.observability.strict_json import json_text
 
 CONSOLE = Console(markup=False, highlight=False)
 CELL, SHORT = 60, 24
@@ -97,7 +97,7 @@ def _print_csv(found: Table) -> None:
 def _print_json(found: Table) -> None:
     if len(set(found.columns)) < len(found.columns):
         raise ConfigError(f"columns must differ to be keys of JSON, got {', '.join(found.columns)}; rename with AS")
-    print(json.dumps([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
+    print(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
 
 
 def _show(found: Table, limit: int) -> None:

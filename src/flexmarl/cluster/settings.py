@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 
-class ClusterSettings(BaseModel):
+class ClusterSettings(Settings):
     """The world that a run is played in; the same config runs in each of them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["inline", "ray", "simulated"] = Field(
         default="inline",

@@ -73,8 +73,15 @@ def _sentences(root: type[BaseModel], detail: ErrorDetails) -> Iterator[tuple[st
         case kind:
             wanted = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace(" after validation", "")
             wanted = wanted if wanted.startswith("must ") else f"must be right: {wanted[0].lower()}{wanted[1:]}"
-            unquoted = kind == "string_type" and isinstance(detail["input"], bool | int | float)
-            yield where, f"{where} {wanted}, got {value}{'; put it in quotes' if unquoted else ''}"
+            yield where, f"{where} {wanted}, got {value}{_quotes(kind, detail['input'])}"
+
+
+def _quotes(kind: str, value: Any) -> str:
+    """What would work where a number stands for a text, or a text for a number."""
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    looks_right = isinstance(value, str) and re.fullmatch(r"\s*([+-]?[\d_.]+([eE][+-]?\d+)?|true|false)\s*", value)
+    return "; leave out the quotes" if kind in ("int_type", "float_type", "bool_type") and looks_right else ""
 
 
 def _placed(keys: Sequence[str], node: Any, line: str) -> str:

@@ -3,8 +3,8 @@
 flexmarl train run.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
 """
 
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from pydantic import ValidationError
 
 from flexmarl.config.explain import explain
 from flexmarl.config.run import RunSettings
+from flexmarl.config.yaml_text import parse_yaml, problem_of
 from flexmarl.errors import ConfigError
+
+MAX_FILES = 100
+"""That one config may extend, each as often as it is named: two that extend two each, twenty times, are a million."""
+MAX_KEYS = 64
+"""In one override."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
@@ -33,13 +39,19 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def read_extended(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_extended(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file on top of the files that its key `extends` names, later ones on earlier ones.
 
     `extends: base.yaml` or `extends: [workload.yaml, system.yaml]`, relative to the file that says so.
     """
+    return _read_extended(path, (), count())
+
+
+def _read_extended(path: Path, extending: tuple[Path, ...], files: Iterator[int]) -> dict[str, Any]:
     if path.resolve() in extending:
         raise ConfigError(f"{path}: extends leads back to itself: {' > '.join(map(str, (*extending, path.resolve())))}")
+    if next(files) == MAX_FILES:
+        raise ConfigError(f"{path}: extends leads to more than {MAX_FILES} files; write some of them into one")
     own = read_yaml(path)
     named = own.pop("extends", [])
     parents = [named] if isinstance(named, str) else named
@@ -47,7 +59,7 @@ def read_extended(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any
         raise ConfigError(f"{path}: extends must be a YAML file or a list of them, got {named!r}")
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = _on_top(merged, read_extended(path.parent / parent, (*extending, path.resolve())))
+        merged = _on_top(merged, _read_extended(path.parent / parent, (*extending, path.resolve()), files))
     return _on_top(merged, own)
 
 
@@ -71,54 +83,18 @@ def _same_kind(below: Any, above: Any) -> bool:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"config file '{path}' {what}; give the path of a run's YAML file")
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise ConfigError(f"config file '{path}' {what}; give the path of a run's YAML file")
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_problem(error)}") from None
+        raise ConfigError(f"{path} is not YAML: {problem_of(error)}") from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, got {type(raw).__name__}: {str(raw)[:60]!r}")
-    try:
-        return _unshared(raw)
-    except RecursionError:
-        raise ConfigError(f"{path} holds a YAML anchor that contains itself; write it out") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may stand only once: of two equal keys, the first would be lost in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = set[str]()
-        for key, _ in node.value:
-            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' stands here twice", problem_mark=key.start_mark
-                )
-            keys.add(key.value if isinstance(key.value, str) else repr(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return str(error).splitlines()[0]
-    mark = error.problem_mark
-    place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-    return f"{error.problem}{place}"
-
-
-def _unshared(node: Any) -> Any:
-    """A copy in which what a YAML anchor shares is apart: an override of one place must not change the other."""
-    if isinstance(node, dict):
-        return {key: _unshared(value) for key, value in node.items()}
-    return [_unshared(value) for value in node] if isinstance(node, list) else node
-
-
-_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-"""YAML 1.1 reads 1e-3, which has no dot, as text."""
+    return raw
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -129,17 +105,14 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     """
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > MAX_KEYS:
         raise ConfigError(f"override '{text}' must look like key.subkey=value, e.g. batch.groups=8")
     try:
-        parsed = yaml.load(value, Loader=_Loader) if value else ""
+        return keys, parse_yaml(value) if value else ""
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"override '{text}': the value '{value}' is not YAML: {_problem(error)}; put a text into quotes"
+            f"override '{text}': the value '{value}' is not YAML: {problem_of(error)}; put a text into quotes"
         ) from None
-    if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
-        parsed = float(parsed)
-    return keys, parsed
 
 
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
@@ -149,7 +122,7 @@ def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> 
         where, last = ".".join(keys[:depth]), depth == len(keys) - 1
         place: Any = key
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not (key.isdecimal() and len(key) < 10) or int(key) >= len(node):
                 raise ConfigError(f"override '{override}': '{where}' is a list of {len(node)}; it has no '{key}'")
             place = int(key)
         elif not isinstance(node, dict):

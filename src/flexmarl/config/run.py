@@ -6,7 +6,7 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
@@ -19,6 +19,7 @@ from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolS
 from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
+from flexmarl.settings import Settings
 from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
@@ -31,10 +32,8 @@ else:
 """Settings field of any engine in the table, chosen by its `type`."""
 
 
-class PolicySettings(BaseModel):
+class PolicySettings(Settings):
     """Weights, how they are served, and how they are trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="A Hugging Face folder (relative to the config) or the name of a model on the hub.")
     trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
@@ -53,10 +52,8 @@ class PolicySettings(BaseModel):
         return self
 
 
-class RunSettings(BaseModel):
+class RunSettings(Settings):
     """One run, from tasks to checkpoints."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", description="Names the run folder.")
     seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")

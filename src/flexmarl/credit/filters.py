@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flexmarl.credit.effect import Effect, RewardRange, effect_of
 from flexmarl.credit.interface import CreditRow, GroupKey, in_order
 from flexmarl.credit.keys import group_rows
 from flexmarl.records import AgentName
+from flexmarl.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,8 @@ class FilterDecision:
     """How many of each agent's groups are what."""
 
 
-class OutcomeFilter(BaseModel):
+class OutcomeFilter(Settings):
     """Keeps a task when at least one trained agent has a group whose rewards differ."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     filter_on: Literal["outcome", "final"] = "outcome"
     """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.credit.interface import Credit, CreditRow
+from flexmarl.settings import Settings
 
 PART = "invalid_action"
 
 
-class InvalidAction(BaseModel):
+class InvalidAction(Settings):
     """A penalty for each call that was not valid."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     penalty: float = Field(default=0.1, ge=0)
     """c."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flexmarl.credit.balance import equal_shares
 from flexmarl.credit.by_agent import ByAgent, most
@@ -19,12 +19,11 @@ from flexmarl.credit.penalties import InvalidAction
 from flexmarl.credit.shaping import AnyTerm, Terms, shape
 from flexmarl.credit.whitening import Scope, whiten
 from flexmarl.records import AgentName, FinishReason, SampleId
+from flexmarl.settings import Settings
 
 
-class CreditSettings(BaseModel):
+class CreditSettings(Settings):
     """Shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     estimator: AnyEstimator = Default()
     """Chosen by `type`; its options are its own."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import Column, ColumnKind
+from flexmarl.observability.strict_json import json_text
 from flexmarl.records import AgentName
 
 Stored = int | float | str | bytes
@@ -98,13 +99,22 @@ def decode(kind: ColumnKind, stored: Stored) -> Any:
 
 
 def as_text(payload: str | bytes) -> str:
-    """A payload as a person reads it: strings and JSON as they are, a tensor as JSON lists."""
-    return payload if isinstance(payload, str) else tensor_text(decode_tensor(payload))
+    """A payload as a person reads it: strings and JSON as they are, a tensor as JSON lists, other bytes as in SQL.
+
+    >>> as_text(b"\\xff\\x00")
+    "x'ff00'"
+    """
+    if isinstance(payload, str):
+        return payload
+    try:
+        return tensor_text(decode_tensor(payload))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # Not bytes of ours.
+        return f"x'{payload.hex()}'"
 
 
 def tensor_text(array: np.ndarray) -> str:
-    """A tensor as JSON lists."""
-    return json.dumps(array.tolist(), default=str)
+    """A tensor as strict JSON lists."""
+    return json_text(array.tolist())
 
 
 @dataclass(frozen=True, slots=True)

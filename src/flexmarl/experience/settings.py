@@ -2,16 +2,16 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 MEMORY_BUDGET_GB = 2.0
 """Of rows that ended, memory keeps this much unless the user says otherwise: without a bound, a long run fills it."""
 
 
-class StoreSettings(BaseModel):
+class StoreSettings(Settings):
     """Where experience is kept."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["sqlite", "memory"] = Field(
         default="sqlite",

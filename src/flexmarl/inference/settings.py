@@ -4,7 +4,9 @@ import pkgutil
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
+
+from flexmarl.settings import Settings
 
 ENGINES: Mapping[str, str] = {
     "embedded": "flexmarl.inference.settings:EmbeddedSettings",
@@ -17,10 +19,9 @@ def engine_settings_types() -> tuple[type[BaseModel], ...]:
     return tuple(pkgutil.resolve_name(path) for path in ENGINES.values())
 
 
-class EmbeddedSettings(BaseModel):
+class EmbeddedSettings(Settings):
     """Our own continuous batching over a Hugging Face causal LM: the choice on a CPU and for tiny models."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     factory: ClassVar[str] = "flexmarl.inference.backends.embedded.engine:make_engine"
 
     type: Literal["embedded"] = "embedded"
@@ -57,10 +58,8 @@ class EmbeddedSettings(BaseModel):
         return self.kept_prefixes if self.prefix_reuse and not deterministic else 0
 
 
-class PoolSettings(BaseModel):
+class PoolSettings(Settings):
     """Which instance serves a request, and the patience of the pool with its instances."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     routing: Literal["least_tokens", "least_requests", "round_robin"] = Field(
         default="least_tokens", description="Least work in tokens, fewest requests, or in turns (a baseline)."
@@ -90,10 +89,8 @@ class PoolSettings(BaseModel):
     )
 
 
-class BalanceSettings(BaseModel):
+class BalanceSettings(Settings):
     """Moving instances between policies while a step plays (FlexMARL section 5.2)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rule: Literal["none", "queue_gap", "queue_gap_literal", "drain_time"] = Field(
         default="none",

@@ -4,13 +4,13 @@ A line counts when its newline is there: each is written at once, a reader passe
 whoever continues the file cuts it off first.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from flexmarl.errors import FlexmarlError
+from flexmarl.observability.strict_json import parse_json
 
 
 def append_lines(path: Path) -> TextIO:
@@ -27,9 +27,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
+                entry = parse_json(line)
             except ValueError as error:
                 raise FlexmarlError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
+            if not isinstance(entry, dict):
+                raise FlexmarlError(f"{path}, line {number}: no JSON object: {entry!r:.60}; remove that line")
+            yield entry
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Report of a run: summary.json, the table before and after, curve.png and timeline.json."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from flexmarl.observability.journal import read_run
 from flexmarl.observability.progress import duration
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import read_metrics
+from flexmarl.observability.strict_json import json_text
 from flexmarl.observability.timeline import render_timeline
 
 Figures = Mapping[str, float]
@@ -99,7 +99,7 @@ def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
     summary = summarise(
         read_metrics(folder.metrics), history_of(read_run(folder.journal)), timeline=str(folder.timeline), wall_s=wall_s
     )
-    folder.summary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    folder.summary.write_text(json_text(asdict(summary), figures=True, indent=2) + "\n", encoding="utf-8")
     return summary
 
 

@@ -13,7 +13,7 @@ What a checkpoint need not hold: a call's seed is computed from the run's seed a
 """
 
 import asyncio
-import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from flexmarl.errors import CheckpointError, boundary
+from flexmarl.observability.strict_json import json_text, parse_json
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.retention import Drop, Held, to_drop
 from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 _COMPLETE, _PARTIAL = "step-", ".partial-"
 """What the folders are called: a partial one is being written, or removed, or is left of a killed run."""
+_STEP = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,7 @@ class Checkpoints:
 
     def _complete(self, partial: Path, state: RunState) -> Saved:
         final = self._path(state.step)
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+        (partial / "state.json").write_text(json_text(asdict(state), indent=1), encoding="utf-8")
         seal(partial)
         self._remove(state.step)
         partial.rename(final)
@@ -205,7 +207,7 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         """In order of steps; `step-00040.bak`, say, is somebody's own."""
         found = self._folder.glob(f"{_COMPLETE}*")
-        return sorted((one for one in found if one.name.removeprefix(_COMPLETE).isdecimal()), key=_step_of)
+        return sorted((one for one in found if _STEP.fullmatch(one.name.removeprefix(_COMPLETE))), key=_step_of)
 
     def _path(self, step: int, prefix: str = _COMPLETE) -> Path:
         return self._folder / f"{prefix}{step:05d}"
@@ -229,9 +231,19 @@ def _look(folder: Path) -> Held:
 
 def _read_state(path: Path) -> RunState:
     with boundary(CheckpointError, f"{path / 'state.json'} is not a state of this version of flexmarl"):
-        raw = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        raw = parse_json((path / "state.json").read_bytes())
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
-        return RunState(**raw, before=Evaluation(**before) if before else None, admission=admission)
+        memory = _floats(raw.pop("memory", {}))
+        return RunState(**raw, memory=memory, before=_evaluation_of(before) if before else None, admission=admission)
+
+
+def _evaluation_of(raw: dict[str, Any]) -> Evaluation:
+    return Evaluation(**raw | {name: _floats(raw[name]) for name in ("metrics", "rewards")})
+
+
+def _floats(raw: Mapping[str, float | str]) -> dict[Any, float]:
+    """Numbers that JSON lacks are written as texts: "nan", "inf"."""
+    return {name: float(value) for name, value in raw.items()}
 
 
 def _admission_of(raw: dict[str, Any]) -> AdmissionState:

@@ -3,7 +3,9 @@
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 
 class Mode(StrEnum):
@@ -30,10 +32,8 @@ class Mode(StrEnum):
         return self in (Mode.SYNC, Mode.MICROBATCH, Mode.COLOCATED)
 
 
-class PipelineSettings(BaseModel):
+class PipelineSettings(Settings):
     """How far rollout may be ahead of training. `batch.groups` groups make a step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     ahead: bool = Field(
         default=False,
@@ -66,19 +66,15 @@ class PipelineSettings(BaseModel):
     )
 
 
-class BatchSettings(BaseModel):
+class BatchSettings(Settings):
     """The global batch of a step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     groups: int = Field(default=64, ge=1, description="Tasks per step.")
     episodes: int = Field(default=8, ge=1, description="Episodes per group; group-relative credit needs at least 2.")
 
 
-class EvaluateSettings(BaseModel):
+class EvaluateSettings(Settings):
     """Evaluation on held-out tasks, against pinned versions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: int = Field(
         default=256, ge=0, description="Held-out tasks before and after training; 0 turns evaluation off."
@@ -91,10 +87,8 @@ class EvaluateSettings(BaseModel):
     )
 
 
-class CheckpointSettings(BaseModel):
+class CheckpointSettings(Settings):
     """Checkpoints at step boundaries."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int = Field(default=10, ge=0, description="Save every so many steps, and after the last one; 0 is never.")
     keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints stay.")

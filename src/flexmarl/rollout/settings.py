@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 
-class RolloutSettings(BaseModel):
+class RolloutSettings(Settings):
     """Parallel sampling of FlexMARL section 5.1; its defaults are the paper's."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     inter_query: int = Field(default=4, ge=1, description="Groups (tasks) that play at the same time.")
     intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")

@@ -9,13 +9,13 @@ and what a table says comes with its origin: measured where, or fitted to what.
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 
-class EngineCosts(BaseModel):
+class EngineCosts(Settings):
     """One inference instance of a policy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait.")
     decode_s: float = Field(default=0.005, ge=0, description="Decode step of an empty batch.")
@@ -38,10 +38,8 @@ class EngineCosts(BaseModel):
     )
 
 
-class TrainerCosts(BaseModel):
+class TrainerCosts(Settings):
     """The trainer of a policy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     micro_batch_s: float = Field(default=0.0, ge=0, description="Each micro-batch, whatever is in it.")
     sample_s: float = Field(default=0.05, ge=0, description="More for each sample.")
@@ -53,10 +51,8 @@ class TrainerCosts(BaseModel):
     devices: int = Field(default=1, ge=1, description="Devices of the process group; they count in utilisation.")
 
 
-class CostSettings(BaseModel):
+class CostSettings(Settings):
     """What a policy's devices take, and where that is from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     origin: str = Field(
         default="defaults, not measured", description="Where the numbers are from; printed with results."
@@ -65,10 +61,8 @@ class CostSettings(BaseModel):
     trainer: TrainerCosts = TrainerCosts()
 
 
-class SharedHost(BaseModel):
+class SharedHost(Settings):
     """Engines and trainers that compete for the same cores, as on a laptop; all 0 on devices of their own."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine_per_trainer: float = Field(default=0.0, ge=0, description="How much slower engines are per busy trainer.")
     engine_per_engine: float = Field(

@@ -4,17 +4,17 @@ import math
 import random
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from flexmarl.settings import Settings
 
 
-class Distribution(BaseModel):
+class Distribution(Settings):
     """Where numbers are drawn from; a plain number is always drawn.
 
     >>> Distribution.model_validate(3.5).draw(random.Random(0))
     3.5
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     shape: Literal["constant", "exponential", "lognormal"] = Field(
         default="constant", description="Lognormal has the longest tail; `sigma` says how long."

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from flexmarl.settings import Settings
 from flexmarl.tasks import Split
 
 
@@ -39,10 +40,8 @@ class Plan(Protocol):
         ...
 
 
-class WorkloadSettings(BaseModel):
+class WorkloadSettings(Settings):
     """A workload as data: `tasks.params` of the generator `workload`. Lengths in tokens, times in seconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     agents: Mapping[str, float] = Field(min_length=1)
     """Share of the calls that each agent gets; shares are relative to their sum."""

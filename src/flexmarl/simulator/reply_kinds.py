@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.agents import ChatRenderer
 from flexmarl.errors import EngineError, boundary
 from flexmarl.records import GenerationRequest, IntArray
+from flexmarl.settings import Settings
 from flexmarl.simulator.distributions import Distribution
 from flexmarl.tasks.registry import Registry
 
@@ -43,10 +44,8 @@ def responder(name: str) -> Callable[[Script], Script]:
     return SCRIPTS.register(name)
 
 
-class Scripted(BaseModel):
+class Scripted(Settings):
     """What a function says that a file under `code` registers with `@responder(name)`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["scripted"] = "scripted"
     name: str = Field(description="What `@responder` called it.")
@@ -80,10 +79,8 @@ class Lengths(Distribution):
         return lambda request: filler(round(self.draw(random.Random(request.seed))))
 
 
-class Asked(BaseModel):
+class Asked(Settings):
     """Tokens without meaning, as many as the prompt asks for last: `write 313 tokens`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["asked"] = "asked"
 

@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from flexmarl.settings import Settings
 from flexmarl.simulator.costs import CostSettings, SharedHost
 from flexmarl.simulator.profiles import PROFILES, with_profile
 from flexmarl.simulator.reply_kinds import AnyReplies
 from flexmarl.simulator.tools import ToolTwin
 
 
-class SimulationSettings(BaseModel):
+class SimulationSettings(Settings):
     """The simulated devices of a run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     costs: Mapping[str, Annotated[CostSettings, BeforeValidator(with_profile)]] = Field(
         default={},

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.agents import TeamSpec
 from flexmarl.errors import ConfigError
+from flexmarl.settings import Settings
 from flexmarl.simulator.distributions import Distribution
 from flexmarl.tools import Calculator, Tool
 
@@ -18,10 +19,8 @@ PURE = (Calculator,)
 """Tools that compute and wait for nothing: their own answer may be had in virtual time."""
 
 
-class ToolTwin(BaseModel):
+class ToolTwin(Settings):
     """What stands in for a tool."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     latency_s: Distribution = Field(
         default=Distribution(mean=0.0), description="What a call takes: a number, or a distribution."

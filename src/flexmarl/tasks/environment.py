@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.records import Task
+from flexmarl.settings import Settings
 from flexmarl.tasks.registry import Registry
 
 
@@ -59,10 +60,8 @@ environment = ENVIRONMENTS.register
 """Decorator that makes a factory the environment of that name: `@environment("grid")`."""
 
 
-class EnvironmentSettings(BaseModel):
+class EnvironmentSettings(Settings):
     """The environment that every task of a run is played in."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
     """Of the factory; its file is listed under `code`."""

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.records import Task
+from flexmarl.settings import Settings
 from flexmarl.tasks.interface import Split
 from flexmarl.tasks.registry import Registry
 
@@ -32,10 +33,8 @@ task_generator = GENERATORS.register
 """Decorator that makes a function the task generator of that name: `@task_generator("products")`."""
 
 
-class GeneratorTasks(BaseModel):
+class GeneratorTasks(Settings):
     """Tasks from a function registered with `@task_generator`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["generator"] = "generator"
     name: str = Field(min_length=1)

@@ -1,10 +1,10 @@
 """Task source on a JSONL file: one JSON object per line."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from flexmarl.errors import ConfigError
+from flexmarl.observability.strict_json import parse_json
 from flexmarl.tasks.table import Row, Table, TableSource
 
 
@@ -34,7 +34,7 @@ def read_jsonl(file: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{file}:{number}: not JSON: {error}") from error
         if not isinstance(row, dict):

@@ -5,18 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flexmarl.errors import ConfigError
 from flexmarl.records import Task
+from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted
 from flexmarl.tasks.scorers import SCORERS
 
 
-class Table(BaseModel):
+class Table(Settings):
     """What all sources on rows have in common."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str = "prompt"
     """Field with the question, a text."""

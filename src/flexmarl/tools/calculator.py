@@ -3,7 +3,9 @@
 import re
 from typing import Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 _TOKEN = re.compile(r"\s*([0-9]+|\*\*|//|[-+*/%()])")
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
@@ -15,14 +17,12 @@ class _Mistake(Exception):
     """The expression cannot be computed; the text goes back to the model."""
 
 
-class Calculator(BaseModel):
+class Calculator(Settings):
     """Computes `+ - * / // % **`, parentheses and unary signs on integers, as Python does; `/` only where it is exact.
 
     >>> Calculator().compute("12*(3+4)"), Calculator().compute("7/2")
     ('84', 'error: 7/2 is no integer; use // or %')
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["calculator"] = "calculator"
     name: str = Field(default="calculator", min_length=1)

@@ -19,7 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from flexmarl.observability.strict_json import parse_json
+from flexmarl.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Syntax(Protocol):
         ...
 
 
-class FunctionSyntax(BaseModel):
+class FunctionSyntax(Settings):
     """Calls look like `calc(12*34)`: few tokens, so small models learn them.
 
     A `)` of ordinary text stops the engine too; then `parse` returns None and the caller goes on if the agent has not
@@ -75,8 +78,6 @@ class FunctionSyntax(BaseModel):
     >>> FunctionSyntax().parse("6 times 7 is calc(6*7)")
     ToolCall(name='calculator', argument='6*7')
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["function"] = "function"
     names: Mapping[str, str] = Field(default={"calc": "calculator"}, min_length=1)
@@ -114,7 +115,7 @@ class FunctionSyntax(BaseModel):
         return f"{words[call.name]}({call.argument})"
 
 
-class TagSyntax(BaseModel):
+class TagSyntax(Settings):
     """Calls as Hermes and Qwen models write them: JSON between tags.
 
     A tool takes one text. `arguments` may be that text, or a mapping with one entry, whose value is taken; any other
@@ -123,8 +124,6 @@ class TagSyntax(BaseModel):
     >>> TagSyntax().parse('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>')
     ToolCall(name='calculator', argument='6*7')
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["tag"] = "tag"
     opening: str = Field(default="<tool_call>", min_length=1)
@@ -146,8 +145,8 @@ class TagSyntax(BaseModel):
         if not closed:
             return Incomplete(f"error: {self.opening} without {self.closing}")
         try:
-            call = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            call = parse_json(body)
+        except ValueError as error:
             return Malformed(f"error: the tool call is not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
             return Malformed('error: write a tool call as {"name": ..., "arguments": ...}')

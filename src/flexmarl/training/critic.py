@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from flexmarl.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CriticSettings(BaseModel):
+class CriticSettings(Settings):
     """A value per sampled token, from a linear head on the policy's own trunk, trained with the policy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     coef: float = Field(default=0.5, gt=0, description="Weight of the value loss beside the policy loss.")
     clip: float | None = Field(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from flexmarl.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,10 +14,8 @@ if TYPE_CHECKING:
 Divergence = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 
-class KlSettings(BaseModel):
+class KlSettings(Settings):
     """How far the policy is kept from its initial weights; d = lp - ref (docs/math.md section 13)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Divergence = Field(
         default="k3+",

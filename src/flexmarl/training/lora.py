@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from flexmarl.settings import Settings
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Settings):
     """LoRA (arXiv 2106.09685): the weights stay, and a linear layer W becomes W + (alpha / rank) B A."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(default=16, ge=1, description="Rows of A and columns of B: how much an adapter can say.")
     alpha: float = Field(default=32.0, gt=0, description="Scale of the adapter, divided by the rank.")

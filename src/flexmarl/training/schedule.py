@@ -3,13 +3,13 @@
 import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from flexmarl.settings import Settings
 
 
-class ScheduleSettings(BaseModel):
+class ScheduleSettings(Settings):
     """Warm-up from 0 to the learning rate, then constant, or decay to `min_ratio` of it along a line or a cosine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Updates before the full learning rate is reached.")

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.critic import CriticSettings
 from flexmarl.training.kl import KlSettings
@@ -23,10 +24,8 @@ Sharing = Annotated[Literal["auto", "on", "off"], BeforeValidator(_said_in_yaml)
 """Whether forward passes go along prefix trees."""
 
 
-class AdamWSettings(BaseModel):
+class AdamWSettings(Settings):
     """AdamW (Loshchilov and Hutter 2019), decoupled weight decay."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate; 1e-3 to 2e-3 for models of a few million.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
@@ -35,10 +34,8 @@ class AdamWSettings(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, times the learning rate.")
 
 
-class UpdateSettings(BaseModel):
+class UpdateSettings(Settings):
     """How one gradient becomes one change of the weights."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     optimizer: AdamWSettings = Field(default=AdamWSettings(), description="The optimiser.")
     schedule: ScheduleSettings = Field(default=ScheduleSettings(), description="Learning rate over the updates.")
@@ -122,10 +119,8 @@ class SupervisedSettings(UpdateSettings):
     )
 
 
-class ProcessGroupSettings(BaseModel):
+class ProcessGroupSettings(Settings):
     """How many policies hold training devices at once, and when their state is swapped (FlexMARL section 6)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     at_once: int | None = Field(
         default=None, ge=1, description="Policies whose trainers are on devices at the same time; null: all of them."

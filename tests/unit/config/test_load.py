@@ -76,7 +76,7 @@ def test_an_override_means_what_its_yaml_means(value):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-3", 1e-3), ("-2E5", -2e5), ("", ""), ("a=b", "a=b"), ("'1e-3'", 1e-3)]
+    ("text", "value"), [("1e-3", 1e-3), ("-2E5", -2e5), ("", ""), ("a=b", "a=b"), ("'1e-3'", "1e-3"), ("1e3", 1000.0)]
 )
 def test_numbers_and_signs_in_overrides(text, value):
     assert parse_override(f"key={text}") == (["key"], value)
@@ -106,7 +106,14 @@ def test_an_override_that_cannot_be_read_is_shown(text, words):
         ("a: {b: 1}\nc: 2\na: 3", "the key 'a' stands here twice (line 3, column 1)"),
         ("- a\n- b", "must hold a mapping of settings, got list"),
         ("", "must hold a mapping of settings, got NoneType"),
-        ("a: &a [*a]", "anchor that contains itself"),
+        ("a: &a [*a]", "the YAML anchor 'a' contains itself; write it out (line 1, column 8)"),
+        ("[a, b]: 1", "a key must be a text, got a list; put a text that begins with a bracket into quotes (line 1"),
+        ("{{a: 1}: 2}", "a key must be a text, got a mapping"),
+        (f"a: {'[' * 3000}{']' * 3000}", "more than 64 levels of nesting"),
+        (f"a: {'9' * 5000}", "a value that cannot be read: Exceeds the limit (4300 digits)"),
+        ("a: 2026-13-45", "a value that cannot be read: month must be in 1..12 (line 1, column 4)"),
+        ('a: "\\ud800"', "NUL and lone surrogates are no characters (line 1, column 4)"),
+        ('a: "\\0"', "NUL and lone surrogates are no characters (line 1, column 4)"),
         ("a: !!python/object:os.system {}", "is not YAML"),
     ],
 )
@@ -167,8 +174,7 @@ def test_a_file_that_is_no_text_or_not_there_is_named(tmp_path):
         ),
         (
             "team.agents.writer.memory=some",
-            "team.agents.writer.memory must be 'none' or 'full', or must be a valid integer, unable "
-            "to parse string as an integer, got 'some'",
+            "team.agents.writer.memory must be 'none' or 'full', or must be a valid integer, got 'some'",
         ),
         (
             "credit.estimator={type: grpo, key: 3}",

@@ -2,17 +2,20 @@
 
 import ast
 import inspect
+import math
 import subprocess
 import sys
 import textwrap
+import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
 from flexmarl.config import RunSettings
+from flexmarl.settings import Settings
 
 
 def below(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -58,3 +61,66 @@ def test_a_settings_class_refuses_unknown_keys_cannot_change_and_says_what_each_
 def test_settings_need_neither_torch_nor_transformers():
     code = "import sys, flexmarl.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Numbers(Settings):
+    whole: int = 1
+    some: tuple[int, ...] | int = 1
+    bounded: int = Field(default=1, ge=1, le=9)
+    real: float | None = None
+    reals: Mapping[str, list[float]] = {}
+    switch: bool = False
+    word: str = ""
+
+
+class Nested(Settings):
+    numbers: Numbers = Numbers()
+    by_name: Mapping[str, Numbers] = {}
+
+
+NO_WHOLE = (True, "1", "1.0", "", 0.5, 10**23, -(10**23), math.inf, math.nan, None, [1])
+NO_REAL = (True, "1", "1e-3", math.inf, -math.inf, math.nan, [1.0])
+NO_SWITCH = (1, 0, 1.0, "true", "yes", "", None)
+
+
+@pytest.mark.parametrize(
+    ("field", "refused"),
+    [("whole", NO_WHOLE), ("bounded", (*NO_WHOLE, 10)), ("real", NO_REAL), ("switch", NO_SWITCH), ("word", (1, True))],
+)
+def test_a_value_that_only_looks_right_is_refused_at_any_depth(field, refused):
+    for value in refused:
+        for config in ({"numbers": {field: value}}, {"by_name": {"a": {field: value}}}):
+            with pytest.raises(ValidationError, match=field):
+                Nested.model_validate(config)
+
+
+def test_a_value_that_only_looks_right_is_refused_inside_of_lists_mappings_and_alternatives():
+    for config in ({"some": [True]}, {"some": True}, {"some": "1"}, {"reals": {"a": [1.0, math.nan]}}):
+        with pytest.raises(ValidationError):
+            Numbers.model_validate(config)
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    assert Numbers.model_validate({"whole": 1e3, "some": [8.0], "real": 2}) == Numbers(whole=1000, some=(8,), real=2.0)
+
+
+def takes(annotation: Any, kind: type) -> bool:
+    """Whether a plain value of the kind is one of the alternatives."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return any(takes(argument, kind) for argument in typing.get_args(annotation))
+    return annotation is kind
+
+
+@pytest.mark.parametrize("settings", TREE, ids=lambda settings: settings.__name__)
+def test_every_number_of_every_settings_class_is_a_finite_number_and_no_truth_value(settings):
+    assert issubclass(settings, Settings)
+    for name, field in settings.model_fields.items():
+        odd: list[object] = [True, "1", math.inf, math.nan] if takes(field.annotation, float) else []
+        odd += [True, "1", 10**23] if takes(field.annotation, int) else []
+        odd += [1, "true"] if takes(field.annotation, bool) else []
+        for value in odd:
+            if type(value) is str and takes(field.annotation, str):
+                continue
+            with pytest.raises(ValidationError) as error:
+                settings.model_validate({name: value})
+            assert any(detail["loc"][:1] == (name,) for detail in error.value.errors()), (name, value)

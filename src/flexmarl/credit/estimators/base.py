@@ -4,15 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
 from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs
+from flexmarl.settings import Settings
 
 
-class EstimatorBase(BaseModel, ABC):
+class EstimatorBase(Settings, ABC):
     """The class of an estimator is its settings; it adds a `type`, a `key`, its options and `estimate`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     follows_calls: ClassVar[bool] = False
     """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""

@@ -4,19 +4,16 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from flexmarl.credit.interface import CreditRow
 from flexmarl.records import AgentName, SampleId
+from flexmarl.settings import Settings
 
 Sees = Literal["row", "episode", "task"]
 """How much a term must see at once. With `task`, nothing of a task can be credited before all its episodes ended."""
 
 
-class Term(BaseModel):
+class Term(Settings):
     """Something that the reward is made of. Its settings are the term; each reads the rewards as they were given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     agents: tuple[AgentName, ...] = ()
     """Whose turns it is for; none named: everybody's."""

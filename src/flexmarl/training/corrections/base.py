@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from flexmarl.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +47,8 @@ class Weighed:
     """Bool: the weight is 0, because the ratio left the bounds."""
 
 
-class Correction(BaseModel, ABC):
+class Correction(Settings, ABC):
     """What a token's loss is compared with, and what it is multiplied by. Divisors keep the original counts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     measures: ClassVar[tuple[str, ...]] = ()
     """Names of what `measured` gives: means over weighted tokens, in the metrics of each update."""

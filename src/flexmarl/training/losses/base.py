@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from flexmarl.settings import Settings
 from flexmarl.training.aggregation import Aggregation
 
 if TYPE_CHECKING:
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
     from flexmarl.training.token_rows import Rows
 
 
-class PolicyLoss(BaseModel, ABC):
+class PolicyLoss(Settings, ABC):
     """Loss of single tokens, and how token losses become one number."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     zero_advantage_is_zero_gradient: ClassVar[bool] = True
     """Rows with advantage 0 need no forward pass. False for a loss with a term that the advantage does not multiply."""

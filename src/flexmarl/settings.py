@@ -1,0 +1,63 @@
+"""The base of every settings class: keys that are not known, and values that are not what they look like, are refused.
+
+| a field of type | takes                                         | refuses                                      |
+|-----------------|-----------------------------------------------|----------------------------------------------|
+| int             | 8, 8.0 and 1e3, which are whole               | true, '8' (a text), 0.5, more than 64 bits   |
+| float           | 0.5, 8                                        | true, '0.5' (a text), inf, nan               |
+| bool            | true, false (in YAML also yes, no, on, off)   | 1, 0, 'true' (a text)                        |
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+LEAST, MOST = -(2**63), 2**63 - 1
+"""Of any whole number: what SQLite, numpy and torch take."""
+
+
+def _exact(schema: Any) -> Any:
+    """A schema in which whatever takes a number or a truth value, at any depth, takes nothing else."""
+    if isinstance(schema, list):
+        return [_exact(item) for item in schema]
+    if not isinstance(schema, dict) or schema.get("function") in _CHECKS:  # The latter is done: of settings inside.
+        return schema
+    match schema.get("type"):
+        case "bool":
+            return schema | {"strict": True}
+        case "int":
+            bounds = {} if schema.keys() & {"le", "lt"} else {"le": MOST}
+            bounds |= {} if schema.keys() & {"ge", "gt"} else {"ge": LEAST}
+            return core_schema.no_info_before_validator_function(_whole, schema | bounds)
+        case "float":
+            return core_schema.no_info_before_validator_function(_number, schema)
+        case _:
+            return {key: value if key in _NO_SCHEMA else _exact(value) for key, value in schema.items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool | str | bytes):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str | bytes):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+_CHECKS = ({"type": "no-info", "function": _whole}, {"type": "no-info", "function": _number})
+_NO_SCHEMA = ("default", "metadata", "serialization", "function")
+"""Keys of a schema with values that are none."""
+
+
+class Settings(BaseModel):
+    """Settings of one part: frozen, without unknown keys, with finite numbers only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """As pydantic has it, with fields of numbers that take numbers only."""
+        return _exact(handler(source))
