@@ -55,8 +55,8 @@ async def sevens(task: Task, team: Team) -> None:
 """
 
 
-def sevens(completions: list[Any], **_: Any) -> list[float]:
-    """The reward of both: share of sevens."""
+def sevens(completions: list[Any], **_: Any) -> list[float | None]:
+    """The reward of both: share of sevens. TRL would take a None, too: no reward of this function."""
     return [str(completion).count("7") / TOKENS for completion in completions]
 
 

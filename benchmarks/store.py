@@ -56,6 +56,8 @@ class Rows:
     def __init__(self, first: int, count: int) -> None:
         rng = np.random.default_rng(first)
         self.keys = [make_sample_id("task", 0, make_trajectory_id(first + row, 0, 0)) for row in range(count)]
+        self.names: list[str] = [*self.keys]
+        """The keys in the type that TransferQueue asks for."""
         self.ids = rng.integers(0, 150_000, (count, TOKENS), dtype=np.int32)
         self.logprobs = -rng.random((count, TOKENS), dtype=np.float32)
 
@@ -133,7 +135,7 @@ class Theirs:
             calls = [
                 partial(
                     transfer_queue.async_kv_batch_put,
-                    keys=rows.keys[part],
+                    keys=rows.names[part],
                     partition_id=str(first),
                     fields=TensorDict({"response_ids": ids[part], "logprobs": logprobs[part]}, batch_size=size),
                 )
@@ -143,7 +145,7 @@ class Theirs:
 
     async def get(self, first: int, count: int, size: int, *, located: bool) -> float:
         rows = Rows(first, count)
-        listed = [rows.keys[part] for part in rows.slices(size)]
+        listed = [rows.names[part] for part in rows.slices(size)]
         if located:
             places = [await self.client.async_kv_retrieve_meta(keys, str(first)) for keys in listed]
             calls: list[Call] = [partial(self.client.async_get_data, place) for place in places]
@@ -156,7 +158,7 @@ class Theirs:
         return per_second
 
     async def clear(self, first: int, count: int) -> None:
-        await transfer_queue.async_kv_clear(Rows(first, count).keys, str(first))
+        await transfer_queue.async_kv_clear(Rows(first, count).names, str(first))
 
     async def close(self) -> None:
         transfer_queue.close()

@@ -10,7 +10,7 @@
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticKnownError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 """Of any whole number: what SQLite, numpy and torch take."""
@@ -22,17 +22,18 @@ def _exact(schema: Any) -> Any:
         return [_exact(item) for item in schema]
     if not isinstance(schema, dict) or schema.get("function") in _CHECKS:  # The latter is done: of settings inside.
         return schema
-    match schema.get("type"):
+    inner: dict[str, Any] = schema
+    match inner.get("type"):
         case "bool":
-            return schema | {"strict": True}
+            return inner | {"strict": True}
         case "int":
-            bounds = {} if schema.keys() & {"le", "lt"} else {"le": MOST}
-            bounds |= {} if schema.keys() & {"ge", "gt"} else {"ge": LEAST}
-            return core_schema.no_info_before_validator_function(_whole, schema | bounds)
+            bounds = {} if inner.keys() & {"le", "lt"} else {"le": MOST}
+            bounds |= {} if inner.keys() & {"ge", "gt"} else {"ge": LEAST}
+            return {"type": "function-before", "function": _CHECKS[0], "schema": inner | bounds}
         case "float":
-            return core_schema.no_info_before_validator_function(_number, schema)
+            return {"type": "function-before", "function": _CHECKS[1], "schema": inner}
         case _:
-            return {key: value if key in _NO_SCHEMA else _exact(value) for key, value in schema.items()}
+            return {key: value if key in _NO_SCHEMA else _exact(value) for key, value in inner.items()}
 
 
 def _whole(value: Any) -> Any:

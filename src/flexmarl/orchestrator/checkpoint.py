@@ -238,7 +238,8 @@ def _read_state(path: Path) -> RunState:
 
 
 def _evaluation_of(raw: dict[str, Any]) -> Evaluation:
-    return Evaluation(**raw | {name: _floats(raw[name]) for name in ("metrics", "rewards")})
+    metrics, rewards = _floats(raw.pop("metrics")), _floats(raw.pop("rewards"))
+    return Evaluation(**raw, metrics=metrics, rewards=rewards)
 
 
 def _floats(raw: Mapping[str, float | str]) -> dict[Any, float]:
