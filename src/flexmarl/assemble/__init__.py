@@ -9,8 +9,16 @@ settings ──► blueprint.py   folder, code, tasks, renderers, team    (no we
          ──► simulate.py    the same run on modelled devices, in virtual time
 """
 
-from flexmarl.assemble.blueprint import Blueprint, draw_up, load_tokenizer, model_source, open_tasks, seat_team
-from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies
+from flexmarl.assemble.blueprint import (
+    Blueprint,
+    check_model,
+    draw_up,
+    load_tokenizer,
+    model_source,
+    open_tasks,
+    seat_team,
+)
+from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies, newest_checkpoint
 from flexmarl.assemble.simulate import simulate
 from flexmarl.assemble.wiring import wire
 from flexmarl.assemble.world import World, open_world
@@ -20,10 +28,12 @@ __all__ = [
     "Run",
     "World",
     "assemble_run",
+    "check_model",
     "draw_up",
     "evaluate_once",
     "export_policies",
     "load_tokenizer",
+    "newest_checkpoint",
     "model_source",
     "open_tasks",
     "open_world",

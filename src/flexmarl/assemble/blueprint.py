@@ -1,6 +1,9 @@
 """Settings -> all of a run that needs no weights: tasks, renderers, team. `flexmarl check` makes no more than this."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from string import printable
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,6 +16,10 @@ from flexmarl.errors import ConfigError
 from flexmarl.records import PolicyName
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.tasks import TaskSource, check_disjoint
+from flexmarl.training.backends.causal_lm import check_model_files
+
+TOKENIZER_FILE = "tokenizer_config.json"
+"""What every `save_pretrained` of a tokenizer writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +32,11 @@ class Blueprint:
 
 
 def draw_up(settings: RunSettings) -> Blueprint:
-    """Opens the tasks and seats the team. Raises ConfigError naming the key."""
+    """Opens the tasks, seats the team, and looks at the models' files. Raises ConfigError naming the key."""
     check_device(settings.cluster)
+    if settings.cluster.backend != "simulated":
+        for policy in settings.policies:
+            check_model(settings, policy)
     return Blueprint(settings=settings, source=open_tasks(settings), team=seat_team(settings))
 
 
@@ -79,12 +89,40 @@ def has_folder(settings: RunSettings, policy: str) -> bool:
 
 def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
     """A policy's tokenizer, from its model's folder or name."""
-    source = model_source(settings, policy)
+    source, key = model_source(settings, policy), f"policies.{policy}.model"
+    if Path(source).is_dir() and not (Path(source) / TOKENIZER_FILE).is_file():
+        # Without it transformers guesses one from the kind of model, with no words in it or with other rules.
+        raise ConfigError(
+            f"{key}: '{source}' has no {TOKENIZER_FILE}; save the model's own tokenizer there with `save_pretrained`"
+        )
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        ids = tokenizer(printable).input_ids
     except Exception as error:  # Whatever a file of the user's or the hub leads to; often many lines.
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"policies.{policy}.model: no tokenizer from '{source}': {why[0]}") from error
+        raise ConfigError(f"{key}: no tokenizer from '{source}': {why[0]}") from error
+    if not ids:
+        raise ConfigError(
+            f"{key}: the tokenizer of '{source}' knows {len(tokenizer)} tokens and turns letters and digits into none; "
+            f"its vocabulary is missing: save it there with `save_pretrained`"
+        )
+    return tokenizer
+
+
+def check_model(settings: RunSettings, policy: str) -> None:
+    """Raises ConfigError if a policy's files are not one whole model with its tokenizer; reads no weight."""
+    source, key = model_source(settings, policy), f"policies.{policy}.model"
+    try:
+        model = check_model_files(source)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    embeddings: Any = model.get_input_embeddings()
+    tokens, rows = len(load_tokenizer(settings, policy)), embeddings.num_embeddings
+    if tokens > rows:
+        raise ConfigError(
+            f"{key}: the tokenizer of '{source}' has {tokens} tokens, the model only {rows}; save the tokenizer that "
+            f"belongs to the model"
+        )
 
 
 def model_source(settings: RunSettings, policy: str) -> str:

@@ -137,6 +137,13 @@ def failure_told(journal: Journal) -> Iterator[None]:
         raise
 
 
+def newest_checkpoint(folder: RunFolder) -> Path | None:
+    """The newest checkpoint of a run with all its files, by a look at their sizes."""
+    checkpoints = Checkpoints(folder.checkpoints, keep=1)
+    intact = [one.step for one in checkpoints.held() if not one.damage]
+    return folder.checkpoints / checkpoints.path(intact[-1]).name if intact else None
+
+
 def finished(folder: RunFolder) -> Summary | None:
     """The summary of a run that has ended: one that failed, or was killed, wrote none."""
     if not folder.summary.is_file():

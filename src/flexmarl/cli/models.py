@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.agents import ChatRenderer
-from flexmarl.assemble import load_tokenizer, model_source
+from flexmarl.assemble import check_model, load_tokenizer, model_source
 from flexmarl.cli.finding import Finding
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
@@ -65,12 +65,8 @@ def _here(settings: RunSettings, policy: str, source: str, config: PretrainedCon
         raise ConfigError(f"{key}: '{source}' is no causal language model: {_first_line(error)}") from error
     if Path(source).is_dir() and not any([*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")]):
         raise ConfigError(f"{key}: '{source}' holds no weights; save the model there with `save_pretrained`")
+    check_model(settings, policy)
     tokenizer = load_tokenizer(settings, policy)
-    if len(tokenizer) > config.get_text_config().vocab_size:
-        raise ConfigError(
-            f"{key}: the tokenizer of '{source}' has {len(tokenizer)} tokens, the model only "
-            f"{config.get_text_config().vocab_size}; save the tokenizer that belongs to the model"
-        )
     cached, todo = 0, ""
     if isinstance(engine, EmbeddedSettings):
         layers, heads, size = attention_shape(model)

@@ -41,7 +41,7 @@ def how_to_go_on(path: Path) -> str:
     """What is left of a run that ended early, and the command that continues it."""
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
-    saved = sorted(folder.checkpoints.glob("step-*"))
-    if not saved:
+    saved = assemble.newest_checkpoint(folder)
+    if saved is None:
         return f"There is no checkpoint yet (see checkpoint.every); begin again with: {again}"
-    return f"Last checkpoint: {saved[-1]}; go on with: {again}"
+    return f"Last good checkpoint: {saved}; go on with: {again}"

@@ -94,8 +94,8 @@ class Checkpoints:
 
         Trainers write one after the other: they share the disk. Raises CheckpointError, and errors of trainers.
         """
-        partial = self._path(state.step, _PARTIAL)
-        with boundary(CheckpointError, f"saving {self._path(state.step)}"):
+        partial = self.path(state.step, _PARTIAL)
+        with boundary(CheckpointError, f"saving {self.path(state.step)}"):
             try:
                 await self._aside(self._begin, partial)
                 for policy, trainer in trainers.items():
@@ -167,7 +167,7 @@ class Checkpoints:
             require_space(self._folder, last.num_bytes, "a checkpoint as big as the last one")
 
     def _complete(self, partial: Path, state: RunState) -> Saved:
-        final = self._path(state.step)
+        final = self.path(state.step)
         (partial / "state.json").write_text(json_text(asdict(state), indent=1), encoding="utf-8")
         seal(partial)
         self._remove(state.step)
@@ -183,7 +183,7 @@ class Checkpoints:
             path=final,
             num_bytes=kept[-1].num_bytes,
             dropped=drops,
-            first_group=first_group(_read_state(self._path(kept[0].step)).admission),
+            first_group=first_group(_read_state(self.path(kept[0].step)).admission),
         )
 
     def _find(self) -> Found:
@@ -198,7 +198,7 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Takes its name away first: one that is removed only in part is then no damaged checkpoint."""
-        folder, going = self._path(step), self._path(step, f"{_PARTIAL}removed-")
+        folder, going = self.path(step), self.path(step, f"{_PARTIAL}removed-")
         if folder.exists():
             shutil.rmtree(going, ignore_errors=True)
             folder.rename(going)
@@ -209,7 +209,8 @@ class Checkpoints:
         found = self._folder.glob(f"{_COMPLETE}*")
         return sorted((one for one in found if _STEP.fullmatch(one.name.removeprefix(_COMPLETE))), key=_step_of)
 
-    def _path(self, step: int, prefix: str = _COMPLETE) -> Path:
+    def path(self, step: int, prefix: str = _COMPLETE) -> Path:
+        """The folder of a step's checkpoint, whether it is there or not."""
         return self._folder / f"{prefix}{step:05d}"
 
 

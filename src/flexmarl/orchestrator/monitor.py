@@ -63,6 +63,8 @@ class Monitor:
         self._processes = processes
         self._phase = "starting"
         self._step = 0
+        self._done: int | None = None
+        """Steps done whose figures are known."""
         self._groups = 0
         self._values: Mapping[str, float] = {}
         self._successes: list[float] = []
@@ -110,7 +112,11 @@ class Monitor:
             )
 
     def begin(self, step: int, phase: str) -> None:
-        """What goes on from now."""
+        """What goes on from now. The first call says how many steps an earlier command did; later ones do not count:
+        the screen gets the end of a step from `flush`, with its figures.
+        """
+        if self._done is None:
+            self._done = step
         self._step, self._phase, self._groups = step, phase, 0
 
     def group_finished(self, group: GroupRecord) -> None:
@@ -222,7 +228,7 @@ class Monitor:
         )
 
     def flush(self, step: int) -> None:
-        """Ends a step's figures; `step` steps are done."""
+        """Ends a step's figures; `step` steps are done. Only now does the screen say so: with these figures."""
         for policy, version in self._versions.served.items():
             self._metrics.gauge(f"version/{policy}", version)
         self._flush_overlap()
@@ -233,7 +239,8 @@ class Monitor:
             self._values = values
         if "team/success" in values:
             self._successes.append(values["team/success"])
-        self._step = step
+        self._step = self._done = step
+        self._draw()
 
     def _flush_overlap(self) -> None:
         if self._playing_since is not None:  # It goes on: what follows belongs to the next step.
@@ -296,7 +303,7 @@ class Monitor:
         elapsed = asyncio.get_running_loop().time() - self._started
         values = self._values
         view = ProgressView(
-            step=self._step,
+            step=self._done or 0,
             steps=self._steps,
             elapsed_s=elapsed,
             phase=f"{self._phase}, {self._groups} groups finished" if self._groups else self._phase,

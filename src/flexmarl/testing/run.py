@@ -25,7 +25,7 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import NullProgress
+from flexmarl.observability.progress import NullProgress, Progress
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.run import Orchestrator, RunOutcome
@@ -170,6 +170,7 @@ class ScriptedRun:
             trainers=self.trainers,
         )
         self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
+        self.progress: Progress = NullProgress()
         self.metrics: dict[int, Mapping[str, float]] = {}
         """By the number of steps done."""
         self.outcome: RunOutcome | None = None
@@ -223,7 +224,7 @@ class ScriptedRun:
                 self.world,
                 journal=self.journal,
                 metrics=Metrics(asyncio.get_running_loop().time, [self]),
-                progress=NullProgress(),
+                progress=self.progress,
                 checkpoints=checkpoints,
                 start=start,
             )

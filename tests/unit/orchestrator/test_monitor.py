@@ -104,8 +104,8 @@ def test_the_screen_shows_what_goes_on_until_nobody_watches():
         await asyncio.sleep(0.2)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        assert [view.phase for view in screen.views] == ["starting"] * 4 + ["rollout, 1 groups finished"] * 2
-        assert [view.step for view in screen.views] == [0, 0, 0, 0, 0, 1]
+        assert [view.phase for view in screen.views] == ["starting"] * 4 + ["rollout, 1 groups finished"] * 3
+        assert [view.step for view in screen.views] == [0, 0, 0, 0, 0, 1, 1]
         last = screen.views[-1]
         assert (last.rewards, last.versions, last.running) == ({"solver": 0.5}, {"solver": 3}, {"solver": 0})
         assert last.processes == 4

@@ -1,10 +1,13 @@
 """Whole runs: the loops together, in virtual time."""
 
 import asyncio
+import io
 
 import pytest
+from rich.console import Console
 
 from flexmarl.errors import CreditError, EngineError, EpisodeError, StoreError, TrainingError
+from flexmarl.observability.progress import LineProgress
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import ScriptedRun
@@ -245,3 +248,26 @@ def test_no_steps_at_all_is_an_evaluation():
     assert [entry["when"] for entry in run.events("evaluated")] == ["before"]
     assert run.outcome is not None
     assert run.outcome.after == run.outcome.before
+
+
+async def numbered(task, team):
+    """The reward is the number of the task: each step has another mean."""
+    reply = await team.solver.act(task.prompt)
+    reply.reward(int(task.prompt.split()[1]))
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("tasks", [0, 2])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_line_of_a_step_has_the_figures_of_that_step_whatever_is_evaluated_after_it(steps, tasks, every):
+    written = io.StringIO()
+    run = ScriptedRun(numbered, steps=steps, evaluate={"tasks": tasks, "every": every})
+    run.progress = LineProgress(Console(file=written, width=200))
+    run.play()
+    lines = [line.split(" | ") for line in written.getvalue().splitlines() if line.startswith("step ")]
+    shown = [(line[0], next(part for part in line if part.startswith("reward"))) for line in lines]
+    figures = [run.metrics[step]["reward/solver"] for step in range(1, steps + 1)]
+    assert len(set(figures)) == len(figures), "else a line could show another step"
+    assert shown == [
+        (f"step {step}/{steps}", f"reward solver {reward:.2f}") for step, reward in enumerate(figures, start=1)
+    ]

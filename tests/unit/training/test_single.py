@@ -1,6 +1,8 @@
 """The trainer against a full-batch implementation that shares no code with it, and against its own contract."""
 
 import asyncio
+import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -19,11 +22,13 @@ from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectKey
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import Aggregation
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.lora import LoraSettings
 from flexmarl.training.losses import Ppo, Reinforce
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 
@@ -324,6 +329,80 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_and_names_the_policy(
     before = weights_of(model)
     refused(TrainingError, "policy 'solver' at version 0: gradient norm is nan", step)
     assert torch.equal(weights_of(model), before)
+
+
+async def stepped_and_published(trainer: SingleProcessTrainer, samples: Sequence[Sample]) -> None:
+    await trainer.step(divisors_of(samples))
+    await trainer.publish(trainer.version)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        TrainingSettings(optimizer=AdamWSettings(learning_rate=1e38)),
+        TrainingSettings(optimizer=AdamWSettings(learning_rate=1e38), dtype="bfloat16"),
+        TrainingSettings(optimizer=AdamWSettings(learning_rate=1e18), lora=LoraSettings(rank=4, alpha=1e6)),
+    ],
+    ids=["float32", "bfloat16", "an adapter that is finite alone"],
+)
+def test_weights_that_an_update_ruins_are_neither_published_nor_saved(
+    make_model: Model, make_samples: Samples, tmp_path: Path, chosen: TrainingSettings
+) -> None:
+    objects = InlineObjectStore()
+    trainer = SingleProcessTrainer(SOLVER, make_model(), chosen, objects)
+    samples = make_samples(15, empty=0.0)
+    rate = f"training.optimizer.learning_rate, {chosen.optimizer.learning_rate:g}"
+
+    async def run() -> None:
+        await trainer.publish(Version(0))
+        await trainer.save(tmp_path / "good")
+        await feed(trainer, samples)
+        with pytest.raises(TrainingError, match=rf"policy 'solver'.* not finite.*{re.escape(rate)}"):
+            await stepped_and_published(trainer, samples)
+        for version in (0, 1):
+            with pytest.raises(TrainingError):
+                await trainer.publish(Version(version))
+        with pytest.raises(KeyError, match=r"there are: \['weights/solver/0'\]"):
+            await objects.get(ObjectKey("weights/solver/1"))
+
+    asyncio.run(run())
+
+
+def test_a_ruined_trainer_does_nothing_until_it_has_loaded_good_weights(
+    make_model: Model, make_samples: Samples, tmp_path: Path
+) -> None:
+    model, samples = make_model(), make_samples(15, empty=0.0)
+    trainer = trainer_of(model, TrainingSettings(optimizer=AdamWSettings(learning_rate=1e38)))
+    before = weights_of(model)
+
+    async def run() -> None:
+        await trainer.save(tmp_path / "good")
+        await feed(trainer, samples)
+        with pytest.raises(TrainingError, match="after update 1 these weights are not finite"):
+            await trainer.step(divisors_of(samples))
+        for ruined in (trainer.save(tmp_path / "bad"), trainer.export(tmp_path / "bad"), feed(trainer, samples)):
+            with pytest.raises(TrainingError, match="not finite"):
+                await ruined
+        assert os.listdir(tmp_path) == ["good"]
+        await trainer.load(tmp_path / "good")
+        assert torch.equal(weights_of(model), before)
+        await trainer.publish(Version(0))
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite_is_refused_by_name(make_model: Model, tmp_path: Path) -> None:
+    trainer = trainer_of(make_model())
+
+    async def load() -> None:
+        await trainer.save(tmp_path / "step-00001" / "solver")
+        file = tmp_path / "step-00001" / "solver" / "weights.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"][0] = float("nan")
+        save_file(tensors, file)
+        await trainer.load(tmp_path / "step-00001" / "solver")
+
+    refused(CheckpointError, "model.norm.weight; remove", load)
 
 
 def test_a_micro_batch_that_fails_half_way_adds_nothing(make_model: Model, make_samples: Samples) -> None:

@@ -19,7 +19,7 @@ from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
 from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.backward import Backward, Weighted
-from flexmarl.training.backends.causal_lm import Updater
+from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
 from flexmarl.training.free_space import require_space
@@ -81,6 +81,8 @@ class SingleProcessTrainer:
         self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
         self._last_update: UpdateReport | None = None
+        self._ruined = ""
+        """Why the weights are no longer those of any version; empty while they are."""
 
     @property
     def version(self) -> Version:
@@ -97,6 +99,7 @@ class SingleProcessTrainer:
 
         Each pass is its own piece of work for the device thread: an engine's decode steps get in between.
         """
+        self._require_sound()
         if batch.policy != self._policy:
             raise TrainingError(
                 f"{batch.micro_batch_id} is of policy '{batch.policy}', this trainer's is '{self._policy}'"
@@ -131,7 +134,8 @@ class SingleProcessTrainer:
         """Sets `weights/{policy}/{version}`: the model's state dict by its own names, without tied duplicates."""
         if version != self._version:
             raise TrainingError(f"{self._where}: asked to publish version {version}, the weights are {self._version}")
-        tensors = await self._run(self._network.published)
+        self._require_sound()
+        tensors = await self._run(self._published)
         meta = await self._objects.set(ObjectKey(f"weights/{self._policy}/{version}"), tensors)
         return meta.key, meta.checksum
 
@@ -151,6 +155,7 @@ class SingleProcessTrainer:
 
     async def save(self, path: Path) -> None:
         """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
+        self._require_sound()
         with boundary(CheckpointError, f"{self._where}: saving to {path}"):
             await self._run(self._save, path)
 
@@ -162,10 +167,25 @@ class SingleProcessTrainer:
 
     async def export(self, path: Path) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
+        self._require_sound()
         with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
             await self._run(self._network.export, path)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(str(path))
+
+    def _require_sound(self) -> None:
+        if self._ruined:
+            raise TrainingError(self._ruined)
+
+    def _published(self) -> dict[str, Tensor]:
+        tensors = self._network.published()
+        if self._settings.lora is not None and (names := unbounded(tensors)):
+            raise TrainingError(
+                f"{self._where}: with the adapter these weights are not finite, or too large for a finite norm: "
+                f"{some_of(names)}; nothing was published. The likely cause is training.optimizer.learning_rate, "
+                f"{self._settings.optimizer.learning_rate:g}: use a lower one"
+            )
+        return tensors
 
     @property
     def _where(self) -> str:
@@ -215,6 +235,7 @@ class SingleProcessTrainer:
         return report
 
     def _step(self, divisors: Divisors) -> Version:
+        self._require_sound()
         if self._cache.open:
             raise TrainingError(
                 f"{self._where}: credit groups are open: {', '.join(self._cache.open)}; close them first"
@@ -228,7 +249,11 @@ class SingleProcessTrainer:
         # A batch whose advantages are all 0 has gradient 0, and is still an update (momentum, weight decay).
         gradients = self._cache.sums or self._updater.take_gradients()
         torch._foreach_div_(gradients, self._settings.accumulation_scale * total)
-        norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
+        try:
+            norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
+        except TrainingError as error:
+            self._ruined = str(error) if unbounded(self._updater.parameters) else ""
+            raise
         self._version = Version(self._version + 1)
         self._last_update = self._report(total, norm, learning_rate)
         self._cache.clear()
@@ -290,6 +315,12 @@ class SingleProcessTrainer:
             for name, master in masters.items():
                 master.copy_(weights[name])
         self._updater.refresh()
+        if names := unbounded(self._updater.parameters):
+            raise CheckpointError(
+                f"{path} holds weights that are not finite: {some_of(names)}; remove {path.parent} to go on from the "
+                f"checkpoint before it"
+            )
+        self._ruined = ""
         self._updater.optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
         self._cache.load(state["cache"])

@@ -1,0 +1,153 @@
+"""A model folder is loaded as it is, or refused: what lacks in it is never made up."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from flexmarl.assemble import draw_up
+from flexmarl.cli.examine import examine
+from flexmarl.config import load_run
+from flexmarl.errors import ConfigError
+from flexmarl.training.backends.causal_lm import check_model_files, load_model
+
+Tensors = dict[str, torch.Tensor]
+Q = "model.layers.0.self_attn.q_proj.weight"
+WORLDS = ("inline", "ray")
+
+
+def copied(small_run: Path, folder: Path) -> str:
+    """The small run's model in a folder where it may be changed; returns the override that takes it."""
+    shutil.copytree(small_run.parent / "model", folder / "model")
+    return f"policies.one.model={folder / 'model'}"
+
+
+def rewritten(model: Path, change: Callable[[Tensors], object]) -> None:
+    """Changes the tensors of a folder."""
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def halved(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def fewer_layers(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a tensor lacks": (lambda model: rewritten(model, lambda t: t.pop(Q)), f"its files lack {Q}"),
+    "a tensor has another shape": (
+        lambda model: rewritten(model, lambda t: t.update({Q: torch.zeros(3, 4)})),
+        f"{Q} has the shape [3, 4] in its files, and [32, 32] by its config.json",
+    ),
+    "a tensor is nobody's": (
+        lambda model: rewritten(model, lambda t: t.update({"model.extra.weight": torch.zeros(2)})),
+        "its files hold model.extra.weight, for which the model of its config.json has no place",
+    ),
+    "a layer is left out by the config": (fewer_layers, "its files hold model.layers.1."),
+    "the file is cut short": (lambda model: halved(model / "model.safetensors"), "file not fully covered"),
+    "the file is empty": (lambda model: (model / "model.safetensors").write_bytes(b""), "SafetensorError"),
+    "there is no file": (lambda model: (model / "model.safetensors").unlink(), "model"),
+    "the tokenizer's settings lack": (
+        lambda model: (model / "tokenizer_config.json").unlink(),
+        "has no tokenizer_config.json; save the model's own tokenizer there",
+    ),
+    "all of the tokenizer lacks": (
+        lambda model: [(model / name).unlink() for name in ("tokenizer_config.json", "tokenizer.json")],
+        "has no tokenizer_config.json",
+    ),
+    "the vocabulary lacks": (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer from"),
+    "the vocabulary is cut short": (lambda model: halved(model / "tokenizer.json"), "no tokenizer from"),
+    "the vocabulary is of a larger model": (
+        lambda model: rewritten_config(model, vocab_size=90),
+        "has the shape [102, 32] in its files, and [90, 32] by its config.json",
+    ),
+}
+
+
+def rewritten_config(model: Path, **keys: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_is_not_one_whole_model_is_refused_when_a_run_of_any_world_is_put_together(
+    small_run, tmp_path, case
+):
+    ours = copied(small_run, tmp_path)
+    change, words = BROKEN[case]
+    change(tmp_path / "model")
+    for world in WORLDS:
+        with pytest.raises(ConfigError) as error:
+            draw_up(load_run(small_run, [ours, f"cluster.backend={world}"]))
+        assert str(error.value).startswith("policies.one.model: "), error.value
+        assert words in str(error.value)
+        (problem,) = examine(load_run(small_run, [ours, f"cluster.backend={world}"]))[1]
+        assert problem.startswith("policies.one.model: ")
+
+
+def test_a_whole_model_is_not_refused(small_run):
+    for world in WORLDS:
+        assert draw_up(load_run(small_run, [f"cluster.backend={world}"])).team.agents
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(small_run, tmp_path):
+    ours = copied(small_run, tmp_path)
+    rewritten_config(tmp_path / "model", vocab_size=90)
+    rewritten(
+        tmp_path / "model",
+        lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:90].clone()}),
+    )
+    with pytest.raises(ConfigError, match="has 102 tokens, the model only 90"):
+        draw_up(load_run(small_run, [ours]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_when_they_are_loaded(small_run, tmp_path, value):
+    copied(small_run, tmp_path)
+    rewritten(tmp_path / "model", lambda t: t[Q].__setitem__((3, 5), value))
+    with pytest.raises(ConfigError, match=rf"weights that are not finite.*: {Q};"):
+        load_model(tmp_path / "model")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_whichever_tensors_lack_they_are_named_and_a_tied_head_is_not_one_of_them(small_run, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("model")
+    copied(small_run, folder)
+    held = load_file(folder / "model" / "model.safetensors")
+    lacking = data.draw(st.sets(st.sampled_from(sorted(held)), max_size=len(held) - 1))
+    rewritten(folder / "model", lambda tensors: [tensors.pop(name) for name in lacking])
+    for look in (load_model, check_model_files):
+        if not lacking:
+            look(folder / "model")
+            continue
+        with pytest.raises(ConfigError) as error:
+            look(folder / "model")
+        tied = {"lm_head.weight"} if "model.embed_tokens.weight" in lacking else set()
+        assert f"its files lack {', '.join(sorted(lacking | tied)[:5])}" in str(error.value)
+
+
+def test_an_untied_head_that_lacks_is_missed(small_run, tmp_path):
+    copied(small_run, tmp_path)
+    rewritten_config(tmp_path / "model", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"its files lack lm_head\.weight"):
+        load_model(tmp_path / "model")
+
+
+def test_what_is_loaded_is_what_the_file_holds(small_run):
+    model = small_run.parent / "model"
+    held, loaded = load_file(model / "model.safetensors"), load_model(model).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
+    assert isinstance(load_model(model), type(AutoModelForCausalLM.from_pretrained(model)))
