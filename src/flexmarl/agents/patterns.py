@@ -167,7 +167,7 @@ class Turns(Pattern):
     type: Literal["turns"] = "turns"
     turn: str
     """Of the function, as registered with `@turn(name)`."""
-    candidates: int = Field(default=1, ge=1)
+    candidates: int = Field(default=1, ge=1, le=1024)
     """How often a turn is played from each branch. 1: a plain episode, as evaluations and greedy plays always are."""
     keep: int = Field(default=1, ge=1)
     """How many branches go on from each turn: those whose rewards add up to most."""

@@ -1,6 +1,7 @@
 """The command line. In: a config and dotted overrides. Out: a run, figures, a verdict, a model, a table.
 
-Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C.
+Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C; 141, whoever read
+the output has gone (`| head`), but for `train` and `simulate`, which go on.
 """
 
 import sys
@@ -13,6 +14,7 @@ from flexmarl.cli.evaluate import evaluate
 from flexmarl.cli.export import export
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
+from flexmarl.cli.terminal import outlets, say
 from flexmarl.cli.train import train
 from flexmarl.errors import ConfigError, FlexmarlError
 
@@ -35,17 +37,18 @@ app.command()(clean)
 
 def main() -> None:
     """Runs a command; our own errors become lines on stderr and an exit code, others are bugs with a traceback."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        ours = own_errors(error)
-        if not ours:
-            raise
-        for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
-            typer.echo(f"flexmarl: {line}", err=True)
-        sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
+    with outlets():
+        try:
+            app()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as error:
+            ours = own_errors(error)
+            if not ours:
+                raise
+            for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
+                say(f"flexmarl: {line}", err=True)
+            sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
 
 
 def own_errors(error: Exception) -> list[FlexmarlError]:

@@ -1,11 +1,11 @@
 """`flexmarl check`: is this config right, and can this machine run it?"""
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from flexmarl.cli.lazy import examine
 from flexmarl.cli.options import Config, Overrides
+from flexmarl.cli.terminal import SafeConsole
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 
@@ -18,8 +18,8 @@ def check(config: Config, overrides: Overrides = None) -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "subject")
     for finding in findings:
         table.add_row("!" if finding.todo else "ok", *finding, style="yellow" if finding.todo else None)
-    Console(markup=False).print(table)
+    SafeConsole().print(table)
     if problems:
         raise ConfigError("\n".join(f"{config}: {problem}" for problem in problems))
     todos = sum(bool(finding.todo) for finding in findings)
-    Console(markup=False).print(f"The config is right; {todos or 'nothing'} to do.")
+    SafeConsole().print(f"The config is right; {todos or 'nothing'} to do.")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flexmarl.cli.terminal import say
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, held_paths, live_processes, read_leases, release, strangers
 from flexmarl.errors import FlexmarlError
@@ -21,9 +22,9 @@ def clean(
     """
     root = leases_root()
     lines = cleaned(root, dry_run=dry_run)
-    typer.echo(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
+    say(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
     for line in lines:
-        typer.echo(line)
+        say(line)
 
 
 def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Overrides, load_run_folder
+from flexmarl.cli.terminal import SafeConsole, say
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 from flexmarl.observability.strict_json import json_text
@@ -40,7 +40,7 @@ def evaluate(
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
     evaluation = assemble.evaluate_once(settings, checkpoints)
     if as_json:
-        typer.echo(json_text(asdict(evaluation), figures=True))
+        say(json_text(asdict(evaluation), figures=True))
         return
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
@@ -49,4 +49,4 @@ def evaluate(
         table.add_row(name, f"{value:.3f}")
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
-    Console(markup=False).print(table)
+    SafeConsole().print(table)

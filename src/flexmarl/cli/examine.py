@@ -17,6 +17,7 @@ from flexmarl.config import RunSettings
 from flexmarl.credit.estimators.grouped import Grouped
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.observability.machine import this_machine
+from flexmarl.tasks.disjoint import MOST_COMPARED
 
 Look = Callable[[], Iterable[Finding]]
 
@@ -61,8 +62,10 @@ def _tasks(settings: RunSettings) -> Iterator[Finding]:
     wanted = settings.evaluate.tasks
     held_out = len(source.held_out(wanted))
     length = "endless" if source.num_train is None else str(source.num_train)
+    num_train = min(settings.batch.groups * settings.steps, source.num_train or settings.batch.groups * settings.steps)
+    among = "disjoint" if num_train <= MOST_COMPARED else f"disjoint among the first {MOST_COMPARED} to train on"
     todo = f"evaluate.tasks is {wanted}, and only {held_out} are held out: all of them are played"
-    yield Finding("tasks", f"to train on: {length}; held out: {held_out}; disjoint", todo if held_out < wanted else "")
+    yield Finding("tasks", f"to train on: {length}; held out: {held_out}; {among}", todo if held_out < wanted else "")
 
 
 def _workflow(settings: RunSettings) -> Iterator[Finding]:

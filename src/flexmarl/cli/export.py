@@ -7,6 +7,7 @@ import typer
 
 from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import load_run_folder
+from flexmarl.cli.terminal import say
 
 
 def export(
@@ -18,4 +19,4 @@ def export(
     """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
     settings, folder = load_run_folder(run)
     for path in assemble.export_policies(settings, folder.checkpoints, out):
-        typer.echo(str(path))
+        say(str(path))

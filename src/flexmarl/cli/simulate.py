@@ -8,6 +8,7 @@ from rich.console import Console
 
 from flexmarl.cli.lazy import plots, simulations
 from flexmarl.cli.options import load_run_folder
+from flexmarl.cli.terminal import SafeConsole, outlived
 from flexmarl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -52,17 +53,18 @@ def simulate(
         overrides.append(f"steps={steps}")
     if (compare, bool(sweep), fit is not None).count(True) > 1:
         raise ConfigError("--compare, --sweep and --fit exclude each other; give one of them")
-    console = Console(markup=False, highlight=False)
-    if fit is not None:
-        _fit(console, fit, configs, overrides)
-    elif compare:
-        _compare(console, configs, overrides)
-    elif len(configs) != 1:
-        raise ConfigError(f"simulate takes one CONFIG, a YAML file, got {len(configs)}; for several add --compare")
-    elif sweep:
-        _sweep(console, configs[0], overrides, sweep)
-    else:
-        _one(console, configs[0], overrides)
+    console = SafeConsole()
+    with outlived():
+        if fit is not None:
+            _fit(console, fit, configs, overrides)
+        elif compare:
+            _compare(console, configs, overrides)
+        elif len(configs) != 1:
+            raise ConfigError(f"simulate takes one CONFIG, a YAML file, got {len(configs)}; for several add --compare")
+        elif sweep:
+            _sweep(console, configs[0], overrides, sweep)
+        else:
+            _one(console, configs[0], overrides)
 
 
 def _one(console: Console, config: Path, overrides: list[str]) -> None:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table as Screen
 from rich.text import Text
 
+from flexmarl.cli.terminal import SafeConsole, printable, say
 from flexmarl.errors import ConfigError, StoreError
 from flexmarl.experience.backends.reader import StoreReader, read_store
 from flexmarl.experience.export import export_parquet
@@ -22,7 +22,7 @@ from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_t
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.strict_json import json_text
 
-CONSOLE = Console(markup=False, highlight=False)
+CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24
 """Most characters of a cell on the screen, and how many are never cut for others' sake; files have all."""
 MISTAKES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_AUTH)
@@ -50,7 +50,7 @@ def store(
     with read_store(_file(run)) as reader:
         if parquet:
             for path in export_parquet(reader, parquet):
-                typer.echo(str(path))
+                say(str(path))
         elif sql is None:
             _show_tables(run, reader)
         else:
@@ -91,13 +91,14 @@ def _select(reader: StoreReader, sql: str) -> Table:
 def _print_csv(found: Table) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(found.columns)
-    writer.writerows(found.rows)
+    shown = printable if sys.stdout.isatty() else str
+    writer.writerows([shown(cell) if isinstance(cell, str) else cell for cell in row] for row in found.rows)
 
 
 def _print_json(found: Table) -> None:
     if len(set(found.columns)) < len(found.columns):
         raise ConfigError(f"columns must differ to be keys of JSON, got {', '.join(found.columns)}; rename with AS")
-    print(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
+    say(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
 
 
 def _show(found: Table, limit: int) -> None:
@@ -120,7 +121,7 @@ def _shown(cell: Any) -> str:
     """One line, however long the payload is."""
     if cell is None:
         return ""
-    line = " ".join((f"{cell:.6g}" if isinstance(cell, float) else str(cell)[: 10 * CELL]).split())
+    line = printable(" ".join((f"{cell:.6g}" if isinstance(cell, float) else str(cell)[: 10 * CELL]).split()))
     return line if len(line) <= CELL else f"{line[: CELL - 1]}…"
 
 

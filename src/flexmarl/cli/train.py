@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Config, Overrides
+from flexmarl.cli.terminal import SafeConsole, outlived, say
 from flexmarl.config import load_run
 from flexmarl.observability.run_folder import RunFolder
 
@@ -24,17 +24,21 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train the team that CONFIG describes. The last line printed is the run folder."""
-    run = assemble.assemble_run(load_run(config, overrides or ()), going_on=resume)
-    try:
-        run.train(Console(markup=False))
-    except KeyboardInterrupt:
-        typer.echo(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
-        raise typer.Exit(130) from None
-    except Exception:
-        typer.echo(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
-        raise
-    typer.echo(str(run.folder))
+    """Train the team that CONFIG describes. The last line printed is the run folder.
+
+    A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
+    """
+    with outlived():
+        run = assemble.assemble_run(load_run(config, overrides or ()), going_on=resume)
+        try:
+            run.train(SafeConsole())
+        except KeyboardInterrupt:
+            say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
+            raise typer.Exit(130) from None
+        except Exception:
+            say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
+            raise
+        say(str(run.folder))
 
 
 def how_to_go_on(path: Path) -> str:

@@ -59,7 +59,7 @@ def _sentences(root: type[BaseModel], detail: ErrorDetails) -> Iterator[tuple[st
             tags = str(context["expected_tags"])
             near = difflib.get_close_matches(str(context["tag"]), re.findall(r"'([^']+)'", tags), n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            yield where, f"{where}.type must be one of {tags}, got {context['tag']!r}{hint}"
+            yield where, f"{where}.type must be one of {tags}, got {_shown(keys, context['tag'])}{hint}"
         case "union_tag_not_found":
             yield where, f"{where}.type must be one of {_kinds(nodes[-1])}, and is missing in {value}"
         case "value_error":

@@ -18,6 +18,8 @@ from flexmarl.errors import ConfigError
 
 MAX_FILES = 100
 """That one config may extend, each as often as it is named: two that extend two each, twenty times, are a million."""
+_SHOWN = 200
+"""Characters of an override that an error shows."""
 MAX_KEYS = 64
 """In one override."""
 
@@ -27,6 +29,12 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
 
     Raises ConfigError with one line per problem: the file, the key, the value, and what would work.
     """
+    for place in (Path.cwd(), path.absolute()):
+        if not is_utf8(place):
+            raise ConfigError(
+                f"the path {str(place)!r} is not UTF-8, which model files, stores and logs take for granted; work in a "
+                f"folder with another name"
+            )
     raw = read_extended(path)
     for override in overrides:
         keys, value = parse_override(override)
@@ -37,6 +45,11 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     except ValidationError as error:
         lines = explain(RunSettings, error.errors(include_url=False))
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a path is text: on Linux its names are bytes of any kind."""
+    return str(path) == str(path).encode(errors="replace").decode()
 
 
 def read_extended(path: Path) -> dict[str, Any]:
@@ -106,27 +119,33 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys) or len(keys) > MAX_KEYS:
-        raise ConfigError(f"override '{text}' must look like key.subkey=value, e.g. batch.groups=8")
+        raise ConfigError(f"override '{_short(text)}' must look like key.subkey=value, e.g. batch.groups=8")
     try:
         return keys, parse_yaml(value) if value else ""
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"override '{text}': the value '{value}' is not YAML: {problem_of(error)}; put a text into quotes"
+            f"override '{_short(text)}': the value '{_short(value)}' is not YAML: {problem_of(error)}; "
+            f"put a text into quotes"
         ) from None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     """Puts a value where the keys lead, making the sections on the way that are absent or null."""
     node: Any = raw
+    said = f"override '{_short(override)}'"
     for depth, key in enumerate(keys):
         where, last = ".".join(keys[:depth]), depth == len(keys) - 1
         place: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and len(key) < 10) or int(key) >= len(node):
-                raise ConfigError(f"override '{override}': '{where}' is a list of {len(node)}; it has no '{key}'")
+                raise ConfigError(f"{said}: '{where}' is a list of {len(node)}; it has no '{key}'")
             place = int(key)
         elif not isinstance(node, dict):
-            raise ConfigError(f"override '{override}': '{where}' is the value {node!r}, which has no keys")
+            raise ConfigError(f"{said}: '{where}' is the value {_short(repr(node))}, which has no keys")
         if last:
             node[place] = value
         elif isinstance(node, dict) and node.get(place) is None:

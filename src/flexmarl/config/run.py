@@ -37,7 +37,7 @@ class PolicySettings(Settings):
 
     model: str = Field(description="A Hugging Face folder (relative to the config) or the name of a model on the hub.")
     trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
-    instances: int = Field(default=1, ge=1, description="Inference replicas.")
+    instances: int = Field(default=1, ge=1, le=4096, description="Inference replicas.")
     engine: EngineSettings = EmbeddedSettings()
     training: TrainingSettings = TrainingSettings()
 

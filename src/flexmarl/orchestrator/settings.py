@@ -1,9 +1,9 @@
 """How big a step is, what may overlap in it, and when to evaluate and save."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flexmarl.settings import Settings
 
@@ -30,6 +30,10 @@ class Mode(StrEnum):
     def synchronous(self) -> bool:
         """Whether every token of a step is sampled at the step's version."""
         return self in (Mode.SYNC, Mode.MICROBATCH, Mode.COLOCATED)
+
+
+MOST = 1_000_000
+"""Tasks or episodes of one step or evaluation: all of them are in memory at once."""
 
 
 class PipelineSettings(Settings):
@@ -69,19 +73,30 @@ class PipelineSettings(Settings):
 class BatchSettings(Settings):
     """The global batch of a step."""
 
-    groups: int = Field(default=64, ge=1, description="Tasks per step.")
-    episodes: int = Field(default=8, ge=1, description="Episodes per group; group-relative credit needs at least 2.")
+    groups: int = Field(default=64, ge=1, le=MOST, description="Tasks per step.")
+    episodes: int = Field(
+        default=8, ge=1, le=MOST, description="Episodes per group; group-relative credit needs at least 2."
+    )
+
+    @model_validator(mode="after")
+    def _a_step_fits(self) -> Self:
+        if (plays := self.groups * self.episodes) > MOST:
+            raise ValueError(
+                f"groups is {self.groups} and episodes {self.episodes}: a step keeps the records of all its {plays} "
+                f"episodes in memory, and may have {MOST}; use fewer, and more steps"
+            )
+        return self
 
 
 class EvaluateSettings(Settings):
     """Evaluation on held-out tasks, against pinned versions."""
 
     tasks: int = Field(
-        default=256, ge=0, description="Held-out tasks before and after training; 0 turns evaluation off."
+        default=256, ge=0, le=MOST, description="Held-out tasks before and after training; 0 turns evaluation off."
     )
     every: int = Field(default=0, ge=0, description="Also every so many steps; 0 is never.")
-    every_tasks: int = Field(default=64, ge=1, description="Held-out tasks of these evaluations in between.")
-    episodes: int = Field(default=1, ge=1, description="Episodes per held-out task.")
+    every_tasks: int = Field(default=64, ge=1, le=MOST, description="Held-out tasks of these evaluations in between.")
+    episodes: int = Field(default=1, ge=1, le=MOST, description="Episodes per held-out task.")
     temperature: float = Field(
         default=1.0, ge=0, description="Replaces every agent's sampling temperature; 0 is greedy."
     )

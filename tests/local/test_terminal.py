@@ -1,0 +1,122 @@
+"""A run outlives its terminal; what models and tasks say does not steer one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexmarl.cli.terminal import READER_GONE
+from flexmarl.observability.journal import read_journal
+
+FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
+CHATTY = '''
+import sys
+from flexmarl.agents import workflow
+
+
+@workflow("chatty")
+async def chatty(task, team):
+    """Prints, as workflows of users do, and reports what would steer a terminal."""
+    for seat in team:
+        print("playing", task.prompt, flush=True)
+        print("playing", task.prompt, file=sys.stderr, flush=True)
+        (await seat.act(task.prompt)).reward(1.0)
+    team.report(**{"\\x1b[2J\\u202esuccess": 1.0})
+'''
+
+
+@pytest.fixture
+def chatty(small_run: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a run that says much."""
+    (tmp_path / "chatty.py").write_text(CHATTY, encoding="utf-8")
+    code = f"code=[{small_run.parent / 'tasks.py'}, {tmp_path / 'chatty.py'}]"
+    return [code, "team.workflow={type: custom, name: chatty}", "credit.filter=null"]
+
+
+def summary_of(folder: Path) -> dict[str, object]:
+    (written,) = folder.glob("runs/*/summary.json")
+    return json.loads(written.read_text())
+
+
+def test_a_run_whose_reader_has_gone_goes_on_to_its_end(small_run, chatty, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    words = [*FLEXMARL, "train", str(small_run), *chatty]
+    done = subprocess.run(words, cwd=tmp_path, stdout=write, stderr=write, check=False)
+    os.close(write)
+    assert done.returncode == 0
+    assert summary_of(tmp_path)["steps"] == 2
+
+
+def test_a_run_without_any_stdout_writes_into_no_file_of_its_own(small_run, chatty, tmp_path):
+    command = 'exec "$@" <&- >&- 2>&-'
+    words = ["sh", "-c", command, "sh", *FLEXMARL, "train", str(small_run), *chatty]
+    assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
+    (folder,) = tmp_path.glob("runs/*")
+    assert summary_of(tmp_path)["steps"] == 2
+    assert sum(1 for _ in read_journal(folder / "journal.jsonl")) > 0
+    assert not any(b"playing" in file.read_bytes() for file in folder.glob("*.jsonl"))
+
+
+def test_a_run_whose_terminal_is_closed_goes_on_and_can_still_be_stopped(small_run, tmp_path):
+    words = [*FLEXMARL, "train", str(small_run), "steps=100000", "evaluate.tasks=0"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step "))
+        process.send_signal(signal.SIGHUP)
+        for _ in range(2):
+            next(line for line in process.stdout if line.startswith("step "))
+        process.stdout.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 130
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_other_commands_end_when_their_reader_has_gone_with_a_code_of_its_own(small_run, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    for words in (["check", str(small_run)], ["clean", "--dry-run"]):
+        done = subprocess.run([*FLEXMARL, *words], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, check=False)
+        assert (done.returncode, done.stderr) == (READER_GONE, b""), words
+    wrong = [*FLEXMARL, "check", str(small_run), "steps=-1"]
+    assert subprocess.run(wrong, stdout=write, stderr=subprocess.PIPE, check=False).returncode == 2
+    os.close(write)
+
+
+def test_no_command_lets_a_text_steer_the_terminal_and_json_is_strict(small_run, chatty, tmp_path):
+    def said(*words: str, code: int = 0) -> bytes:
+        done = subprocess.run([*FLEXMARL, *words], cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert b"\x1b[2J" not in done.stdout + done.stderr
+        assert "\u202e".encode() not in done.stdout + done.stderr
+        return done.stdout
+
+    table = said("train", str(small_run), *chatty)
+    assert b"\\x1b[2J\\u202esuccess" in table
+    (folder,) = map(str, tmp_path.glob("runs/*"))
+    assert b"\\x1b[2J" in said("eval", folder)
+    assert said("eval", folder, "--json").isascii()
+    odd = "SELECT x'ff' AS a, 9e999 AS b, char(27) || '[2J' AS c, x'80' AS d"
+    assert b"\\x1b[2J" in said("store", folder, odd)
+    (row,) = json.loads(said("store", folder, odd, "--json"), parse_constant=pytest.fail)
+    assert row == {"a": "x'ff'", "b": "inf", "c": "\x1b[2J", "d": "x'80'"}
+    said("store", folder, "SELECT char(27) || '[2J", code=2)
+    said("train", str(small_run), "name=\x1b[2J", code=2)
+    said("check", str(small_run), 'tasks.name="\\e[2J"', code=2)
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_in_words(small_run, tmp_path):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    (odd / "run.yaml").write_text(small_run.read_text(encoding="utf-8"), encoding="utf-8")
+    for words in (["check", str(small_run)], ["train", str(small_run)], ["train", "run.yaml"]):
+        done = subprocess.run([*FLEXMARL, *words], cwd=odd, capture_output=True, text=True, check=False)
+        assert (done.returncode, "is not UTF-8" in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr
