@@ -26,7 +26,8 @@ Made from the settings classes by `python tests/docs/config_reference.py`; a tes
 
 A config is one YAML file. It may stand on top of others, `extends: [workload.yaml, system.yaml]`, relative to the file
 that says so: its own keys count, then those of later files. Any key can be overridden on the command line, by its
-dotted path:
+dotted path. A value must be what it looks like: a whole number where a number of things is wanted (`1e3` is one), no
+`true` for 1, no text in quotes for a number, and nothing infinite:
 
 ```bash
 flexmarl train examples/math_team/cpu.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
