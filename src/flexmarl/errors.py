@@ -16,8 +16,14 @@
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+MAX_TEXT = 10_000
+"""Characters of an error's text that are kept."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline."""
 
 
 class FlexmarlError(Exception):
@@ -74,10 +80,57 @@ def cause_of(error: BaseException) -> BaseException:
     >>> cause_of(ExceptionGroup("two tasks", [ValueError("torn"), EngineError("lost")]))
     EngineError('lost')
     """
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    causes = [cause_of(inner) for inner in error.exceptions]
-    return next((cause for cause in causes if isinstance(cause, FlexmarlError)), causes[0])
+    left, first = [error], None
+    while left:
+        one = left.pop()
+        if isinstance(one, BaseExceptionGroup):
+            left.extend(reversed(one.exceptions))
+        elif isinstance(one, FlexmarlError):
+            return one
+        elif first is None:
+            first = one
+    assert first is not None, "an exception group holds an exception"
+    return first
+
+
+def described(error: BaseException) -> str:
+    """Type and text of an error; of ours, which say enough, the text alone.
+
+    >>> described(KeyError("answer"))
+    "KeyError: 'answer'"
+    """
+    return text_of(error) if isinstance(error, FlexmarlError) else f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of any error, as `writable` makes it; never raises."""
+    try:
+        return writable(str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as broken:  # The text of somebody else's exception is code of theirs.
+        return f"(its __str__ raised {type(broken).__name__})"
+
+
+def writable(text: str) -> str:
+    """The text as any file, database or terminal takes it: surrogates and control characters escaped, and bounded.
+
+    >>> writable("half a pair: \\ud83d")
+    'half a pair: \\\\ud83d'
+    """
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+    encodable = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), encodable)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode the text: one that holds half a surrogate pair it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -100,4 +153,4 @@ def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
         cause = cause_of(error)
         if isinstance(cause, FlexmarlError):
             raise cause from error
-        raise kind(f"{doing}: {type(cause).__name__}: {cause}") from error
+        raise kind(f"{doing}: {described(cause)}") from error

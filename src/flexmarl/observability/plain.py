@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from flexmarl.errors import text_of
 from flexmarl.observability.secrets import MASK, is_secret_key, masked
 
 MAX_TEXT = 10_000
 """Characters of one string; the texts themselves are in the experience store."""
 MAX_ARRAY = 1024
 """Elements of one array; a larger one is named by its type and shape."""
+MAX_BITS = 1024
+"""Of one integer."""
 MAX_DEPTH = 24
 """Levels of nesting; whoever goes deeper most likely holds itself."""
 
@@ -25,8 +28,10 @@ def plain(value: Any, depth: int = 0) -> Any:
     kind = type(value)
     if kind is str:
         return _text(value)
-    if kind is int or kind is bool or value is None:
+    if kind is bool or value is None:
         return value
+    if kind is int:  # Python refuses to write thousands of digits.
+        return value if value.bit_length() <= MAX_BITS else f"integer of {value.bit_length()} bits"
     if kind is float:
         return value if math.isfinite(value) else repr(value)
     if depth > MAX_DEPTH:
@@ -50,7 +55,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Set):
         return [plain(item, depth + 1) for item in sorted(value, key=repr)]
     if isinstance(value, BaseException):
-        return _text(f"{kind.__name__}: {value}")
+        return _text(f"{kind.__name__}: {text_of(value)}")
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
     if isinstance(value, (int, float)):

@@ -18,6 +18,7 @@ from flexmarl.records import Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import Split
 from flexmarl.tasks.registry import Registry
+from flexmarl.tasks.sound import sound
 
 
 class TaskGenerator(Protocol):
@@ -67,8 +68,10 @@ class GeneratorSource:
         return tuple(self._make(index, "held_out") for index in range(n))
 
     def _make(self, index: int, split: Split) -> Task:
-        with boundary(ConfigError, f"tasks: generator '{self._settings.name}', {split} task {index}"):
-            return self._generate(self._seed, index, split, **self._settings.params)
+        where = f"tasks: generator '{self._settings.name}', {split} task {index}"
+        with boundary(ConfigError, where):
+            task = self._generate(self._seed, index, split, **self._settings.params)
+        return sound(task, where)
 
 
 def _check_params(settings: GeneratorTasks, function: TaskGenerator) -> None:

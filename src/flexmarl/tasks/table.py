@@ -12,6 +12,7 @@ from flexmarl.records import Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted
 from flexmarl.tasks.scorers import SCORERS
+from flexmarl.tasks.sound import sound
 
 
 class Table(Settings):
@@ -100,6 +101,7 @@ def _tasks(settings: Table, name: str, rows: Sequence[Row]) -> list[Task]:
             scorer=score,
             data={field: value for field, value in row.items() if field not in named},
         )
+        sound(task, where)
         if task.input_id in tasks:
             raise ConfigError(
                 f"{where}: a second task has the {own_id} '{task.input_id}'; tasks.input_id must be unique"

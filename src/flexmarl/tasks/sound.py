@@ -1,0 +1,38 @@
+"""Decides whether what a source gives as a task can be played, recorded and told of."""
+
+import re
+from typing import Any
+
+from flexmarl.errors import ConfigError, is_unicode, writable
+from flexmarl.records import Task
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters and ends of lines."""
+
+
+def sound(task: Any, where: str) -> Task:
+    """The task itself. Raises ConfigError saying where it is, and what is wrong with it.
+
+    An id names rows, calls and lines of the journal: it is a line of text. All texts are ones that UTF-8 can encode; a
+    lone surrogate, half of a character, is what JSON and broken tools put in the place of one.
+    """
+    if not isinstance(task, Task):
+        raise ConfigError(f"{where}: a task must be a flexmarl.records.Task, got {type(task).__name__}")
+    for name in ("input_id", "prompt", "reference"):
+        text = getattr(task, name)
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: the {name} must be a text, got {writable(repr(text))[:80]}")
+        if not is_unicode(text):
+            at = next(place for place, letter in enumerate(text) if not is_unicode(letter))
+            raise ConfigError(
+                f"{where}: the {name} holds half a surrogate pair, {text[at]!r}, at character {at}, which UTF-8 cannot "
+                f"encode; remove it, or write the whole character"
+            )
+    if not task.input_id.strip():
+        raise ConfigError(f"{where}: the input_id {task.input_id!r} is blank; give the task a name of its own")
+    if found := _CONTROL.search(task.input_id):
+        raise ConfigError(
+            f"{where}: the input_id {task.input_id[:80]!r} holds {found[0]!r}; it must be one line without control "
+            f"characters"
+        )
+    return task

@@ -1,0 +1,52 @@
+"""Any exception of anybody's has a text that can be written anywhere."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.errors import MAX_TEXT, EngineError, EpisodeError, boundary, cause_of, described, writable
+from flexmarl.observability.plain import plain
+
+
+def repr_of_kind(value):
+    return type(value).__name__
+
+
+@given(text=st.text(st.characters(), max_size=200))
+def test_a_text_that_was_made_writable_can_be_written_and_is_otherwise_the_same(text):
+    made = writable(text)
+    made.encode()
+    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in made)
+    if text.isprintable():
+        assert made == text
+
+
+def test_a_long_text_is_cut_and_says_how_long_it_was():
+    assert writable("x" * 10**6) == f"{'x' * MAX_TEXT}... (1000000 characters)"
+
+
+@pytest.mark.parametrize("broken", [ValueError, SystemExit, GeneratorExit])
+def test_an_error_whose_text_raises_is_described_by_its_type(broken):
+    class Wordless(Exception):
+        def __str__(self):
+            raise broken
+
+    said = f"Wordless: (its __str__ raised {broken.__name__})"
+    assert described(Wordless()) == plain(Wordless()) == said
+    with pytest.raises(EpisodeError) as raised, boundary(EpisodeError, "playing"):
+        raise Wordless
+    assert str(raised.value) == f"playing: {said}"
+
+
+def test_the_cause_of_groups_in_groups_is_found_however_deep():
+    error = ExceptionGroup("", [ValueError("torn"), EngineError("lost")])
+    for _ in range(5000):
+        error = ExceptionGroup("", [error])
+    assert str(cause_of(error)) == "lost"
+
+
+@pytest.mark.parametrize("value", [10**5000, "\ud83d", "\0", float("nan"), {"\ud83d": 1}], ids=repr_of_kind)
+def test_any_value_goes_into_a_line_of_the_journal(value):
+    json.dumps(plain({"value": value}), allow_nan=False).encode()
