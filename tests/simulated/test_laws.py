@@ -337,6 +337,29 @@ def test_law_12_a_slow_collector_slows_the_feed_and_loses_nothing() -> None:
     assert most[1] == 2, "the bound was not reached, so it was not tested"
 
 
+def test_law_13_every_token_that_an_engine_sampled_is_trained_filtered_or_failed_with_the_reason() -> None:
+    """Of a call that was aborted, failed, or left by its workflow, too; but for what a lost engine takes with it."""
+
+    def check(run: ScriptedRun, schedule: Schedule) -> None:
+        rows = {row.sample_id: row for row in run.rows()}
+        if whole_steps(run) < 2:
+            return
+        for engine in (engine for engines in run.engines.values() for engine in engines):
+            for answer in engine.generations:
+                if len(answer.response_ids):
+                    row = rows[answer.request_id]
+                    assert row.state in (RowState.TRAINED, RowState.FILTERED, RowState.FAILED)
+                    assert row.state is not RowState.FAILED or row.reason
+                    assert same(row.values["response_ids"], answer.response_ids)
+                    assert same(row.values["logprobs"], answer.logprobs)
+                    seen[answer.finish] += 1
+
+    seen: Counter[str] = Counter()
+    law(check, *FAULTS)
+    assert seen["abort"], "no example had an aborted call with tokens"
+    assert seen["error"], "no example had a failed call with tokens"
+
+
 def test_in_deterministic_mode_the_same_micro_batches_are_trained_at_any_speed() -> None:
     @settings(many, max_examples=10)
     @given(schedule=schedules)

@@ -3,9 +3,10 @@
 conversation ──► hop, tags, seed ──► recorder (prompt) ──► engine ──► Call ──► recorder (turn), ledger
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext
@@ -14,7 +15,8 @@ from flexmarl.agents.ledger import Ledger
 from flexmarl.agents.memory import Memory
 from flexmarl.agents.parsers import Parser
 from flexmarl.agents.seeds import call_seed, context_hash
-from flexmarl.errors import EngineError, EpisodeError
+from flexmarl.agents.workflow_tasks import outside
+from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (
     AgentName,
     FinishReason,
@@ -91,7 +93,10 @@ class Caller:
         return self._agent.full_sampling(self._context.sampling)
 
     async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> Call:
-        """One call, from the conversation's prompt to the engine's answer."""
+        """One call, from the conversation's prompt to the engine's answer.
+
+        Raises EngineError or EpisodeError if it ended in an error or an abort; what was sampled of it is recorded.
+        """
         agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
         hashed = context_hash(agent.policy, prompt_ids)
         # Numbered before anything is awaited: in the order in which the workflow sends.
@@ -121,41 +126,66 @@ class Caller:
             seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
-        await context.recorder.prompt(
-            sample_id=sample_id,
-            agent=agent.name,
-            policy=agent.policy,
-            prompt_ids=prompt_ids,
-            parent=conversation.parent,
-            tags=tags,
-        )
-        generation = await context.generate(request)
-        if generation.finish in (FinishReason.ERROR, FinishReason.ABORT):
+        turn_of = partial(self._turn, request, tags, conversation.parent)
+        with outside():
+            await context.recorder.prompt(
+                sample_id=sample_id,
+                agent=agent.name,
+                policy=agent.policy,
+                prompt_ids=prompt_ids,
+                parent=conversation.parent,
+                tags=tags,
+            )
+            generation = await context.generate(
+                request, interrupted=partial(context.recorder.interrupted, sample_id, turn_of=turn_of)
+            )
+        if generation.finish in _FAILURES:
             kind, ended = _FAILURES[generation.finish]
-            raise kind(f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}")
+            because = f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}"
+            with outside():
+                await context.recorder.failed(turn_of(generation), because)
+            raise kind(because)
         return Call(request, tags, generation, agent.renderer.decode(generation.response_ids))
 
     async def record(self, call: Call, conversation: Conversation, valid: bool) -> Turn:
         """Puts what was answered where all that is known of the episode is."""
-        generation = call.generation
-        turn = Turn(
-            sample_id=SampleId(call.request.request_id),
+        turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text, valid=valid)
+        self._ledger.add(int(call.tags["hop"]), turn)
+        with outside():
+            await self._context.recorder.turn(turn)
+        return turn
+
+    async def record_failure(self, call: Call, conversation: Conversation, error: Exception) -> None:
+        """Nothing could be made of what was answered: its tokens are kept, and are no turn of the episode."""
+        turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text)
+        with outside():
+            await self._context.recorder.failed(turn, described(error))
+
+    def _turn(
+        self,
+        request: GenerationRequest,
+        tags: Mapping[str, Scalar],
+        parent: SampleId | None,
+        generation: Generation,
+        *,
+        text: str | None = None,
+        valid: bool = False,
+    ) -> Turn:
+        return Turn(
+            sample_id=SampleId(request.request_id),
             episode=self._context.episode,
             agent=self._agent.name,
             policy=self._agent.policy,
-            prompt_ids=call.request.prompt_ids,
+            prompt_ids=request.prompt_ids,
             response_ids=generation.response_ids,
             logprobs=generation.logprobs,
             raw_logprobs=generation.raw_logprobs,
             versions=generation.versions,
             finish=generation.finish,
-            text=call.text,
-            parent=conversation.parent,
-            tags={**call.tags, "valid": valid},
+            text=self._agent.renderer.decode(generation.response_ids) if text is None else text,
+            parent=parent,
+            tags={**tags, "valid": valid},
         )
-        self._ledger.add(int(call.tags["hop"]), turn)
-        await self._context.recorder.turn(turn)
-        return turn
 
 
 def check_tags(tags: Mapping[str, Scalar]) -> None:
@@ -164,7 +194,13 @@ def check_tags(tags: Mapping[str, Scalar]) -> None:
         if name in OURS:
             raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
         if not isinstance(value, str | int | float | bool):
-            raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {value!r}")
+            raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise EpisodeError(f"the tag {name!r} must be a finite number, got {float(value)!r}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise EpisodeError(f"the tag {name!r} must be a number of at most 64 bits; give it as a string")
+        if not (is_unicode(name) and (not isinstance(value, str) or is_unicode(value))):
+            raise EpisodeError(f"the tag {writable(name)!r} holds half a surrogate pair, which UTF-8 cannot encode")
 
 
 def _hop_of(call: SampleId | None) -> int | None:

@@ -1,14 +1,29 @@
 """What one episode is played with."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flexmarl.agents.recorder import NoRecorder, Recorder
 from flexmarl.records import EpisodeId, Generation, GenerationRequest, GroupId, Scalar, Task
 from flexmarl.tasks import Environment
 
-Generate = Callable[[GenerationRequest], Awaitable[Generation]]
+Interrupted = Callable[["asyncio.Future[Generation]"], None]
+"""Called when a call is cancelled that an engine works on, with the future of what there is of its answer. That is
+aborted, and soon there."""
+
+
+def forget(answer: "asyncio.Future[Generation]") -> None:
+    """Nobody wants to know what there is of the answer."""
+
+
+class Generate(Protocol):
+    """Serves calls, any number at once. A call that cannot be served comes back with finish `error`."""
+
+    def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Awaitable[Generation]:
+        """Answers one call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,6 @@ class EpisodeContext:
     """From `make_trajectory_id`; group, episode and attempt are in it, so seeds need no more."""
     run_seed: int
     generate: Generate
-    """Serves one call, any number at once. A call that cannot be served comes back with finish `error`."""
     recorder: Recorder = field(default_factory=NoRecorder)
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""

@@ -165,15 +165,11 @@ class Seat:
         while True:
             call = await self._caller.call(conversation, tags if turns else {**tags, **first_tags}, left)
             left -= len(call.generation.response_ids)
-            text = self._joined(turns, call)
-            use = self._agent.syntax.parse(text) if self._agent.syntax else None
-            follows = next_move(use, self._ending(call, left), may_call=may_call)
-            parsed = self._agent.parser(text) if follows is Next.STAND else None
-            valid = {
-                Next.GO_ON: True,
-                Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
-                Next.STAND: use is None and parsed is not None,
-            }[follows]
+            try:
+                text, use, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)
+            except Exception as error:  # Of the parser, which may be the user's own.
+                await self._caller.record_failure(call, conversation, error)
+                raise
             turn = await self._caller.record(call, conversation, valid)
             mix = language_mix(turn.text, self._context.task.prompt)
             self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
@@ -182,6 +178,21 @@ class Seat:
             if follows is not Next.GO_ON:
                 conversation.end_message(text)
                 return _Message(tuple(turns), text, use, follows, parsed)
+
+    def _understood(
+        self, turns: list[Turn], call: Call, left: int, *, may_call: bool
+    ) -> tuple[str, Parsed, Next, Any, bool]:
+        """The message so far, the tool call in it, what follows it, what was parsed, and whether it has a form."""
+        text = self._joined(turns, call)
+        use = self._agent.syntax.parse(text) if self._agent.syntax else None
+        follows = next_move(use, self._ending(call, left), may_call=may_call)
+        parsed = self._agent.parser(text) if follows is Next.STAND else None
+        valid = {
+            Next.GO_ON: True,
+            Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
+            Next.STAND: use is None and parsed is not None,
+        }[follows]
+        return text, use, follows, parsed, valid
 
     def _joined(self, turns: list[Turn], call: Call) -> str:
         if not turns:

@@ -12,7 +12,7 @@ from flexmarl.agents.context import EpisodeContext, Node
 from flexmarl.agents.ledger import Ledger
 from flexmarl.agents.seat import Seat
 from flexmarl.agents.seeds import episode_seed
-from flexmarl.errors import EpisodeError
+from flexmarl.errors import EpisodeError, is_unicode, writable
 from flexmarl.records import AgentName, SampleId, Turn
 from flexmarl.tasks import Environment
 
@@ -77,6 +77,8 @@ class Team:
     def report(self, **metrics: float) -> None:
         """Figures of this episode; `success` is the team's score. A name reported again replaces its value."""
         for name, value in metrics.items():
+            if not is_unicode(name):
+                raise EpisodeError(f"the metric {writable(name)!r} has no name that UTF-8 can encode")
             if not math.isfinite(value):
                 raise EpisodeError(f"the metric {name!r} must be a finite number, got {value!r}")
             self._ledger.metrics[name] = float(value)

@@ -148,6 +148,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
         generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
         run_seed=settings.seed,
         timeout_s=settings.rollout.episode_timeout_s,
+        grace_s=settings.rollout.cancel_grace_s,
     )
 
 

@@ -8,18 +8,21 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.parts import initial_versions, make_evaluator
 from flexmarl.assemble.wiring import journal_start, watch_workers, wire
 from flexmarl.assemble.world import World, open_world, settle_memory
+from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
+from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
 from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore
@@ -37,6 +40,7 @@ from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.resume import resume
+from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.versions import Versions
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})
@@ -68,7 +72,8 @@ class Run:
             return done
         started = datetime.now()
         try:
-            asyncio.run(self._train(console))
+            with HardStop() as stop:
+                run_and_leave_threads(self._train(console, stop))
         except BaseException:
             with suppress(OSError, FlexmarlError):  # What ended the run is what to tell of.
                 render_pictures(self.folder)
@@ -77,7 +82,7 @@ class Run:
         console.print(summary_table(summary))
         return summary
 
-    async def _train(self, console: Console) -> None:
+    async def _train(self, console: Console, stop: HardStop) -> None:
         settings, folder = self._settings, self._folder
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
@@ -86,12 +91,13 @@ class Run:
             clock = run_clock()
             journal = Journal(folder.journal, clock)
             stack.callback(journal.close)
+            stop.note = lambda because: journal.event("run_failed", because=because)
             stack.enter_context(failure_told(journal))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path))
-            stack.enter_context(ended_like_ctrl_c())
+            stack.enter_context(ended_like_ctrl_c(stop))
             journal_start(self._blueprint, world, journal)
             lost = watch_workers(world, journal)
             checkpoints = Checkpoints(
@@ -114,12 +120,22 @@ class Run:
 
 
 @contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM, of a batch system say, does what Ctrl-C does; Ray's own handler would end us at once."""
+def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
+    """In the block SIGTERM, of a batch system say, does what Ctrl-C does; Ray's own handler would end us at once.
+
+    It also tells `stop`, which sees to it that the run ends.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    like_ctrl_c = signal.getsignal(signal.SIGINT)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.told()
+        if callable(like_ctrl_c):
+            like_ctrl_c(number, frame)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
@@ -133,7 +149,7 @@ def failure_told(journal: Journal) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(OSError):  # On a full disk, say, which then is what ended the run.
-            journal.event("run_failed", because=f"{type(error).__name__}: {error}")
+            journal.event("run_failed", because=f"{type(error).__name__}: {text_of(error)}")
         raise
 
 
@@ -247,7 +263,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
 
 def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
     """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are."""
-    return asyncio.run(_evaluate_once(draw_up(settings), checkpoints))
+    return run_and_leave_threads(_evaluate_once(draw_up(settings), checkpoints))
 
 
 async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluation:
@@ -261,7 +277,10 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
         )
         for policy in world.trainers:
             await publisher.publish(policy, versions.served[policy])
-        return await make_evaluator(blueprint, world, versions).run()
+        try:
+            return await make_evaluator(blueprint, world, versions).run()
+        finally:
+            await end_left_behind(LEFT_BEHIND_S)
 
 
 def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:

@@ -5,6 +5,7 @@ the output has gone (`| head`), but for `train` and `simulate`, which go on.
 """
 
 import sys
+import threading
 
 import typer
 
@@ -16,6 +17,7 @@ from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
 from flexmarl.cli.terminal import outlets, say
 from flexmarl.cli.train import train
+from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
 
 app = typer.Typer(
@@ -37,18 +39,30 @@ app.command()(clean)
 
 def main() -> None:
     """Runs a command; our own errors become lines on stderr and an exit code, others are bugs with a traceback."""
-    with outlets():
-        try:
-            app()
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except Exception as error:
-            ours = own_errors(error)
-            if not ours:
-                raise
-            for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
-                say(f"flexmarl: {line}", err=True)
-            sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
+    threads = frozenset(threading.enumerate())
+    try:
+        with outlets():
+            _run_command()
+    except SystemExit as end:
+        leave_stuck_threads(threads, end.code if isinstance(end.code, int) else int(bool(end.code)))
+        raise
+    except BaseException:
+        leave_stuck_threads(threads, 1)
+        raise
+
+
+def _run_command() -> None:
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        ours = own_errors(error)
+        if not ours:
+            raise
+        for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
+            say(f"flexmarl: {line}", err=True)
+        sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
 
 
 def own_errors(error: Exception) -> list[FlexmarlError]:

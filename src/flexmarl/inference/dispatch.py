@@ -105,8 +105,13 @@ class Dispatch:
         nobody = f"no instance of '{self._instances.policy}' is left: {self._instances.reasons}"
         while len(self.line):
             call = self.line.take()
-            if not call.answer.done():
-                call.answer.set_exception(EngineError(NOT_OPEN if self._closed else nobody))
+            because = NOT_OPEN if self._closed else nobody
+            if call.over:
+                call.end(self.unserved(call))
+            elif call.part is not None:  # Its tokens are not lost with the instance: the caller accounts for them.
+                call.end(unserved(call.request, FIRST_VERSION, FinishReason.ERROR, because))
+            elif not call.answer.done():
+                call.answer.set_exception(EngineError(because))
 
     async def _read(self, instance: Instance, undone: dict[str, Call]) -> None:
         """Runs one batch of an instance to its end; what remains in `undone` the instance has not answered."""

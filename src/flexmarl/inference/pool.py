@@ -105,11 +105,19 @@ class InferencePool(PoolObservers):
         self._close()
         await self._group.__aexit__(None, None, None)
 
-    async def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
+    async def generate(
+        self,
+        request: GenerationRequest,
+        /,
+        *,
+        timeout_s: float | None = None,
+        interrupted: Callable[[asyncio.Future[Generation]], None] | None = None,
+    ) -> Generation:
         """The answer to one request; after `timeout_s` it is aborted and comes back as it is, with finish `abort`.
 
         While no instance has a place, or none is live but one is on its way, waits for it. Cancelling the caller
-        aborts the request. Raises EngineError when no instance of the policy is left.
+        aborts the request; `interrupted` is given the future of what there is of it then, which is done within the
+        grace period. Raises EngineError when no instance of the policy is left and nothing was sampled.
         """
         self._instances_of(request.policy)
         loop = asyncio.get_running_loop()
@@ -131,11 +139,15 @@ class InferencePool(PoolObservers):
             nothing = call.whole(dispatch.unserved(call))
             self._lose_if_silent(call)
             return nothing
-        except asyncio.CancelledError:
-            call.answer.cancel()
+        except (asyncio.CancelledError, GeneratorExit):
+            call.over = True
             if self._open:
                 self._start(dispatch.abort(call), f"abort-{request.request_id}")
-                loop.call_later(self._settings.abort_grace_s, self._lose_if_silent, call)
+                loop.call_later(self._settings.abort_grace_s, self._give_up, dispatch, call)
+            if self._open and interrupted is not None:
+                interrupted(call.answer)
+            else:
+                call.answer.cancel()
             raise
         finally:
             self._under_way -= 1
@@ -230,6 +242,11 @@ class InferencePool(PoolObservers):
         if not target.published:
             return "that policy has published no weights that it could load"
         return "the pool is asleep"
+
+    def _give_up(self, dispatch: Dispatch, call: Call) -> None:
+        """The grace of a call that nobody waits for is over: what there is of it is all that there will be."""
+        self._lose_if_silent(call)
+        call.end(dispatch.unserved(call))
 
     def _lose_if_silent(self, call: Call) -> None:
         """Gives up the instance of a call that was aborted a grace period ago, if it still keeps it.

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.errors import cause_of
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.evaluate import Evaluation
@@ -22,6 +23,9 @@ from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.save import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
 from flexmarl.records import GroupId
+
+LEFT_BEHIND_S = 1.0
+"""Grace of tasks that workflows have left behind, at the end of a run."""
 
 
 class Pipeline(Protocol):
@@ -89,6 +93,8 @@ class Orchestrator:
             return await self._run()
         except ExceptionGroup as group:
             raise cause_of(group) from group
+        finally:
+            await end_left_behind(LEFT_BEHIND_S)
 
     async def _run(self) -> RunOutcome:
         parts = self._parts

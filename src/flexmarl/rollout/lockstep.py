@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flexmarl.agents import Generate
+from flexmarl.agents.context import Interrupted, forget
 from flexmarl.records import Generation, GenerationRequest, PolicyName
 
 
@@ -57,13 +58,21 @@ class Lockstep:
             self._live.remove(episode)
             self._advance()
 
-    async def _call(self, episode: object, generate: Generate, request: GenerationRequest) -> Generation:
+    async def _call(
+        self,
+        episode: object,
+        generate: Generate,
+        request: GenerationRequest,
+        /,
+        *,
+        interrupted: Interrupted = forget,
+    ) -> Generation:
         call = _Call(episode, request.policy)
         self._waiting.append(call)
         self._advance()
         try:
             await call.turn
-            return await generate(request)
+            return await generate(request, interrupted=interrupted)
         finally:
             self._end(call)
 

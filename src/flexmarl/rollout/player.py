@@ -1,34 +1,37 @@
 """Runs one episode: the workflow on one task, with a time limit, into a record that never raises.
 
 consumes    a group and the index of the episode in it
-waits for   the workflow, and through it for engines and tools
+waits for   the workflow, and through it for engines and tools; a cancelled one, for a grace period
 produces    an Episode: finished, failed or timed out, failed ones with a reason
 unblocked by the end of the workflow, the time limit, or a stop of its group
+
+The workflow is a task of its own. Whatever leaves it, and whatever its tasks do, is this episode's affair alone: only
+the loss of the store, Ctrl-C, and the cancellation of the player itself get out.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
-from flexmarl.agents.causality import traced
-from flexmarl.errors import EpisodeError, FlexmarlError, StoreError, boundary
+from flexmarl.agents.workflow_tasks import WorkflowTasks
+from flexmarl.errors import FlexmarlError, cause_of, described
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.records import (
     Episode,
     EpisodeStatus,
-    Generation,
-    GenerationRequest,
     GroupRecord,
-    PolicyName,
     RowState,
     make_trajectory_id,
 )
+from flexmarl.rollout.calls import EpisodeCalls, Holds
 from flexmarl.rollout.recorder import StoreRecorder
 from flexmarl.rollout.time_limit import TimeLimit
 
-Holds = Callable[[PolicyName], Awaitable[object] | None]
-"""What a call of a policy has to wait for before it is sent; None: nothing."""
+AT_THE_END_S = 2.0
+"""Grace of a workflow whose run ends, if `rollout.cancel_grace_s` is not less: such a run has only seconds."""
 
 
 class Stop:
@@ -72,11 +75,13 @@ class Player:
         generate: Generate,
         run_seed: int,
         timeout_s: float,
+        grace_s: float = 3.0,
         store: ExperienceStore | None = None,
         temperature: float | None = None,
         holds: Holds = lambda _: None,
     ) -> None:
-        """`store` None records nowhere; `temperature` replaces the agents' own. Evaluation uses both.
+        """`grace_s` is how long a workflow may take to end once it is cancelled. `store` None records nowhere;
+        `temperature` replaces the agents' own. Evaluation uses both.
 
         An episode's time limit stands still while a call of it is held.
         """
@@ -84,6 +89,7 @@ class Player:
         self._generate = generate
         self._run_seed = run_seed
         self._timeout_s = timeout_s
+        self._grace_s = grace_s
         self._store = store
         self._holds = holds
         self._sampling = {} if temperature is None else {"temperature": temperature}
@@ -105,12 +111,13 @@ class Player:
         stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
         limit = TimeLimit(self._timeout_s)
+        calls = EpisodeCalls(generate or self._generate, self._holds, limit)
         context = EpisodeContext(
             task=group.task,
             group=group.group,
             trajectory_id=make_trajectory_id(group.group, index, group.attempt),
             run_seed=self._run_seed,
-            generate=self._held(generate or self._generate, limit),
+            generate=calls.send,
             recorder=recorder or NoRecorder(),
             sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
             tags={"greedy": True} if greedy else {},
@@ -120,21 +127,10 @@ class Player:
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
         started = clock()
-        status, reason = await self._run(team, context, stop, limit)
-        episode = Episode(
-            episode=context.episode,
-            group=group.group,
-            task=group.task.input_id,
-            status=status,
-            reason=reason,
-            turns=team.turns,
-            rewards=team.rewards(),
-            call_rewards=team.call_rewards(),
-            parts=team.parts(),
-            signals=team.signals(),
-            metrics=team.metrics,
-            duration_s=clock() - started,
-        )
+        status, reason = await self._run(team, context, stop, limit, calls)
+        if recorder is not None and recorder.lost is not None:
+            raise recorder.lost
+        episode = replace(self._record(team, context, status, reason), duration_s=clock() - started)
         if recorder is not None:
             await recorder.finish(
                 episode,
@@ -148,42 +144,78 @@ class Player:
         """What the calls of its episodes go through."""
         return self._generate
 
-    def _held(self, generate: Generate, limit: TimeLimit) -> Generate:
-        async def send(request: GenerationRequest) -> Generation:
-            held = self._holds(request.policy)
-            if held is not None:
-                with limit.stands_still():
-                    await held
-            return await generate(request)
-
-        return send
-
     async def _run(
-        self, team: Team, context: EpisodeContext, stop: Stop, limit: TimeLimit
+        self, team: Team, context: EpisodeContext, stop: Stop, limit: TimeLimit, calls: EpisodeCalls
     ) -> tuple[EpisodeStatus, str]:
+        """Plays the workflow to its end, or the end of its time. After that, no call of the episode is under way."""
+        tasks, late = WorkflowTasks(), ""
+        workflow = tasks.start(self._team.run, context.task, team, name=f"workflow/{context.trajectory_id}")
         try:
-            async with limit.timeout:
-                doing = f"workflow on task {context.task.input_id}"
-                with stop.ends(limit.timeout), boundary(EpisodeError, doing), traced():
-                    await self._team.run(context.task, team)
+            async with limit:
+                with stop.ends(limit.timeout):
+                    await asyncio.wait([workflow])
         except TimeoutError:
-            return (
-                EpisodeStatus.TIMED_OUT,
-                stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}",
-            )
-        except StoreError:
+            late = stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
+            calls.close()
+            if not await tasks.end(workflow, self._grace_s):
+                late += f"; given up: it went on for rollout.cancel_grace_s={self._grace_s:g} after it was cancelled"
+        except asyncio.CancelledError:
+            calls.close()
+            await tasks.end(workflow, min(self._grace_s, AT_THE_END_S))
             raise
-        except FlexmarlError as error:
-            return EpisodeStatus.FAILED, str(error)
-        return self._judge(team)
+        await calls.end()
+        if late:
+            return EpisodeStatus.TIMED_OUT, late
+        reason = what_left(workflow, f"workflow on task {context.task.input_id}")
+        return (EpisodeStatus.FAILED, reason) if reason else (EpisodeStatus.FINISHED, "")
 
-    def _judge(self, team: Team) -> tuple[EpisodeStatus, str]:
-        """A turn of a trained policy without a reward cannot be trained on, and 0.0 would be a lie."""
-        rewards = team.rewards()
+    def _record(self, team: Team, context: EpisodeContext, status: EpisodeStatus, reason: str) -> Episode:
+        """The episode, FAILED if its rewards are no good; without turns if the workflow has broken its team."""
+        episode = Episode(
+            episode=context.episode, group=context.group, task=context.task.input_id, status=status, reason=reason
+        )
+        try:
+            if episode.finished and (reason := self._misrewarded(team)):
+                episode = replace(episode, status=EpisodeStatus.FAILED, reason=reason)
+            return replace(
+                episode,
+                turns=team.turns,
+                rewards=team.rewards(),
+                call_rewards=team.call_rewards(),
+                parts=team.parts(),
+                signals=team.signals(),
+                metrics=team.metrics,
+            )
+        except Exception as error:  # Whatever a workflow has put in the place of what is ours.
+            broken = f"the workflow broke its team: {described(error)}"
+            return replace(episode, status=EpisodeStatus.FAILED, reason=episode.reason or broken)
+
+    def _misrewarded(self, team: Team) -> str:
+        """Why turns cannot be trained on by what they were given: nothing, where 0.0 would be a lie, or no number."""
+        rewards, parts = team.rewards(), team.parts()
         for turn in team.turns:
-            if turn.policy in self._team.trained and rewards[turn.sample_id] is None:
-                return EpisodeStatus.FAILED, (
-                    f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
-                    f"`team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
+            reward, call = rewards[turn.sample_id], f"agent '{turn.agent}' got {{}} for call {turn.sample_id}"
+            if reward is None and turn.policy in self._team.trained:
+                return call.format("no reward") + (
+                    f"; the workflow must call `team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
                 )
-        return EpisodeStatus.FINISHED, ""
+            if reward is not None and not math.isfinite(reward):
+                added = ", ".join(f"{part} {value:g}" for part, value in parts[turn.sample_id].items())
+                return call.format("rewards that add up to no finite number") + f": {added}"
+        return ""
+
+
+def what_left(workflow: "asyncio.Task[None]", doing: str) -> str:
+    """Why a workflow that nobody stopped has failed; "" if it came to its end. Ctrl-C is nobody's failure."""
+    if workflow.cancelled():
+        return (
+            f"{doing}: a CancelledError left it, though nobody had stopped the episode; catch it where a task is "
+            "awaited that may have been cancelled"
+        )
+    error = workflow.exception()
+    if error is None:
+        return ""
+    cause = cause_of(error)
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause
+    return described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}"

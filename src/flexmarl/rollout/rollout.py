@@ -107,13 +107,18 @@ class Rollout:
                     if in_turn:
                         await asyncio.sleep(0)  # Until all are here: the first must not take its turn alone.
                     episode = await self._player.play(group, index, stop=stop, generate=generate)
+                self._note_failure(episode, stop)
                 if episode.finished:
                     await emit_episode(group, episode)
                 return episode
 
         async def play_greedily() -> Episode | None:
             async with trajectories:
-                return None if stop.because else await self._player.play(group, self._episodes, stop=stop, greedy=True)
+                if stop.because:
+                    return None
+                episode = await self._player.play(group, self._episodes, stop=stop, greedy=True)
+                self._note_failure(episode, stop)
+                return episode
 
         async with asyncio.TaskGroup() as tasks:
             playing = [
@@ -128,3 +133,14 @@ class Rollout:
             episodes=tuple(episode for task in playing if (episode := task.result())),
             greedy=baseline.result() if baseline else None,
         )
+
+    def _note_failure(self, episode: Episode, stop: Stop) -> None:
+        """Names an episode that ended by itself without being finished."""
+        if not episode.finished and not stop.because:
+            self._journal.event(
+                "episode_failed",
+                group=episode.group,
+                episode=episode.episode,
+                status=episode.status,
+                because=episode.reason,
+            )

@@ -18,6 +18,12 @@ class RolloutSettings(Settings):
         "turns together, one agent after another, as frameworks without asynchronous rollout do (a baseline).",
     )
     episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
+    cancel_grace_s: float = Field(
+        default=3.0,
+        gt=0,
+        description="How long a workflow may take to end after its episode's time is over; one that goes on is given "
+        "up: nothing of it runs any more.",
+    )
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
     group_retries: int = Field(
         default=1,

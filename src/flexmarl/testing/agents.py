@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from flexmarl.agents.context import Interrupted, forget
 from flexmarl.agents.seeds import context_hash
 from flexmarl.records import FinishReason, Generation, GenerationRequest, SampleId, Turn, Version, VersionRun
 
@@ -28,8 +29,8 @@ class ScriptedModel:
         self._script = script
         self._delay_s = delay_s
 
-    async def __call__(self, request: GenerationRequest) -> Generation:
-        """Answers one call."""
+    async def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
+        """Answers one call; of one that is cancelled, nothing is sampled."""
         self.requests.append(request)
         await asyncio.sleep(self._delay_s(request))
         said = self._script(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False), request)

@@ -260,7 +260,7 @@ async def check_inference_engine(
     stop strings; `seeded` says that temperature-1 sampling follows the request's seed; `publish` sets other weights
     in the engine's object store, for a WeightedEngine.
     """
-    check = _Check(policy, np.asarray(prompt, np.int32))
+    check = _Check(policy, np.asarray(prompt, np.int32), seeded=seeded)
     for clause in (
         check.answers_every_request_once,
         check.honours_max_tokens,
@@ -296,8 +296,8 @@ async def _on_fresh(
 class _Check:
     """The clauses of the contract."""
 
-    def __init__(self, policy: PolicyName, prompt: IntArray) -> None:
-        self._policy, self._prompt = policy, prompt
+    def __init__(self, policy: PolicyName, prompt: IntArray, *, seeded: bool) -> None:
+        self._policy, self._prompt, self._seeded = policy, prompt, seeded
 
     async def answers_every_request_once(self, engine: InferenceEngine) -> None:
         """One Generation per request, the short ones first, arrays and version runs in order."""
@@ -350,16 +350,24 @@ class _Check:
         assert cut.finish is FinishReason.STOP, f"finish must be stop, got {cut.finish}"
 
     async def aborts(self, engine: InferenceEngine) -> None:
-        """An aborted request comes back with what it has; unknown ids are no error."""
+        """An aborted request comes back with all that was sampled of it; unknown ids are no error."""
         await engine.abort(["nobody"])
         got: list[Generation] = []
-        requests = [self._request("long", max_tokens=64), self._request("short", max_tokens=1)]
+        requests = [self._request("long", max_tokens=64), self._request("short", max_tokens=3)]
         async for generation in engine.generate(requests):
             got.append(generation)
             await engine.abort(["long", "short"])
         assert [g.request_id for g in got] == ["short", "long"], "both must be answered"
-        assert got[1].finish is FinishReason.ABORT, f"finish must be abort, got {got[1].finish}"
-        assert len(got[1].response_ids) < 64, "an aborted request must not run to its end"
+        short, long = got
+        assert long.finish is FinishReason.ABORT, f"finish must be abort, got {long.finish}"
+        size = len(long.response_ids)
+        assert 0 < size < 64, f"an aborted request keeps what was sampled, and does not run to its end; got {size}"
+        assert len(long.logprobs) == len(long.raw_logprobs) == size, "ids and logprobs of an abort differ in length"
+        assert long.versions[0].start == 0, "version runs must start at offset 0"
+        if self._seeded:
+            both = min(size, len(short.response_ids))
+            same = np.array_equal(long.response_ids[:both], short.response_ids[:both])
+            assert same, "an aborted request keeps the tokens that its seed gives"
 
     async def survives_a_reader_that_leaves(self, engine: InferenceEngine) -> None:
         """Cancelling a reader frees the engine for the next one, even under the same ids."""

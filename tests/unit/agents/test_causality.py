@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.agents.causality import traced
+from flexmarl.agents.workflow_tasks import WorkflowTasks
 from flexmarl.errors import EngineError
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.agents.tables import CALCULATOR, context, says, spec
@@ -21,8 +21,7 @@ def after(workflow, script=lambda *_: "ok", agents=AGENTS, seed=0):
     team = spec(agents).seat(context(script, delay_s=lambda _: draw.choice((0.0, 1.0, 2.5))))
 
     async def play():
-        with traced():
-            await workflow(team)
+        await WorkflowTasks().start(workflow, team, name="workflow")
 
     run_virtual(play())
     label_of = {turn.tags["hop"]: turn.tags.get("label", turn.tags["hop"]) for turn in team.turns}
@@ -169,19 +168,3 @@ def test_any_workflow_depends_as_it_is_written(program, seed):
     assert {call: known(call) for call in direct} == expected
     for call, before in direct.items():
         assert not any(one in known(other) for one in before for other in before), f"{call}: {before} is not direct"
-
-
-def test_tasks_of_the_loop_outside_the_block_are_made_as_before():
-    made: list[str] = []
-
-    async def play():
-        loop = asyncio.get_running_loop()
-        make = loop.get_task_factory()
-        loop.set_task_factory(lambda *args, **kwargs: made.append("task") or make(*args, **kwargs))
-        for _ in range(2):
-            with traced():
-                await asyncio.create_task(asyncio.sleep(0))
-        await asyncio.create_task(asyncio.sleep(0))
-        return len(made)
-
-    assert run_virtual(play()) == 3

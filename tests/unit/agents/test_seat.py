@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from flexmarl.agents import ChatRenderer
+from flexmarl.agents import ChatRenderer, NoRecorder
 from flexmarl.errors import EngineError, EpisodeError
 from flexmarl.records import FinishReason, Generation, Version, VersionRun, make_trajectory_id
 from flexmarl.simulator.virtual_time import run_virtual
@@ -49,7 +49,7 @@ def test_a_reply_has_the_text_and_the_exact_turn():
 def test_the_recorded_ids_and_logprobs_are_those_of_the_engine():
     seen: list[tuple] = []
 
-    async def generate(request):
+    async def generate(request, **how):
         generation = await ScriptedModel(samples.characters(samples.TERSE), says("calc(1+1)" if not seen else "2"))(
             request
         )
@@ -233,7 +233,7 @@ def test_what_a_failed_act_said_is_not_remembered():
 
 
 def test_an_aborted_call_fails_the_episode():
-    async def aborted(request):
+    async def aborted(request, **how):
         return Generation(
             request_id=request.request_id,
             response_ids=np.zeros(1, np.int32),
@@ -323,7 +323,7 @@ def test_an_evaluation_overrides_the_sampling():
 def test_the_recorder_hears_of_the_prompt_before_the_call_and_of_the_turn_after_it():
     heard: list[tuple[str, str, int]] = []
 
-    class Listener:
+    class Listener(NoRecorder):
         async def prompt(self, *, sample_id, agent, policy, prompt_ids, parent, tags):
             assert tags["agent"] == agent
             assert tags["policy"] == policy

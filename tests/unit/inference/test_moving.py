@@ -423,3 +423,18 @@ def test_an_engine_that_cannot_sleep_is_lost_and_replaced_when_the_pool_wakes():
         assert started == [50.0, 50.0]
 
     play(scenario, make=Sleepless, respawn=respawn)
+
+
+def test_a_moved_call_whose_last_instance_is_lost_comes_back_with_what_it_has():
+    async def scenario(at):
+        calls = [ask(at.pool, i) for i in range(2)]
+        await asyncio.sleep(4.5)
+        await at.pool.move("solver/1", to=JUDGE)
+        await asyncio.sleep(1.0)
+        at.solvers[0].fail("it died")
+        moved, other = (await asyncio.gather(*calls, return_exceptions=True))[::-1]
+        assert (text(moved), moved.finish) == ("abcd", FinishReason.ERROR)
+        assert "no instance of 'solver' is left" in moved.error
+        assert isinstance(other, EngineError)
+
+    play(scenario)

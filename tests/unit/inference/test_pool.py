@@ -306,3 +306,47 @@ def test_the_load_of_an_instance_that_does_not_say_it_is_left_out():
             assert now() == 5.0
 
     run_virtual(scenario())
+
+
+def interrupted(pool, one, heard):
+    return asyncio.create_task(pool.generate(one, interrupted=heard.append))
+
+
+def test_what_was_sampled_of_a_call_that_its_caller_left_is_told():
+    async def scenario():
+        heard: list[asyncio.Future] = []
+        async with InferencePool({POLICY: [scripted()]}) as pool:
+            left = interrupted(pool, request("left", max_tokens=10), heard)
+            await asyncio.sleep(2.5)
+            left.cancel()
+            await asyncio.wait([left])
+            (answer,) = heard
+            assert (text(await answer), (await answer).finish) == ("ab", FinishReason.ABORT)
+
+    run_virtual(scenario())
+
+
+def test_of_an_engine_that_does_not_answer_to_an_abort_nothing_is_told_within_the_grace():
+    async def scenario():
+        heard: list[asyncio.Future] = []
+        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)) as pool:
+            left = interrupted(pool, request("left"), heard)
+            await asyncio.sleep(1.0)
+            left.cancel()
+            await asyncio.wait([left])
+            assert ((await heard[0]).response_ids.size, now()) == (0, 3.0)
+
+    run_virtual(scenario())
+
+
+def test_a_coroutine_that_is_thrown_away_aborts_its_request_too():
+    async def scenario():
+        heard: list[asyncio.Future] = []
+        async with InferencePool({POLICY: [scripted()]}) as pool:
+            asking = pool.generate(request("left", max_tokens=10), interrupted=heard.append)
+            asking.send(None)
+            await asyncio.sleep(3.5)
+            asking.close()
+            assert text(await heard[0]) == "abc"
+
+    run_virtual(scenario())

@@ -9,6 +9,7 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.records import AgentName, GroupId, GroupRecord, PolicyName, Task
+from flexmarl.rollout.calls import Holds
 from flexmarl.rollout.player import Player
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.agents import Script, ScriptedModel
@@ -41,6 +42,7 @@ def player(
     store: SqliteStore | None = None,
     frozen: bool = False,
     temperature: float | None = None,
+    holds: Holds = lambda policy: None,
 ) -> tuple[Player, ScriptedModel]:
     model = ScriptedModel(_Tokenizer(), script, delay_s=delay_s)
     made = Player(
@@ -50,6 +52,7 @@ def player(
         timeout_s=timeout_s,
         store=store,
         temperature=temperature,
+        holds=holds,
     )
     return made, model
 

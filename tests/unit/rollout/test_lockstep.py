@@ -33,7 +33,7 @@ class Engine:
         self.mixed = False
         """Whether calls of two policies were ever under way together."""
 
-    async def __call__(self, request: GenerationRequest) -> Generation:
+    async def __call__(self, request: GenerationRequest, /, **how: Any) -> Generation:
         self.sent.append((now(), request.request_id))
         self.in_flight.append(request.policy)
         self.mixed |= len(set(self.in_flight)) > 1

@@ -1,19 +1,29 @@
 """What the store knows of an episode, and when."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from flexmarl.errors import EpisodeError
-from flexmarl.records import EpisodeStatus, RowState
+from flexmarl.inference.pool import InferencePool
+from flexmarl.records import EpisodeStatus, FinishReason, RowState
+from flexmarl.rollout.player import Player
 from flexmarl.rollout.recorder import StoreRecorder
+from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from tests.unit.rollout.plays import GROUP, new_store, player, rows
+from flexmarl.testing.inference import ScriptedEngine
+from tests.unit.rollout.plays import GROUP, new_store, player, rows, team_of
 
 
 async def answer(task, team):
     (await team.solver.act(task.prompt)).reward(1.0)
+
+
+async def solve_and_verify(task, team):
+    (await team.solver.act(task.prompt)).reward(1.0)
+    (await team.verifier.act("right?")).reward(1.0)
 
 
 def played():
@@ -135,5 +145,73 @@ def test_after_the_end_nothing_is_recorded():
             with pytest.raises(EpisodeError, match="came after the end of its episode; await every act"):
                 await late
         assert list(await rows(store)) == [turn.sample_id]
+
+    run_virtual(scenario())
+
+
+async def cut(task, team):
+    """One call that is answered, and one that the workflow leaves after two of its seconds."""
+    (await team.solver.act(task.prompt)).reward(1.0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2):
+            await team.verifier.act("again")
+
+
+def pool_player(team, store, *, fails="", timeout_s=100.0):
+    """A player on a pool of engines that say a letter a second; one of the verifier's may end in an error."""
+
+    class Failing(ScriptedEngine):
+        async def generate(self, requests):
+            async for generation in super().generate(requests):
+                yield replace(generation, finish=FinishReason.ERROR, error=fails) if fails else generation
+
+    renderer = character_renderer()
+    say = lambda request: [*renderer.encode("7777"), renderer.stop_ids[0]]  # noqa: E731
+    speak = {"latency_s": 1.0, "encode": renderer.encode, "decode": renderer.decode}
+    pool = InferencePool({"solver": [ScriptedEngine(say, **speak)], "verifier": [Failing(say, **speak)]})
+    return pool, Player(team=team, generate=pool.generate, run_seed=0, timeout_s=timeout_s, grace_s=3.0, store=store)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "fails", "timeout_s", "status", "tokens", "reason"),
+    [
+        (cut, "", 100.0, EpisodeStatus.FINISHED, 2, "the workflow left the call before its answer came"),
+        (solve_and_verify, "", 8.5, EpisodeStatus.TIMED_OUT, 3, "took longer than rollout.episode_timeout_s=8.5"),
+        (solve_and_verify, "no memory", 100.0, EpisodeStatus.FAILED, 5, "of agent 'verifier' failed: no memory"),
+    ],
+)
+def test_what_was_sampled_of_a_call_without_an_answer_is_in_its_row_which_ends_failed(
+    workflow, fails, timeout_s, status, tokens, reason
+):
+    async def scenario():
+        store = new_store()
+        pool, one = pool_player(team_of(workflow), store, fails=fails, timeout_s=timeout_s)
+        async with pool:
+            episode = await one.play(GROUP, 0)
+        assert episode.status is status
+        (row,) = await store.get(["sum-1_1_g0e0a0"])
+        assert row.state is RowState.FAILED
+        assert reason in row.reason
+        assert row.values["finish"] in ("abort", "error")
+        assert len(row.values["response_ids"]) == len(row.values["logprobs"]) == tokens
+        assert "sum-1_1_g0e0a0" not in episode.rewards
+
+    run_virtual(scenario())
+
+
+def test_the_answer_that_a_parser_breaks_on_is_in_its_row():
+    def broken(text):
+        raise ValueError("not what I know")
+
+    async def scenario():
+        store = new_store()
+        team = team_of(answer)
+        solver = replace(team.agents["solver"], parser=broken)
+        pool, one = pool_player(replace(team, agents={**team.agents, "solver": solver}), store)
+        async with pool:
+            episode = await one.play(GROUP, 0)
+        assert "not what I know" in episode.reason
+        (row,) = await store.get(["sum-1_0_g0e0a0"])
+        assert (row.state, len(row.values["response_ids"])) == (RowState.FAILED, 5)
 
     run_virtual(scenario())

@@ -110,8 +110,8 @@ class _ServesUnchecked(InferencePool):
 
 
 class _PassesFailuresOff(InferencePool):
-    async def generate(self, request: GenerationRequest, *, timeout_s: float | None = None) -> Generation:
-        generation = await super().generate(request, timeout_s=timeout_s)
+    async def generate(self, request: GenerationRequest, /, **how: Any) -> Generation:
+        generation = await super().generate(request, **how)
         failed = generation.finish is FinishReason.ERROR
         return replace(generation, finish=FinishReason.STOP) if failed else generation
 

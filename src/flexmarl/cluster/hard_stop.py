@@ -1,0 +1,113 @@
+"""Threads that end the process where code of a user's does not let it end: a loop without an await, a stuck thread.
+
+    SIGTERM ──► the run is cancelled ──► it ends by itself, within seconds          as nearly always
+                    └──► STOP_WITHIN_S later it still runs ──► the process is ended, and says where it stood
+    the command has ended ──► a thread of a workflow does not ──► it is waited for LEAVE_WITHIN_S, and left
+
+A process that is ended so leaves what one leaves that was killed: the warden ends its workers, and the run can be
+resumed.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+STOP_WITHIN_S = 8.0
+"""Batch systems kill what has not ended after some ten seconds, without a word of where it stood."""
+LEAVE_WITHIN_S = 2.0
+STOPPED = 130
+"""Exit code, as after Ctrl-C."""
+
+
+class HardStop:
+    """A block that, once `told`, must end within STOP_WITHIN_S; else the process does."""
+
+    def __init__(self) -> None:
+        self.note: Callable[[str], None] = lambda because: None
+        """Told why, before the end."""
+        self._ended = threading.Event()
+        self._told = False
+
+    def __enter__(self) -> "HardStop":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._ended.set()
+
+    def told(self) -> None:
+        """The run was told to end. Called in a signal handler."""
+        if not self._told:
+            self._told = True
+            threading.Thread(target=self._wait, name="hard-stop", daemon=True).start()
+
+    def _wait(self) -> None:
+        if not self._ended.wait(STOP_WITHIN_S):
+            because = f"it did not end within {STOP_WITHIN_S:g} s of SIGTERM; {_where_main_thread_stands()}"
+            with suppress(Exception):  # The disk may be what it waits for.
+                self.note(because)
+            _end_process(f"flexmarl: the run was ended: {because}", STOPPED)
+
+
+def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, which waits for every thread that a workflow began with `asyncio.to_thread`, for ever."""
+
+    async def running() -> T:
+        try:
+            return await main
+        finally:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+
+    return asyncio.run(running())
+
+
+def leave_stuck_threads(before: frozenset[threading.Thread], code: int) -> None:
+    """Lets the interpreter end although threads that are not in `before` do not; `code` is then its exit code.
+
+    Python waits for every thread for ever, the one of a tool that waits for a server, say.
+    """
+    left = [one for one in threading.enumerate() if one not in before and not one.daemon]
+    if left:
+        threading.Thread(target=_leave, args=(left, code), name="leave-stuck-threads", daemon=True).start()
+
+
+def _leave(left: list[threading.Thread], code: int) -> None:
+    while not _interpreter_ends():
+        time.sleep(0.1)
+    deadline = time.monotonic() + LEAVE_WITHIN_S
+    for one in left:
+        one.join(max(0.0, deadline - time.monotonic()))
+    if names := [one.name for one in left if one.is_alive()]:
+        _end_process(f"flexmarl: left without waiting for the threads {', '.join(names)}", code)
+
+
+def _interpreter_ends() -> bool:
+    """Whether the main thread has left the program and waits for other threads; of a test that calls a command, no."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or (frame.f_code.co_name, frame.f_code.co_filename) == ("_shutdown", threading.__file__)
+
+
+def _where_main_thread_stands() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "its main thread has ended"
+    place = traceback.extract_stack(frame)[-1]
+    return f"its main thread is at {place.filename}:{place.lineno}, in {place.name}"
+
+
+def _end_process(words: str, code: int) -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        print(words, file=sys.stderr, flush=True)
+    os._exit(code)

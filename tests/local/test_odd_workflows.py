@@ -1,0 +1,55 @@
+"""Workflows that misbehave, in a real process: it ends when all others have played, and when it is told to."""
+
+from pathlib import Path
+
+import pytest
+
+from flexmarl.testing.odd_workflows import ODDITIES
+from tests.odd_run import SIGTERM_S, OddRun
+
+KINDS = tuple(ODDITIES)
+BRIEF = "rollout.episode_timeout_s=15"
+
+
+def test_a_run_in_which_every_seventh_episode_is_odd_ends_and_loses_no_other(small_run: Path, tmp_path: Path) -> None:
+    with OddRun(small_run, tmp_path, KINDS, BRIEF) as run:
+        run.check_ended_well()
+
+
+def test_sigterm_ends_a_run_within_ten_seconds_whatever_its_workflows_do(small_run: Path, tmp_path: Path) -> None:
+    with OddRun(small_run, tmp_path, KINDS) as run:
+        run.wait_until_all_have_begun()
+        took_s = run.terminate()
+        assert run.process.returncode == 130, run.said
+        assert len(run.events("run_failed")) == 1
+    assert took_s < SIGTERM_S
+
+
+def test_sigterm_ends_a_run_whose_workflow_never_awaits_and_says_where_it_stood(
+    small_run: Path, tmp_path: Path
+) -> None:
+    with OddRun(small_run, tmp_path, ["blocks"]) as run:
+        run.wait_until_all_have_begun()
+        took_s = run.terminate()
+        assert run.process.returncode == 130, run.said
+        assert "in blocks" in run.said
+        (event,) = run.events("run_failed")
+        assert "odd.py" in event["because"]
+    assert took_s < SIGTERM_S
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_any_odd_workflow_ends_and_loses_no_other(small_run: Path, tmp_path: Path, kind: str) -> None:
+    with OddRun(small_run, tmp_path, [kind] * 2, BRIEF) as run:
+        run.check_ended_well()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
+def test_sigterm_ends_a_run_of_any_odd_workflow_within_ten_seconds(small_run: Path, tmp_path: Path, kind: str) -> None:
+    with OddRun(small_run, tmp_path, [kind] * 2, "steps=100000") as run:
+        run.wait_until_all_have_begun()
+        took_s = run.terminate()
+        assert run.process.returncode == 130, run.said
+    assert took_s < SIGTERM_S
