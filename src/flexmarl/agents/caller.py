@@ -34,7 +34,10 @@ from flexmarl.tools import Tool
 from flexmarl.tools.syntax import Syntax
 
 OURS = frozenset(
-    {"task", "episode", "agent", "policy", "group", "hop", "call", "context_hash", "valid", "greedy", "after", "tool_s"}
+    {
+        *("task", "episode", "agent", "policy", "group", "hop", "call", "act"),
+        *("context_hash", "valid", "greedy", "after", "tool_s"),
+    }
 )
 """Tags that a workflow cannot give; `turn` and `branch` it can."""
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
@@ -95,6 +98,7 @@ class Caller:
     async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> Call:
         """One call, from the conversation's prompt to the engine's answer.
 
+        `tags` hold `act`, the hop of the first call of its act, unless this is the first one.
         Raises EngineError or EpisodeError if it ended in an error or an abort; what was sampled of it is recorded.
         """
         agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
@@ -109,6 +113,7 @@ class Caller:
             "group": context.group,
             "hop": numbers.hop,
             "call": numbers.call,
+            "act": numbers.hop,
             "branch": conversation.branch,
             "context_hash": hashed,
             "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),

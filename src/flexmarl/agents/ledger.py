@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flexmarl.agents.causality import CallGraph
 from flexmarl.errors import EpisodeError
-from flexmarl.records import AgentName, SampleId, Turn
+from flexmarl.records import LARGEST_REWARD, AgentName, SampleId, Turn
 
 
 class CallNumbers(NamedTuple):
@@ -102,6 +102,14 @@ class Ledger:
         """Reward of every turn, in hop order; None where nobody gave one."""
         return {sample_id: sum(parts.values()) if parts else None for sample_id, parts in self.parts().items()}
 
+    def total_reward(self) -> float:
+        """Sum of what was given here, to the team, to agents that spoke here and to acts: each once."""
+        hops = sorted(self._turns.items(), reverse=True)
+        first_calls = {(turn.agent, turn.tags.get("act", hop)): turn for hop, turn in hops}
+        given = [self._call_rewards.get(turn.sample_id, {}) for turn in first_calls.values()]
+        given += [self._agent_rewards.get(agent, {}) for agent in {agent for agent, _ in first_calls}]
+        return math.fsum(reward for parts in (self._team_rewards, *given) for reward in parts.values())
+
     def parts(self) -> dict[SampleId, Mapping[str, float]]:
         """The parts that the reward of every turn adds up from, in hop order; empty where nobody gave one."""
         return {turn.sample_id: ledger._parts(turn) for turn, ledger in self._kept()}
@@ -135,6 +143,12 @@ class Ledger:
 def _add(parts: dict[str, float], part: str, reward: float) -> None:
     if not math.isfinite(reward):
         raise EpisodeError(f"a reward must be a finite number, got {reward!r}")
+    total = parts.get(part, 0.0) + float(reward)
+    if abs(total) > LARGEST_REWARD:
+        raise EpisodeError(
+            f"rewards of one part must add up to {LARGEST_REWARD:g} at most, either sign, got {reward!r} for '{part}', "
+            f"{total!r} in all; give rewards on a smaller scale, e.g. from 0 to 1"
+        )
     if not part.isidentifier():
         raise EpisodeError(f"a part of a reward must be named as a variable is, e.g. 'format', got {part!r}")
-    parts[part] = parts.get(part, 0.0) + float(reward)
+    parts[part] = total

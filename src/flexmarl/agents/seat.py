@@ -128,6 +128,7 @@ class Seat:
             may_call = len(uses) < self._agent.max_tool_calls
             said = await self._speak(conversation, tags, may_call=may_call, first_tags=heard)
             turns += said.turns
+            tags = {"act": turns[0].tags["act"], **tags}
             transcript.append(said.text)
             if said.follows is Next.STAND:
                 break
@@ -174,6 +175,7 @@ class Seat:
             mix = language_mix(turn.text, self._context.task.prompt)
             self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
             turns.append(turn)
+            tags = {"act": turn.tags["act"], **tags}
             conversation.answer(turn)
             if follows is not Next.GO_ON:
                 conversation.end_message(text)

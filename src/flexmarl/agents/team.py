@@ -97,6 +97,10 @@ class Team:
         """Reward of every turn so far, in hop order; None where the workflow gave none."""
         return self._ledger.rewards()
 
+    def total_reward(self) -> float:
+        """Sum of what was given so far, and not in a fork: each reward once, however many turns it is for."""
+        return self._ledger.total_reward()
+
     def parts(self) -> dict[SampleId, Mapping[str, float]]:
         """The parts that each of these rewards adds up from, by name."""
         return self._ledger.parts()

@@ -35,7 +35,7 @@ class Branch:
     team: Team
     path: tuple[int, ...] = ()
     score: float = 0.0
-    """Sum of the rewards of all turns on the path."""
+    """Sum of the rewards of all turns on the path; that of an act counts once, however many calls it took."""
     over: bool = False
 
 
@@ -71,13 +71,12 @@ async def _candidate(play: PlayTurn, task: Task, parent: Branch, index: int) -> 
     over = await play(task, team)
     if not team.turns:
         raise EpisodeError(f"candidate {node.name} made no call; in a turn, an agent must act")
-    rewards = [reward for reward in team.rewards().values() if reward is not None]
-    if not rewards:
+    if all(reward is None for reward in team.rewards().values()):
         raise EpisodeError(
             f"candidate {node.name} got no reward, so that nothing tells which is best; "
             "a turn must call `reply.reward(x)` before it returns"
         )
-    return Branch(team=team, path=node.path, score=parent.score + sum(rewards), over=over)
+    return Branch(team=team, path=node.path, score=parent.score + team.total_reward(), over=over)
 
 
 def _check_context(siblings: Sequence[Branch]) -> None:

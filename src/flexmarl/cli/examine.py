@@ -13,8 +13,7 @@ from flexmarl.assemble import open_tasks, seat_team
 from flexmarl.cli.finding import Finding
 from flexmarl.cli.machine import look_at_machine
 from flexmarl.cli.models import look_at_models
-from flexmarl.config import RunSettings
-from flexmarl.credit.estimators.grouped import Grouped
+from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.observability.machine import this_machine
 from flexmarl.tasks.disjoint import MOST_COMPARED
@@ -81,16 +80,10 @@ def _team(settings: RunSettings) -> Iterator[Finding]:
 
 def _run(settings: RunSettings) -> Iterator[Finding]:
     simulated = settings.cluster.backend == "simulated"  # Nothing is saved, and `simulation.costs` stand for engines.
+    for key, price, instead in cautions(settings):
+        yield Finding(key, price, instead)
     if not settings.checkpoint.every and not simulated:
         yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
-    plays = settings.batch.episodes * getattr(settings.team.workflow, "candidates", 1)
-    lone = isinstance(settings.credit.estimator, Grouped) and plays == 1
-    if lone and settings.credit.filter is not None:
-        yield Finding(
-            "credit.filter",
-            "keeps tasks whose rewards differ; batch.episodes is 1",
-            "set credit.filter=null, unless an agent's rewards differ within one episode",
-        )
     for name, agent in settings.team.agents.items() if not simulated else ():
         max_len = getattr(settings.policies[agent.policy].engine, "max_len", None)
         if max_len is not None and agent.sampling.max_tokens >= max_len:

@@ -8,7 +8,7 @@ import typer
 from flexmarl.cli.lazy import assemble
 from flexmarl.cli.options import Config, Overrides
 from flexmarl.cli.terminal import SafeConsole, outlived, say
-from flexmarl.config import load_run
+from flexmarl.config import cautions, load_run
 from flexmarl.observability.run_folder import RunFolder
 
 
@@ -29,7 +29,10 @@ def train(
     A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
     """
     with outlived():
-        run = assemble.assemble_run(load_run(config, overrides or ()), going_on=resume)
+        settings = load_run(config, overrides or ())
+        for caution in cautions(settings):
+            say(f"flexmarl: caution: {caution}", err=True)
+        run = assemble.assemble_run(settings, going_on=resume)
         try:
             run.train(SafeConsole())
         except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """What was asked for. In: a YAML file and dotted overrides. Out: checked settings, or errors that name the key."""
 
+from flexmarl.config.caution import cautions
 from flexmarl.config.load import load_run, parse_override
 from flexmarl.config.run import RunSettings
 
-__all__ = ["RunSettings", "load_run", "parse_override"]
+__all__ = ["RunSettings", "cautions", "load_run", "parse_override"]

@@ -3,20 +3,28 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from flexmarl.agents.settings import TeamSettings
-from flexmarl.credit.estimators.step_gae import StepGae
+from flexmarl.config.potentials import potentials_cancel, type_of
+from flexmarl.credit.estimators.gdpo import Gdpo
 from flexmarl.credit.interface import GroupKey
-from flexmarl.credit.settings import CreditSettings
-from flexmarl.credit.shaping.potential import Potential
+from flexmarl.credit.settings import CreditSettings, divides_by_mean
 from flexmarl.credit.shaping.reward_to_go import RewardToGo
 from flexmarl.records import AgentName
 
 
-def misfits(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
-    """What does not fit, a sentence each; `trained` are the policies that are updated."""
+def misfits(
+    credit: CreditSettings, team: TeamSettings, trained: Collection[str], *, pays_divergence: Collection[str]
+) -> Iterator[str]:
+    """What does not fit, a sentence each.
+
+    `trained` are the policies that are updated, `pays_divergence` those of them whose rewards pay for a divergence.
+    """
+    agents = [AgentName(agent) for agent, seat in team.agents.items() if seat.policy in trained]
     yield from _names_are_of_the_team(credit, team)
     yield from _every_agent_has_a_key(credit, team, trained)
     yield from _branches_are_where_they_are_compared(credit, team)
-    yield from _terms_fit_estimators(credit, team, trained)
+    yield from _returns_are_added_up_once(credit, agents)
+    yield from potentials_cancel(credit, agents)
+    yield from _negative_rewards_are_not_divided_by(credit, team, pays_divergence)
 
 
 def has_key(agent: str, key: GroupKey) -> bool:
@@ -62,19 +70,30 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
         )
 
 
-def _terms_fit_estimators(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
-    agents = [AgentName(agent) for agent, seat in team.agents.items() if seat.policy in trained]
+def _returns_are_added_up_once(credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
     for where, term in credit.terms.items():
-        for agent in filter(term.is_for, agents):
+        for agent in filter(term.is_for, agents if isinstance(term, RewardToGo) else ()):
             estimator = credit.estimator_of(agent)
-            discount = getattr(estimator, "gamma", 1.0) if getattr(estimator, "follows_calls", False) else 1.0
-            if isinstance(term, Potential) and term.gamma != discount:
-                yield (
-                    f"credit.{where}.gamma is {term.gamma:g}, but what follows a call of agent '{agent}' is discounted "
-                    f"by {discount:g}, so that an agent could gain by going to and fro; use gamma={discount:g}"
-                )
-            if isinstance(term, RewardToGo) and isinstance(estimator, StepGae):
+            if estimator.adds_up_calls:
                 yield (
                     f"credit.{where} adds up what follows each call of agent '{agent}', and so does its estimator, "
-                    f"step_gae: it would count twice; leave reward_to_go out, or use another estimator"
+                    f"{type_of(estimator)}: it would count twice; leave reward_to_go out, or use another estimator"
                 )
+            if isinstance(estimator, Gdpo):
+                yield (
+                    f"credit.{where} adds up all parts of the rewards that follow each call of agent '{agent}', but "
+                    f"its estimator, gdpo, compares them one by one; leave reward_to_go out, or use another estimator"
+                )
+
+
+def _negative_rewards_are_not_divided_by(
+    credit: CreditSettings, team: TeamSettings, pays_divergence: Collection[str]
+) -> Iterator[str]:
+    """Terms are looked at where credit is, which does not know what policies pay."""
+    for agent, seat in team.agents.items():
+        if seat.policy in pays_divergence and divides_by_mean(credit.estimator_of(agent)):
+            yield (
+                f"policies.{seat.policy}.training.kl.where is 'reward', which may make rewards of agent '{agent}' "
+                f"negative, but its estimator, {type_of(credit.estimator_of(agent))}, divides by their mean; use "
+                f"kl.where=loss, or another estimator"
+            )

@@ -6,11 +6,12 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config.credit_fits import has_key, misfits
+from flexmarl.config.potentials import type_of
 from flexmarl.credit.estimators.grouped import Grouped
 from flexmarl.credit.keys import tags_for
 from flexmarl.credit.settings import CreditSettings
@@ -22,6 +23,7 @@ from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.settings import Settings
 from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
+from flexmarl.training.corrections import TruncatedImportanceSampling
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
 from flexmarl.training.streaming import obstacle
 
@@ -40,6 +42,13 @@ class PolicySettings(Settings):
     instances: int = Field(default=1, ge=1, le=4096, description="Inference replicas.")
     engine: EngineSettings = EmbeddedSettings()
     training: TrainingSettings = TrainingSettings()
+
+    def corrected(self) -> Self:
+        """The same with truncated importance sampling, unless a correction, or none, was chosen."""
+        if "correction" in self.training.model_fields_set or not self.trainable:
+            return self
+        training = self.training.model_copy(update={"correction": TruncatedImportanceSampling()})
+        return self.model_copy(update={"training": training})
 
     @model_validator(mode="after")
     def _engine_takes_the_trained_weights(self) -> Self:
@@ -86,6 +95,16 @@ class RunSettings(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     simulation: SimulationSettings = SimulationSettings()
 
+    @field_validator("policies")
+    @classmethod
+    def _what_older_versions_sampled_is_corrected(
+        cls, policies: dict[str, PolicySettings], given: ValidationInfo
+    ) -> dict[str, PolicySettings]:
+        """The default of `training.correction` is what the mode needs."""
+        mode = given.data.get("mode")
+        off_policy = isinstance(mode, Mode) and not mode.synchronous
+        return {name: policy.corrected() if off_policy else policy for name, policy in policies.items()}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = [
@@ -93,7 +112,7 @@ class RunSettings(Settings):
             *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
-            *misfits(self.credit, self.team, self.trained),
+            *misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
             *self._memory_has_an_order(),
             *self._rows_can_be_ready(),
             *self._rows_can_stream(),
@@ -128,20 +147,38 @@ class RunSettings(Settings):
         """One episode of a task is enough where it is a tree, or where rows of one episode are compared."""
         if not self.trained or self.batch.episodes > 1 or getattr(self.team.workflow, "candidates", 1) > 1:
             return
-        for agent, seat in self.team.agents.items():
-            estimator = self.credit.estimator_of(agent)
-            if (
-                seat.policy in self.trained
-                and has_key(agent, estimator.key)
-                and isinstance(estimator, Grouped)
-                and estimator.singleton in ("zero", "drop", "error")
-                and "episode" not in tags_for(AgentName(agent), estimator.key)
-            ):
+        estimators = {
+            agent: self.credit.estimator_of(agent)
+            for agent, seat in self.team.agents.items()
+            if seat.policy in self.trained and has_key(agent, self.credit.estimator_of(agent).key)
+        }
+        across = {
+            agent: estimator
+            for agent, estimator in estimators.items()
+            if "episode" not in tags_for(AgentName(agent), estimator.key) and not estimator.needs_branches
+        }
+        all_dropped = self.credit.filter is not None and not any(
+            estimator.learns_from_equal_rewards or agent not in across for agent, estimator in estimators.items()
+        )
+        for agent, estimator in across.items():
+            if isinstance(estimator, Grouped) and estimator.singleton in ("zero", "drop", "error"):
                 yield (
                     f"batch.episodes is 1, but the estimator of agent '{agent}' compares the episodes of a task, and "
                     f"its singleton '{estimator.singleton}' lets a lone one teach nothing; use batch.episodes=8, or "
                     f"singleton: raw there and credit.filter=null"
                 )
+            elif all_dropped:
+                yield (
+                    f"batch.episodes is 1, but credit.filter drops every task whose rewards are equal, as those of one "
+                    f"episode are for the estimator of agent '{agent}', {type_of(estimator)}: nothing would be "
+                    f"trained; use batch.episodes=8, or credit.filter=null"
+                )
+
+    @property
+    def _pays_divergence(self) -> frozenset[str]:
+        """Trained policies whose rewards pay for a divergence from the reference."""
+        kls = {name: self.policies[name].training.kl for name in self.trained}
+        return frozenset(name for name, kl in kls.items() if kl is not None and kl.where == "reward")
 
     def _critics_are_used(self) -> Iterator[str]:
         compared: set[str] = set()

@@ -39,12 +39,23 @@ class ByAgent:
 
     @property
     def key(self) -> GroupKey:
+        """As grouped."""
+        return self.grouping
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether any of them does."""
+        return any(estimator.learns_from_equal_rewards for estimator in self.estimators)
+
+    @property
+    def grouping(self) -> GroupKey:
         """One key for all, or one per agent where they have their own estimators."""
+        others = self._others.grouping
         if not self._per_agent:
-            return self._others.key
-        keys = {"*": self._others.key} if isinstance(self._others.key, tuple) else dict(self._others.key)
+            return others
+        keys = {"*": others} if isinstance(others, tuple) else dict(others)
         for agent, estimator in self._per_agent.items():
-            key = estimator.key
+            key = estimator.grouping
             keys[agent] = key if isinstance(key, tuple) else key.get(agent, key.get("*", ()))
         return keys
 

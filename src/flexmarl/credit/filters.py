@@ -1,7 +1,7 @@
 """Decides which tasks are worth training on (DAPO's dynamic sampling, docs/math.md section 6)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,7 @@ class FilterDecision:
 
 
 class OutcomeFilter(Settings):
-    """Keeps a task when at least one trained agent has a group whose rewards differ."""
+    """Keeps a task when at least one trained agent has a group whose rewards differ, or learns from equal ones too."""
 
     filter_on: Literal["outcome", "final"] = "outcome"
     """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""
@@ -60,16 +60,23 @@ class OutcomeFilter(Settings):
             )
         return self
 
-    def decide(self, rows: Sequence[CreditRow], *, key: GroupKey = ("task", "agent")) -> tuple[FilterDecision, ...]:
+    def decide(
+        self,
+        rows: Sequence[CreditRow],
+        *,
+        key: GroupKey = ("task", "agent"),
+        learn_from_equal: Callable[[AgentName], bool] = lambda agent: False,
+    ) -> tuple[FilterDecision, ...]:
         """One decision per task of the rows, in the order of the tasks.
 
         Agents are looked at one by one, in the groups of `key`, the estimator's, and inside the task even if the key
         reaches beyond it. A task whose rows hold no sampled token that trains has nothing to teach: FLAT.
+        `learn_from_equal` says of which agents the estimators learn from groups whose rewards do not differ.
         """
         tasks: dict[str, list[CreditRow]] = {}
         for row in in_order(rows):
             tasks.setdefault(row.task, []).append(row)
-        return tuple(_decision(task, self._effects(members, key)) for task, members in tasks.items())
+        return tuple(_decision(task, self._effects(members, key), learn_from_equal) for task, members in tasks.items())
 
     def _effects(self, rows: Sequence[CreditRow], key: GroupKey) -> dict[AgentName, Counter[Effect]]:
         effects: dict[AgentName, Counter[Effect]] = {}
@@ -88,12 +95,17 @@ class OutcomeFilter(Settings):
         return chosen
 
 
-def _decision(task: str, effects: Mapping[AgentName, Counter[Effect]]) -> FilterDecision:
+def _decision(
+    task: str, effects: Mapping[AgentName, Counter[Effect]], learn_from_equal: Callable[[AgentName], bool]
+) -> FilterDecision:
     total = sum(effects.values(), Counter[Effect]())
     if total[Effect.EFFECTIVE]:
         reason = Effect.EFFECTIVE
         learning = ", ".join(agent for agent, counts in effects.items() if counts[Effect.EFFECTIVE])
         because = f"rewards differ for {learning}"
+    elif learning := ", ".join(filter(learn_from_equal, effects)):
+        reason = Effect.EFFECTIVE
+        because = f"rewards are equal, from which {learning} may learn too"
     else:
         reason = next(iter(total)) if len(total) == 1 else Effect.FLAT
         counted = ", ".join(f"{count} {effect}" for effect, count in sorted(total.items())) or "no sampled tokens"

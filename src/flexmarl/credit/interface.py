@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Protocol
 
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
@@ -54,12 +54,21 @@ class CreditRow:
     """Sampled tokens; a row without any has weight 0 and no part in any statistic."""
     outcome: float | None = None
     """The reward before penalties, time and process terms; None if there are none, so that it equals `reward`."""
-    call_reward: float = 0.0
-    """What `reply.reward` gave this very call; what is left of the reward its agent or the team was given."""
-    call_outcome: float | None = None
+    act_reward: float = 0.0
+    """What `reply.reward` gave. All calls of an act have it, and what adds up rewards of several calls counts it
+    once."""
+    act_outcome: float | None = None
     """What of it was given as the outcome, or a part of it, before terms; None: nothing."""
+    call_reward: float = 0.0
+    """What this very call paid or earned by terms, penalties and a divergence. The rest of the reward, less
+    `act_reward`, was given to its agent or to the team."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named parts that the reward adds up from, where it has several: `outcome`, and each term that was added."""
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """Of the reward, by name, what the workflow asked for: the outcome, as a term reshaped it, and other parts."""
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """Of the reward, by name, what settings added or took: their size is meant. With `objectives` they are the
+    reward."""
     signals: Mapping[str, float] = field(default_factory=dict)
     """What was found in the call, each in [0, 1]: `tool_error`, `format_error` ..."""
     token_rewards: Tokens | None = None
@@ -75,6 +84,30 @@ class CreditRow:
     calls: tuple[Call, ...] = ()
     """All calls of its episode, those of frozen policies too, in hop order."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def act(self) -> Scalar:
+        """Names its act in its episode: the hop of the act's first call; without that tag the call is an act alone."""
+        return self.tags.get("act", self.sample_id)
+
+    @property
+    def shared_reward(self) -> float:
+        """What of its reward was given to its agent or to the team."""
+        return (self.reward or 0.0) - self.act_reward - self.call_reward
+
+    def pays(self, name: str, price: float) -> "CreditRow":
+        """The row with a price taken from its reward; what it was before stays as its outcome."""
+        assert self.reward is not None, "what has no reward cannot pay"
+        parts = dict(self.parts) or {"outcome": self.reward}
+        return replace(
+            self,
+            reward=self.reward - price,
+            outcome=self.reward if self.outcome is None else self.outcome,
+            call_reward=self.call_reward - price,
+            parts={**parts, name: parts.get(name, 0.0) - price},
+            objectives=self.objectives or parts,
+            prices={**self.prices, name: self.prices.get(name, 0.0) - price},
+        )
 
     def tag(self, name: str) -> Scalar:
         """A field or tag that rows may be grouped by."""
@@ -151,7 +184,12 @@ class Estimator(Protocol):
 
     @property
     def key(self) -> GroupKey:
-        """What rows are compared by; the filter looks at the same groups."""
+        """What rows are compared by, as it was set."""
+        ...
+
+    @property
+    def grouping(self) -> GroupKey:
+        """The key with the tags that tell groups apart beyond it, if there are such; the filter looks at it."""
         ...
 
     @property
@@ -164,6 +202,11 @@ class Estimator(Protocol):
         """What the rows must carry beyond rewards."""
         ...
 
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether episodes of a task whose rewards are all equal teach it anything; if so, no filter drops the task."""
+        ...
+
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
         """The rows with the rewards that are compared; the filter looks at them."""
         ...
@@ -173,6 +216,23 @@ class Estimator(Protocol):
 
         `memory` is what the step before gave back (`Credit.memory`); only a `state` estimator looks at it.
         """
+        ...
+
+
+class EstimatorSettings(Estimator, Protocol):
+    """An estimator that a config can choose: what it says of itself before there are rows."""
+
+    follows_calls: ClassVar[bool]
+    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
+    adds_up_calls: ClassVar[bool]
+    """Whether it adds up what the calls after a call earned: what else does so would count it twice."""
+    has_fixed_baseline: ClassVar[bool]
+    """Whether what a return is compared with is the same, whatever was sampled from the call on. Then a term that is
+    known before the call, such as a potential, changes no expected gradient."""
+
+    @property
+    def needs_branches(self) -> bool:
+        """Whether it compares the candidates of a turn: for trees of turns alone."""
         ...
 
 

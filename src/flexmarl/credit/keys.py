@@ -39,6 +39,13 @@ def group_rows(
     return groups
 
 
+def also(key: GroupKey, tag: str) -> GroupKey:
+    """The key with one more tag, for every agent that it names."""
+    if isinstance(key, Mapping):
+        return {agent: (*tags, tag) for agent, tags in key.items()}
+    return (*key, tag)
+
+
 def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
     """What the rows of an agent are grouped by."""
     if not isinstance(key, Mapping):

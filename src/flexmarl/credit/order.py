@@ -7,10 +7,14 @@ What does not train has weight 0 before anything is whitened or balanced, and on
 or split.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Estimator
+from flexmarl.errors import CreditError
 
 
 def counted(rows: Sequence[CreditRow], *, untrained_in_baseline: bool) -> list[CreditRow]:
@@ -22,7 +26,9 @@ def estimated(
     rows: Sequence[CreditRow], memory: Mapping[str, float], *, estimator: Estimator, untrained_in_baseline: bool
 ) -> Credit:
     """An advantage and a weight for every row; greedy ones, and those that do not train, have weight 0."""
-    credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
+    with np.errstate(all="ignore"):  # What overflows is told by name below, not as numpy's warning of a line of ours.
+        credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
+    _check_finite(credit, rows)
     nothing = {row.sample_id: 0.0 for row in rows if row.greedy or not row.trains}
     report = dict(credit.report)
     for row in rows:
@@ -35,3 +41,13 @@ def estimated(
         token_advantages={name: tokens for name, tokens in credit.token_advantages.items() if name not in nothing},
         returns={name: tokens for name, tokens in credit.returns.items() if name not in nothing},
     )
+
+
+def _check_finite(credit: Credit, rows: Sequence[CreditRow]) -> None:
+    for row in rows:
+        found = (credit.advantages.get(row.sample_id, 0.0), *credit.token_advantages.get(row.sample_id, ()))
+        if not all(map(math.isfinite, found)):
+            raise CreditError(
+                f"sample {row.sample_id} of agent {row.agent} has reward {row.reward} and an advantage that is not "
+                f"finite; rewards, the tags that terms read and the settings of terms must be smaller"
+            )

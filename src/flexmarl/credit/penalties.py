@@ -50,11 +50,4 @@ class InvalidAction(Settings):
     def _penalised(self, row: CreditRow) -> CreditRow:
         if row.reward is None:
             return row
-        cost = 0.0 if row.valid else -self.penalty
-        return replace(
-            row,
-            reward=row.reward + cost,
-            outcome=row.reward if row.outcome is None else row.outcome,
-            call_reward=row.call_reward + cost,
-            parts={**(row.parts or {"outcome": row.reward}), PART: cost},
-        )
+        return row.pays(PART, 0.0 if row.valid else self.penalty)

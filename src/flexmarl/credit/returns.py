@@ -79,10 +79,15 @@ def token_values(row: CreditRow) -> Steps:
     return np.array(row.values, np.float64)
 
 
-def own_share(row: CreditRow) -> float:
-    """What is left of its reward when it is taken away what it was given itself: its agent's, or the team's."""
-    assert row.reward is not None, "in_order refuses rows without a reward"
-    return row.reward - row.call_reward
+def own_rewards(rows: Sequence[CreditRow]) -> Steps:
+    """[N] what each call of an episode adds to a return: its own, and at the last call of an act the act's reward.
+
+    So a return counts an act's reward once, however many of its calls are among the rows, which are in hop order.
+    """
+    last = {row.act: place for place, row in enumerate(rows)}
+    return np.array(
+        [row.call_reward + (row.act_reward if last[row.act] == place else 0.0) for place, row in enumerate(rows)]
+    )
 
 
 def _sampled(rewards: Sequence[float] | Steps, mask: Sequence[float] | None) -> tuple[Steps, list[int]]:

@@ -31,7 +31,7 @@ def credit_rows(
 def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, trains: bool) -> CreditRow:
     reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
     own = episode.call_rewards.get(turn.sample_id, {})
-    call_reward, several = sum(own.values(), 0.0), len(parts) > 1 and "outcome" in parts
+    act_reward, several = sum(own.values(), 0.0), len(parts) > 1 and "outcome" in parts
     return CreditRow(
         sample_id=turn.sample_id,
         task=task.input_id,
@@ -42,9 +42,10 @@ def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, t
         reward=reward,
         num_tokens=len(turn.response_ids),
         outcome=parts["outcome"] if several else None,
-        call_reward=call_reward,
-        call_outcome=own.get("outcome") if several or not own else call_reward,
+        act_reward=act_reward,
+        act_outcome=own.get("outcome") if several or not own else act_reward,
         parts=parts,
+        objectives=parts,
         signals=episode.signals.get(turn.sample_id, {}),
         valid=bool(tags.get("valid", True)),
         trains=trains,

@@ -22,6 +22,11 @@ from flexmarl.records import AgentName, FinishReason, SampleId
 from flexmarl.settings import Settings
 
 
+def divides_by_mean(estimator: AnyEstimator) -> bool:
+    """Whether it is for rewards that are never negative."""
+    return isinstance(estimator, GroupRelative) and estimator.scale == "mean"
+
+
 class CreditSettings(Settings):
     """Shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
 
@@ -67,12 +72,26 @@ class CreditSettings(Settings):
         if self.invalid_action is None or self.invalid_action.order == "after" or not self.invalid_action.penalty:
             return self
         for where, estimator in self.estimators.items():
-            if isinstance(estimator, GroupRelative) and estimator.scale == "mean":
+            if divides_by_mean(estimator):
                 raise ValueError(
                     f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
                     f"invalid_action takes {self.invalid_action.penalty:g} off rewards, which may be 0, before they "
                     f"are compared; use invalid_action.order=after, or invalid_action=null"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _no_term_makes_it_negative(self) -> "CreditSettings":
+        for where, estimator in self.estimators.items():
+            for place, term in self.terms.items() if divides_by_mean(estimator) else ():
+                others = not term.agents or bool({*term.agents} - {*self.per_agent})
+                meets = others if where == "estimator" else term.is_for(AgentName(where.removeprefix("per_agent.")))
+                if meets and term.may_be_negative:
+                    raise ValueError(
+                        f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
+                        f"{place}, {term.name}, may make one of 0 negative; leave it out, say with its `agents` whose "
+                        f"it is, or use an estimator that does not divide by the mean, such as default"
+                    )
         return self
 
     @property
@@ -124,7 +143,7 @@ class CreditSettings(Settings):
     @property
     def key(self) -> GroupKey:
         """What rows are compared by."""
-        return self._estimators.key
+        return self._estimators.grouping
 
     @property
     def linear(self) -> bool:
@@ -144,7 +163,11 @@ class CreditSettings(Settings):
             return ()
         seen = {row.sample_id for row in self._counted(rows) if not row.greedy}
         judged = [row if row.sample_id in seen else replace(row, num_tokens=0) for row in rows]
-        return self.filter.decide(self._estimators.compared(judged), key=self.key)
+        return self.filter.decide(
+            self._estimators.compared(judged),
+            key=self.key,
+            learn_from_equal=lambda agent: self.estimator_of(agent).learns_from_equal_rewards,
+        )
 
     def credit(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages and weights of shaped rows, which are as many at once as `needs` says."""

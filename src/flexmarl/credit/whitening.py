@@ -17,13 +17,13 @@ TOO_FEW = "not whitened: fewer than 2 sampled tokens have no variance"
 
 
 def whiten(credit: Credit, rows: Sequence[CreditRow], scope: Scope) -> Credit:
-    """The credit with whitened advantages; rows of weight 0 have no part in it, returns stay as they are.
+    """The credit with whitened advantages of the rows that train and have a weight; returns stay as they are.
 
     Where there are fewer than two tokens all advantages are 0, and the agents' reports say so.
     """
     blocks: dict[str, list[CreditRow]] = {}
     for row in in_order(rows):
-        if row.num_tokens and credit.weights.get(row.sample_id):
+        if row.num_tokens and row.trains and not row.greedy and credit.weights.get(row.sample_id):
             blocks.setdefault("" if scope == "batch" else str(row.tag(scope)), []).append(row)
     advantages, tokens, report = dict(credit.advantages), dict(credit.token_advantages), dict(credit.report)
     for members in blocks.values():

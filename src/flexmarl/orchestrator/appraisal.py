@@ -118,14 +118,9 @@ def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
     """The row with its tokens' rewards less a price [num_tokens]; what it was before stays as its outcome."""
     assert row.reward is not None, "what has no reward cannot pay"
     rewards = token_rewards(row) - price
-    parts = dict(row.parts) or {"outcome": row.reward}
+    # The sum of the tokens' rewards to the last bit, which is what estimators of tokens add up.
     return replace(
-        row,
-        reward=float(rewards.sum()),
-        call_reward=row.call_reward - float(price.sum()),
-        token_rewards=tuple(rewards.tolist()),
-        outcome=row.reward if row.outcome is None else row.outcome,
-        parts={**parts, "kl": -float(price.sum())},
+        row.pays("kl", float(price.sum())), reward=float(rewards.sum()), token_rewards=tuple(rewards.tolist())
     )
 
 

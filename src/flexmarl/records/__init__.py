@@ -1,7 +1,7 @@
 """What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
 
 from flexmarl.records.batch import Divisors, LossReport, MicroBatch, Sample
-from flexmarl.records.episode import Episode, EpisodeStatus, GroupRecord
+from flexmarl.records.episode import LARGEST_REWARD, Episode, EpisodeStatus, GroupRecord
 from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
     AgentName,
@@ -38,6 +38,7 @@ __all__ = [
     "GroupRecord",
     "GroupState",
     "IntArray",
+    "LARGEST_REWARD",
     "LossReport",
     "MicroBatch",
     "PolicyName",

@@ -8,6 +8,10 @@ from flexmarl.records.ids import EpisodeId, GroupId, SampleId
 from flexmarl.records.task import Task
 from flexmarl.records.turn import Turn
 
+LARGEST_REWARD = 1e6
+"""Of one part of a turn's reward, either sign. Sums of rewards up to here still tell differences of 1e-6 apart, which
+is the filters' tolerance, and their squares, which critics learn from, stay far inside float32."""
+
 
 class EpisodeStatus(StrEnum):
     """How an episode ended."""

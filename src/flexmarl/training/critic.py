@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 class CriticSettings(Settings):
     """A value per sampled token, from a linear head on the policy's own trunk, trained with the policy."""
 
+    learning_rate: float = Field(
+        default=1e-5,
+        gt=0,
+        description="Peak rate of the value head, which begins at 0 and has further to go than the policy; scheduled "
+        "as the policy's. 1e-3 to 1e-2 for models of a few million.",
+    )
     coef: float = Field(default=0.5, gt=0, description="Weight of the value loss beside the policy loss.")
     clip: float | None = Field(
         default=0.2, gt=0, description="How far a value may move from the one that credit saw; null is off."

@@ -49,7 +49,7 @@ class TrainingSettings(UpdateSettings):
     correction: CorrectionSettings = Field(
         default=NoCorrection(),
         description="For tokens that older versions sampled: tis multiplies their loss by how much likelier they have "
-        "become, up to cap.",
+        "become, up to cap. The default is none in the modes that are on-policy, and tis with cap 2 in the others.",
     )
     lora: LoraSettings | None = Field(
         default=None, description="Train an adapter and leave the weights as they are; null trains all of them."

@@ -36,6 +36,7 @@ def test_a_reply_has_the_text_and_the_exact_turn():
         "group": 0,
         "hop": 0,
         "call": 0,
+        "act": 0,
         "turn": 0,
         "branch": 0,
         "context_hash": "",

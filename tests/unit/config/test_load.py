@@ -1,16 +1,20 @@
 """Configs from files and overrides, and what is said about wrong ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from flexmarl.config import RunSettings, load_run, parse_override
+from flexmarl.config import RunSettings, cautions, load_run, parse_override
 from flexmarl.config.load import read_yaml
+from flexmarl.credit.estimators import ESTIMATORS, AnyEstimator
 from flexmarl.errors import ConfigError
 
+SOLVERS = "credit.shaping=[{type: potential, agents: [solver]}]"
 MINIMAL = """
 tasks: {type: generator, name: sums}
 policies:
@@ -441,21 +445,195 @@ def test_candidates_are_compared_only_where_a_turn_has_several(config, override)
 
 def test_a_potential_has_the_discount_of_what_follows_a_call(config):
     short = "credit.shaping=[{type: potential, gamma: 0.5, agents: [solver]}]"
-    assert refused(config, short) == [
+    critic = "policies.one.training.critic={}"
+    steps = "credit.per_agent={solver: {type: step_gae, lam: 1, gamma: GAMMA}}"
+    assert refused(config, short, critic, steps.replace("GAMMA", "1")) == [
         "credit.shaping[0].gamma is 0.5, but what follows a call of agent 'solver' is discounted by 1, so that an "
         "agent could gain by going to and fro; use gamma=1"
     ]
-    load_run(config, [short, "credit.per_agent={solver: {type: gigpo, gamma: 0.5}}"])
-    load_run(config, ["credit.shaping=[{type: potential}]", "credit.estimator={type: reinforce++, gamma: 0.9}"])
+    load_run(config, [short, critic, steps.replace("GAMMA", "0.5")])
     assert (
-        "of agent 'solver' is discounted by 0.25,"
-        in refused(config, short, "credit.per_agent={solver: {type: gigpo, gamma: 0.25}}")[0]
+        "of agent 'solver' is discounted by 0.25," in refused(config, short, critic, steps.replace("GAMMA", "0.25"))[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["credit.estimator={type: reinforce++}"],
+            "credit.shaping[0] is a potential, which turns no gradient only where what follows a call is added up, but "
+            "the estimator of agent 'solver', reinforce++, credits a call with its own reward; use",
+        ),
+        (
+            ["credit.estimator={type: gigpo}"],
+            "credit.shaping[0] is a potential, but the estimator of agent 'solver', gigpo, compares a call with "
+            "rewards that come after it, of which the potential is a part; use",
+        ),
+        (
+            ["credit.shaping=[{type: potential}, {type: reward_to_go, scope: agent}]"],
+            "credit.shaping[0] is a potential, but the estimator of agent 'solver', default, compares a call with",
+        ),
+        (
+            [
+                "credit.shaping=[{type: potential}, {type: reward_to_go, scope: agent}]",
+                "credit.estimator={type: reinforce}",
+                "credit.whiten=policy",
+            ],
+            "credit.shaping[0] is a potential, but credit.whiten is 'policy', which takes a mean off",
+        ),
+        (
+            ["credit.shaping=[{type: potential}, {type: reward_to_go}]", "credit.estimator={type: reinforce}"],
+            "credit.shaping[0].scope is 'agent', but credit.shaping[1] adds up what follows by scope 'descendants', so "
+            "that phi before and after a call of agent 'solver' does not cancel; use scope=agent in both",
+        ),
+        (
+            [
+                "credit.shaping=[{type: potential, gamma: 0.5}, {type: reward_to_go, scope: agent, gamma: 0.5}]",
+                "credit.estimator={type: reinforce}",
+            ],
+            "credit.shaping[0] is a potential, but credit.shaping[1].gamma is 0.5 for every call of the team in",
+        ),
+        (
+            [
+                "credit.shaping=[{type: potential, agents: [solver]}, {type: reward_to_go, scope: team}]",
+                "credit.estimator={type: reinforce}",
+            ],
+            "credit.shaping[0] is a potential for solver, but credit.shaping[1] adds up what they earn for agent",
+        ),
+        (
+            [
+                "credit.shaping=[{type: potential, scope: team}, {type: reward_to_go, scope: team, agents: [solver]}]",
+                "credit.estimator={type: reinforce}",
+            ],
+            "credit.shaping[0] is a potential, which turns no gradient only where what follows a call is added up, but "
+            "the estimator of agent 'writer', reinforce,",
+        ),
+        (
+            ["credit.per_agent={solver: {type: step_gae}}", "policies.one.training.critic={}", SOLVERS],
+            "credit.shaping[0] is a potential, but credit.per_agent.solver.lam is 0.95, with which a critic that has",
+        ),
+        (
+            [
+                "credit.per_agent={solver: {type: step_gae, lam: 1}}",
+                "policies.one.training.critic={}",
+                SOLVERS,
+                "credit.untrained_finish=[length]",
+            ],
+            "credit.shaping[0] is a potential, but credit.untrained_finish leaves calls out of what is added up",
+        ),
+    ],
+)
+def test_a_potential_is_refused_wherever_it_would_not_cancel(config, overrides, line):
+    assert any(said.startswith(line) for said in refused(config, "credit.shaping=[{type: potential}]", *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["credit.shaping=[{type: potential}, {type: reward_to_go, scope: agent}]", "credit.estimator={type: remax}"],
+        [
+            "credit.shaping=[{type: potential, scope: team}, {type: reward_to_go, scope: team}]",
+            "credit.estimator={type: reinforce}",
+        ],
+        [
+            "credit.shaping=[{type: potential, scope: team}]",
+            "credit.estimator={type: step_gae, lam: 1}",
+            "policies.one.training.critic={}",
+            "policies.two.training.critic={}",
+        ],
+    ],
+)
+def test_a_potential_is_taken_where_what_follows_is_added_up(config, overrides):
+    load_run(config, overrides)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        *("{type: margin}", "{type: quality_with_outcome}", "{type: process}"),
+        *(
+            "{type: overlong, max_tokens: 9, buffer: 3}",
+            "{type: completion_time, bonus: 1, success: 0.5, failure: -1}",
+        ),
+    ],
+)
+def test_what_divides_by_the_mean_reward_takes_no_term_that_may_be_negative(config, term):
+    free = ["credit.invalid_action=null", f"credit.shaping=[{term}]"]
+    (line,) = refused(config, *free, "credit.estimator={type: max_rl}")
+    assert line.startswith("credit.estimator divides by the mean reward of a group")
+    assert "shaping[0], " in line
+    assert refused(config, *free, "credit.per_agent={writer: {type: max_rl}}")[0].startswith("credit.per_agent.writer")
+    named = f"credit.shaping=[{term[:-1]}, agents: [solver]}}]"
+    load_run(config, ["credit.invalid_action=null", named, "credit.per_agent={writer: {type: max_rl}}"])
+    harmless = "credit.shaping=[{type: binary}, {type: completion_time}, {type: process, most: 0}]"
+    load_run(config, ["credit.invalid_action=null", harmless, "credit.estimator={type: max_rl}"])
+
+
+def test_what_divides_by_the_mean_reward_takes_no_divergence_out_of_it(config):
+    max_rl = ["credit.estimator={type: max_rl}", "credit.invalid_action=null"]
+    (line,) = refused(config, *max_rl, "policies.two.training.kl={type: k1, where: reward}")
+    assert line.startswith("policies.two.training.kl.where is 'reward', which may make rewards of agent 'writer' neg")
+    load_run(config, [*max_rl, "policies.two.training.kl={type: k2}"])
+
+
+@pytest.mark.parametrize("mode", ["sync", "microbatch", "colocated", "one_step_off", "async", "fifo", "greedy"])
+def test_what_older_versions_sampled_is_corrected_unless_it_is_said_otherwise(config, mode):
+    def chosen(*overrides):
+        policies = load_run(config, [f"mode={mode}", *overrides]).policies
+        return [policies[name].training.correction.model_dump() for name in ("one", "two")]
+
+    capped = {"type": "tis", "low": 0.0, "cap": 2.0, "veto": None, "batch_normalise": False}
+    none, on_policy = {"type": "none"}, mode in ("sync", "microbatch", "colocated")
+    assert chosen() == [none if on_policy else capped] * 2
+    assert chosen("policies.one.training.correction={type: none}") == [none, none if on_policy else capped]
+    assert chosen("policies.one.training.correction={type: icepop}")[0]["type"] == "icepop"
+    assert chosen("policies.two.trainable=false")[1] == none
+
+
+def test_a_config_that_was_written_keeps_the_correction_that_its_run_had(config, tmp_path):
+    settings = load_run(config, ["mode=async", "policies.one.training.correction={type: none}"])
+    written = write(tmp_path / "written.yaml", yaml.safe_dump(settings.model_dump(mode="json")))
+    assert load_run(written) == settings
+
+
+def keys_of(config, *overrides):
+    return [caution.key for caution in cautions(load_run(config, overrides))]
+
+
+def test_what_is_allowed_and_has_a_price_is_said_and_nothing_else(config):
+    assert keys_of(config) == keys_of(config, "mode=async") == []
+    warm = "team.agents.solver.sampling.temperature=0.7"
+    assert keys_of(config, warm) == ["team.agents.solver.sampling"]
+    assert keys_of(config, "team.agents.writer.sampling={top_k: 5, top_p: 0.9}") == ["team.agents.writer.sampling"]
+    (caution,) = cautions(load_run(config, [warm]))
+    assert str(caution).startswith("team.agents.solver.sampling: temperature 0.7, but the loss takes log-probabilities")
+    assert str(caution).endswith("or policies.one.training.correction={type: tis}")
+    assert keys_of(config, warm, "policies.one.training.correction={type: tis}") == []
+    assert keys_of(config, warm, "policies.one.trainable=false") == []
+    uncorrected = [f"policies.{name}.training.correction={{type: none}}" for name in ("one", "two")]
+    assert keys_of(config, "mode=greedy", *uncorrected) == [
+        *("policies.one.training.correction", "policies.two.training.correction")
+    ]
+    tree = "team.workflow={type: turns, turn: any, candidates: 4}"
+    by_depth = "credit.shaping=[{type: turn_discount, max_turns: 3, gamma: 0.5}]"
+    assert keys_of(config, by_depth) == []
+    (caution,) = cautions(load_run(config, [tree, by_depth]))
+    assert caution.key == "credit.shaping[0]"
+    assert "the first one counts 0.25 times the last" in caution.price
+    for kind in ("turn_weighted", "shaped"):
+        assert keys_of(config, tree, f"credit.shaping=[{{type: {kind}}}]") == ["credit.shaping[0]"]
 
 
 def test_what_follows_a_call_is_added_up_once(config):
     to_go = "credit.shaping=[{type: process}, {type: reward_to_go, agents: [solver]}]"
     steps = "credit.per_agent={solver: {type: step_gae}}"
+    assert refused(config, to_go, "credit.per_agent={solver: {type: gigpo}}")[0].startswith(
+        "credit.shaping[1] adds up what follows each call of agent 'solver', and so does its estimator, gigpo"
+    )
+    assert refused(config, to_go, "credit.estimator={type: gdpo}")[0].startswith(
+        "credit.shaping[1] adds up all parts of the rewards that follow each call of agent 'solver', but its estimator"
+    )
     assert refused(config, to_go, steps, "policies.one.training.critic={}") == [
         "credit.shaping[1] adds up what follows each call of agent 'solver', and so does its estimator, step_gae: it "
         "would count twice; leave reward_to_go out, or use another estimator"
@@ -479,7 +657,7 @@ def test_one_episode_of_a_task_is_enough_where_it_is_compared_with_itself(config
 def test_what_goes_from_call_to_call_needs_episodes_that_do_not_branch(config):
     tree = "team.workflow={type: turns, turn: any, candidates: 4}"
     terms = [f"{{type: {kind}}}" for kind in ("hop_weighted", "hop_discount", "margin", "quality")]
-    terms += [f"{{type: {kind}}}" for kind in ("margin_with_outcome", "quality_with_outcome", "potential")]
+    terms += [f"{{type: {kind}}}" for kind in ("margin_with_outcome", "quality_with_outcome", "completion_time")]
     given = {f"credit.shaping=[{term}]": "shaping[0]" for term in [*terms, "{type: reward_to_go}"]}
     given |= {
         "credit.estimator={type: gigpo}": "estimator",
@@ -495,7 +673,10 @@ def test_what_goes_from_call_to_call_needs_episodes_that_do_not_branch(config):
     assert "credit.estimator goes from call to call" in "".join(
         refused(config, tree, "credit.estimator={type: step_gae}")
     )
-    load_run(config, [tree, "credit.shaping=[{type: turn_weighted}, {type: process}, {type: completion_time}]"])
+    assert "credit.shaping[0] goes from call to call" in "".join(
+        refused(config, tree, "credit.shaping=[{type: potential}]")
+    )
+    load_run(config, [tree, "credit.shaping=[{type: turn_weighted}, {type: process}]"])
 
 
 def test_rows_stream_only_where_their_gradients_are_a_line_of_their_credit(config):
@@ -520,12 +701,42 @@ def test_groups_are_replaced_where_a_step_waits_for_them(config):
 def test_one_episode_is_enough_where_each_agent_keeps_its_reward_or_nothing_is_trained(config):
     lone = "batch.episodes=1"
     assert refused(config, lone, "credit.estimator={type: default, singleton: error}")[0].startswith("batch.episodes")
-    one_of_two = refused(config, lone, "credit.estimator={type: grpo}", "credit.per_agent={writer: {type: default}}")
+    grpo = [lone, "credit.estimator={type: grpo}", "credit.filter=null"]
+    one_of_two = refused(config, *grpo, "credit.per_agent={writer: {type: default}}")
     assert [line.partition(" compares")[0] for line in one_of_two] == [
         "batch.episodes is 1, but the estimator of agent 'writer'"
     ]
-    load_run(config, [lone, "credit.estimator={type: reinforce}"])
+    load_run(config, grpo)
     load_run(config, [lone, "policies.one.trainable=false", "policies.two.trainable=false"])
+
+
+def lone_episodes(config, kind, *overrides):
+    """What is said where a task has one episode; `kind` is of both agents' estimators."""
+    estimator: Any = TypeAdapter(AnyEstimator).validate_python({"type": kind})
+    tree = "team.workflow={type: turns, turn: any, candidates: 4}"
+    critics = [f"policies.{name}.training.critic={{}}" for name in ("one", "two") if "values" in estimator.uses]
+    by_step = ["credit.invalid_action=null"] if kind == "max_rl" else []
+    forks = ["team.workflow={type: custom, name: any}"] if estimator.needs_branches else []
+    assert tree not in forks
+    try:
+        given = [f"credit.estimator={{type: {kind}}}", "batch.episodes=1", *critics, *by_step, *forks, *overrides]
+        load_run(config, given)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_one_episode_of_a_task_is_refused_wherever_the_filter_would_drop_every_task(config, kind):
+    estimator: Any = TypeAdapter(AnyEstimator).validate_python({"type": kind})
+    said, unfiltered = lone_episodes(config, kind), lone_episodes(config, kind, "credit.filter=null")
+    trains = estimator.learns_from_equal_rewards or estimator.needs_branches
+    assert bool(said) != trains, said
+    if said:
+        assert "batch.episodes is 1, " in said
+        assert "agent 'solver'" in said
+    keeps_its_reward = getattr(estimator, "singleton", "raw") == "raw"
+    assert bool(unfiltered) != (trains or keeps_its_reward), unfiltered
 
 
 def test_a_policy_that_is_not_trained_needs_no_critic(config):

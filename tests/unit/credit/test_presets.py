@@ -77,7 +77,7 @@ def test_presets_are_what_their_table_says() -> None:
         "grpo": (task, "row", "mean", "std", 1, 1e-6, "raw", "group"),
         "grpo_trajectory": (task, "trajectory_mean", "mean", "std", 1, 1e-6, "raw", "group"),
         "drmas": (agent, "row", "mean", "std", 1, 1e-6, "raw", "group"),
-        "atgrpo": (turn, "row", "mean", "std", 1, 1e-6, "zero_unless_all", "batch"),
+        "atgrpo": (turn, "act", "mean", "std", 1, 1e-6, "zero_unless_all", "batch"),
         "dr_grpo": (task, "row", "mean", "none", 1, 1e-6, "raw", "group"),
         "rllm": (agent, "row", "mean", "std", 0, 1e-6, "raw", "group"),
         "rloo": (task, "row", "leave_one_out", "none", 1, 1e-6, "raw", "group"),

@@ -92,7 +92,7 @@ def test_a_row_has_the_parts_of_its_reward_and_what_was_found_in_the_call() -> N
         parts={last: {"outcome": 1.0, "style": 0.5}},
         signals={last: {"tool_error": 1.0}},
     )
-    assert (row.reward, row.outcome, row.call_reward, row.call_outcome) == (1.5, 1.0, 0.5, None)
+    assert (row.reward, row.outcome, row.act_reward, row.act_outcome) == (1.5, 1.0, 0.5, None)
     assert (dict(row.parts), dict(row.signals)) == ({"outcome": 1.0, "style": 0.5}, {"tool_error": 1.0})
     assert only_row(*turns, parts={last: {"outcome": 1.5}}).outcome is None, "the outcome is the whole reward"
     assert only_row(*turns, parts={last: {"right": 1.0, "style": 0.5}}).outcome is None, "no part is the outcome"
@@ -103,8 +103,8 @@ def test_a_row_knows_what_of_its_outcome_it_was_given_itself() -> None:
     last = turns[1].sample_id
     alone = only_row(*turns, call_rewards={last: {"right": 1.5}}, parts={last: {"right": 1.5}})
     shared = only_row(*turns, call_rewards={last: {"outcome": 0.25}}, parts={last: {"outcome": 1.0, "style": 0.5}})
-    assert (alone.call_outcome, shared.call_outcome) == (1.5, 0.25)
-    assert only_row(*turns, parts={last: {"outcome": 1.5}}).call_outcome is None
+    assert (alone.act_outcome, shared.act_outcome) == (1.5, 0.25)
+    assert only_row(*turns, parts={last: {"outcome": 1.5}}).act_outcome is None
 
 
 def test_a_row_reads_the_tags_that_have_a_meaning() -> None:

@@ -234,7 +234,7 @@ def test_a_term_is_for_the_agents_it_names():
 
 
 def test_parts_of_the_workflow_stay_and_only_the_outcome_is_reshaped():
-    row = replace(credit_row(1.5, outcome=1.0, hop=1), parts={"outcome": 1.0, "style": 0.5}, call_reward=0.75)
+    row = replace(credit_row(1.5, outcome=1.0, hop=1), parts={"outcome": 1.0, "style": 0.5}, act_reward=0.75)
     (shaped,) = shape([row], terms({"type": "hop_weighted", "max_hops": 4}))
     assert (shaped.reward, shaped.outcome) == (1.0, 0.5)
     assert dict(shaped.parts) == {"outcome": 1.0, "style": 0.5, "hop_weighted": -0.5}
@@ -253,18 +253,18 @@ def test_a_call_keeps_its_share_of_an_outcome_that_is_reshaped(reward, own, resh
     row = replace(
         credit_row(sum(reward.values()), outcome=2.0),
         parts=reward,
-        call_reward=sum(own.values()),
-        call_outcome=own.get("outcome"),
+        act_reward=sum(own.values()),
+        act_outcome=own.get("outcome"),
     )
     (shaped,) = shape([row], terms("normalized"))
-    assert (shaped.outcome, shaped.call_reward) == (1.0, reshaped)
+    assert (shaped.outcome, shaped.act_reward) == (1.0, reshaped)
 
 
 def test_a_call_that_was_given_a_zero_bears_what_becomes_of_it():
-    given = [replace(row, call_reward=row.reward, call_outcome=row.reward) for row in chain(1.0, 0.0, 1.0)]
-    assert [row.call_reward for row in shape(given, terms("margin"))] == [1.0, -0.5, 1.25]
+    given = [replace(row, act_reward=row.reward, act_outcome=row.reward) for row in chain(1.0, 0.0, 1.0)]
+    assert [row.act_reward for row in shape(given, terms("margin"))] == [1.0, -0.5, 1.25]
     of_team = shape(chain(1.0, 0.0, 1.0), terms("margin"))
-    assert [row.call_reward for row in of_team] == [0.0, 0.0, 0.0]
+    assert [row.act_reward for row in of_team] == [0.0, 0.0, 0.0]
 
 
 def test_a_filter_sees_the_reshaped_outcome_and_no_penalty():

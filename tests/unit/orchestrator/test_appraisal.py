@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditRow, credit_rows
-from flexmarl.credit.returns import own_share
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal, paid
@@ -110,7 +109,7 @@ def test_a_call_pays_its_price_itself_and_not_its_agent_or_the_team() -> None:
     (row, *_) = credit_rows(group_of(0, [1.0]), [SOLVER])
     paying = paid(replace(row, reward=1.0, call_reward=0.25, num_tokens=2), np.array([0.5, 0.125]))
     assert (paying.reward, paying.call_reward) == (0.375, -0.375)
-    assert own_share(paying) == 0.75, "what the agent or the team was given"
+    assert paying.shared_reward == 0.75, "what the agent or the team was given"
 
 
 def test_the_greedy_play_and_calls_without_a_token_are_not_asked_about() -> None:

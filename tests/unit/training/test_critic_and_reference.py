@@ -27,7 +27,7 @@ OPTIMIZER = {"learning_rate": 1e-2, "weight_decay": 0.1}
 EVERYTHING: dict[str, Any] = {
     "kl": {"type": "k3", "coef": 0.3},
     "entropy_coef": 0.2,
-    "critic": {"coef": 0.7, "clip": 0.1},
+    "critic": {"coef": 0.7, "clip": 0.1, "learning_rate": 3e-2},
 }
 
 
@@ -60,7 +60,8 @@ def naive_steps(model: PreTrainedModel, initial: PreTrainedModel, steps: Sequenc
     """Row by row on PyTorch's plain AdamW: every term of `EVERYTHING`, token-mean, the head beside the model."""
     head = [torch.zeros(16, dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
     trained = [*model.parameters(), *(part.requires_grad_() for part in head)]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, foreach=False, fused=False)
+    groups = [{"params": [*model.parameters()], "lr": 1e-2}, {"params": head, "lr": 3e-2}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.1, foreach=False, fused=False)
     for version, samples in enumerate(steps):
         total, tokens = torch.zeros((), dtype=torch.float64), 0.0
         for sample in samples:
@@ -201,11 +202,39 @@ def test_a_critic_learns_what_follows(make_model: Model, make_samples: Samples) 
     samples = [replace(s, advantage=0.0, weight=1.0, returns=np.full(s.num_tokens, 2.0)) for s in make_samples(6)]
 
     async def check() -> None:
-        trainer = trainer_of(make_model(), critic={"clip": None}, optimizer={"learning_rate": 0.1})
+        critic = {"clip": None, "learning_rate": 0.1}
+        trainer = trainer_of(make_model(), critic=critic, optimizer={"learning_rate": 0.1})
         for _ in range(60):
             await step(trainer, samples)
         said = [one.values for one in await trainer.appraise(batch_of(samples))]
         assert np.concatenate([values for values in said if values is not None]) == pytest.approx(2.0, abs=0.2)
+
+    asyncio.run(check())
+
+
+def test_a_critic_has_a_rate_of_its_own_on_the_policys_schedule(make_model: Model, make_samples: Samples) -> None:
+    samples = [replace(s, advantage=0.0, weight=1.0, returns=np.full(s.num_tokens, 2.0)) for s in make_samples(6)]
+    optimizer = {"learning_rate": 1e-6}
+    assert TrainingSettings.model_validate({"critic": {}}).critic.learning_rate == 1e-5  # type: ignore[union-attr]
+
+    async def learned(rate: float, **training: Any) -> tuple[float, float]:
+        """Largest change of a weight of the policy, and of the head."""
+        model = make_model()
+        trainer = trainer_of(model, critic={"learning_rate": rate}, optimizer=optimizer, **training)
+        head = trainer._network.beside["value_head.weight"]
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(3):
+            await step(trainer, samples)
+        policy = max(float((p.detach() - b).abs().max()) for p, b in zip(model.parameters(), before, strict=True))
+        return policy, float(head.detach().abs().max())
+
+    async def check() -> None:
+        for rate in (1e-5, 1e-2):
+            policy, head = await learned(rate)
+            assert head == pytest.approx(3 * rate, rel=0.05), "three steps of Adam, all one way"
+            assert policy < 3.1e-6
+        halved = {"type": "linear", "decay_steps": 4}
+        assert (await learned(1e-2, schedule=halved))[1] == pytest.approx((1 + 0.75 + 0.5) * 1e-2, rel=0.05)
 
     asyncio.run(check())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexmarl.credit.interface import Estimator
+from flexmarl.credit.interface import EstimatorSettings
 
 ESTIMATORS: Mapping[str, str] = {
     "default": "flexmarl.credit.estimators.default:Default",
@@ -39,7 +39,7 @@ ESTIMATORS: Mapping[str, str] = {
 """Where the class of each estimator `type` is; a new one adds one line here (docs: write an estimator)."""
 
 if TYPE_CHECKING:
-    AnyEstimator = Estimator
+    AnyEstimator = EstimatorSettings
 else:
     AnyEstimator = Annotated[
         reduce(or_, (pkgutil.resolve_name(path) for path in ESTIMATORS.values())), Field(discriminator="type")

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs
+from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
 from flexmarl.settings import Settings
 
 
@@ -13,8 +13,25 @@ class EstimatorBase(Settings, ABC):
 
     follows_calls: ClassVar[bool] = False
     """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
-    needs_branches: ClassVar[bool] = False
-    """Whether it compares the candidates of a turn: for trees of turns alone."""
+    adds_up_calls: ClassVar[bool] = False
+    """Whether it adds up what the calls after a call earned: what else does so would count it twice."""
+    has_fixed_baseline: ClassVar[bool] = False
+    """Whether what a return is compared with is the same, whatever was sampled from the call on."""
+
+    @property
+    def grouping(self) -> GroupKey:
+        """The key alone."""
+        return getattr(self, "key")  # noqa: B009  # each kind has its own default, or a property
+
+    @property
+    def needs_branches(self) -> bool:
+        """Whether it compares the candidates of a turn: for trees of turns alone."""
+        return False
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether episodes of a task whose rewards are all equal teach it anything; if so, no filter drops the task."""
+        return False
 
     @property
     def needs(self) -> Needs:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
+from flexmarl.credit.acts import means_of_acts, places_of_acts
 from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, in_order
 from flexmarl.credit.keys import Requirement
@@ -15,20 +16,18 @@ from flexmarl.records import SampleId, Scalar
 
 
 class C3(Grouped):
-    """C3's leave-one-out over siblings, turns that were sampled from one node of a tree and so share their prompt.
+    """C3's leave-one-out over siblings, acts that were sampled from one node of a tree and so share their prompt.
 
-        q   mean reward of the leaves at and below the turn        Q   mean of what a critic expected at its tokens
+        q   mean reward of the leaves at and below the turn        Q   mean of what a critic expected in the act's calls
         reward_only      q - LOO(q)
         value_only       Q - LOO(Q)
         value_assisted   q - [(1 - alpha) LOO(q) + alpha LOO(Q)]       LOO: mean of the other siblings
 
-    The critic learns to expect q at every token of the turn.
+    All calls of an act get its advantage. The critic learns to expect q at every token of the turn.
 
     Rows carry the tags `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
     turn from the root to the row, e.g. "0.3.1".
     """
-
-    needs_branches: ClassVar[bool] = True
 
     type: Literal["c3"] = "c3"
     key: GroupKey = ("task", "episode", "branch")
@@ -39,6 +38,16 @@ class C3(Grouped):
     """What is compared with what; those with values need a critic."""
     alpha: float = Field(default=1.0, ge=0, le=1)
     """Share of the critic in the baseline of `value_assisted`."""
+
+    @property
+    def needs_branches(self) -> bool:
+        """Siblings are the candidates of a turn."""
+        return True
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """With a critic, which may expect more of one sibling than of another."""
+        return self.signal != "reward_only"
 
     @property
     def uses(self) -> frozenset[Extra]:
@@ -62,17 +71,21 @@ class C3(Grouped):
         outcomes = self._means_below(sampled, lambda row: (row.reward or 0.0) if row.outcome is None else row.outcome)
         return [
             replace(row, reward=rewards[row.sample_id], outcome=outcomes[row.sample_id]) if row.num_tokens else row
-            for row in rows
+            for row in super().compared(rows)
         ]
 
+    def num_observations(self, members: Sequence[CreditRow]) -> int:
+        """Siblings."""
+        return len(places_of_acts(members))
+
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
-        q = rewards_of(members)
+        q, act_of_row = means_of_acts(members, rewards_of(members))
         if self.signal == "reward_only":
-            return q - _others(q)
-        values = np.array([_value(row) for row in members])
+            return (q - _others(q))[act_of_row]
+        values, _ = means_of_acts(members, np.array([_value(row) for row in members]))
         if self.signal == "value_only":
-            return values - _others(values)
-        return q - ((1 - self.alpha) * _others(q) + self.alpha * _others(values))
+            return (values - _others(values))[act_of_row]
+        return (q - ((1 - self.alpha) * _others(q) + self.alpha * _others(values)))[act_of_row]
 
     def _means_below(self, rows: Sequence[CreditRow], of: Callable[[CreditRow], float]) -> dict[SampleId, float]:
         trees: dict[tuple[Scalar, ...], list[tuple[tuple[str, ...], CreditRow]]] = {}
@@ -82,7 +95,10 @@ class C3(Grouped):
         means: dict[SampleId, float] = {}
         for tree in trees.values():
             inner = {path[:length] for path, _ in tree for length in range(len(path))}
-            leaves = [(path, of(row)) for path, row in tree if path not in inner]
+            ends = [(path, row) for path, row in tree if path not in inner]
+            rewards, _ = means_of_acts([row for _, row in ends], np.array([of(row) for _, row in ends]))
+            first = [ends[places[0]][0] for places in places_of_acts([row for _, row in ends])]
+            leaves = list(zip(first, rewards, strict=True))
             for path, row in tree:
                 below = np.array([value for leaf, value in leaves if leaf[: len(path)] == path])
                 means[row.sample_id] = float(below[0] if below.min() == below.max() else below.mean())

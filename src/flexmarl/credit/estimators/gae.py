@@ -24,6 +24,11 @@ class Gae(Ungrouped):
     """Whose tokens share one mean and variance."""
 
     @property
+    def learns_from_equal_rewards(self) -> bool:
+        """A critic may have expected others."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """The whole step, over which it whitens."""
         return "batch"

@@ -1,4 +1,4 @@
-"""Decides advantages as GDPO does: every part of the reward is standardised by itself, then they are added up."""
+"""Decides advantages as GDPO does: every objective is standardised by itself, then they are added up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,11 @@ from flexmarl.credit.whitening import Scope, whiten
 class Gdpo(GroupRelative):
     """GDPO: standardised together, different mixes of parts may get one and the same advantage; apart they do not.
 
-    A row without parts has one, `outcome`, its reward; a part that a row lacks is 0.
+        A = whitened(sum over objectives of weight x standardised) + sum over prices of weight x (price - group's mean)
+
+    Objectives are the outcome, as a term reshaped it, and the other parts that the workflow gave; one that a row lacks
+    is 0. What settings add or take (penalties, bonuses, a divergence) has the size that the setting says: standardised,
+    a price of a millionth would weigh as much as the outcome.
     """
 
     type: Literal["gdpo"] = "gdpo"
@@ -23,7 +27,7 @@ class Gdpo(GroupRelative):
     scale: Scale = "std"
     singleton: Singleton = "raw"
     weights: Mapping[str, float] = {}
-    """Weight of each part; 1 for those that are not named."""
+    """Weight of each part, prices by the names of their terms among them; 1 for those that are not named."""
     whiten: Scope = "policy"
     """Whose tokens share one mean and variance in the end."""
 
@@ -33,8 +37,19 @@ class Gdpo(GroupRelative):
         return "batch"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """The weighted sum of the parts' advantages, whitened."""
-        return whiten(super().estimate(rows, memory), rows, self.whiten)
+        """The weighted sum of the objectives' advantages, whitened; and the prices."""
+        credit = whiten(super().estimate(rows, memory), rows, self.whiten)
+        paid = self._unscaled.estimate([replace(row, reward=self._price(row)) for row in rows]).advantages
+        return replace(credit, advantages={name: value + paid[name] for name, value in credit.advantages.items()})
+
+    @property
+    def _unscaled(self) -> GroupRelative:
+        """Compares prices with the group's, as they are."""
+        same = {name: getattr(self, name) for name in ("key", "require", "unit", "centre", "singleton")}
+        return GroupRelative.model_validate(same)
+
+    def _price(self, row: CreditRow) -> float:
+        return sum(self.weights.get(name, 1.0) * price for name, price in row.prices.items())
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
         return self._sum(super()._compare, members)
@@ -44,12 +59,12 @@ class Gdpo(GroupRelative):
 
     def _sum(self, advantages: Callable[[Sequence[CreditRow]], Scores], members: Sequence[CreditRow]) -> Scores:
         total = np.zeros(len(members))
-        for name in sorted({name for row in members for name in _parts(row)}):
-            of_part = advantages([replace(row, reward=_parts(row).get(name, 0.0)) for row in members])
+        for name in sorted({name for row in members for name in _objectives(row)}):
+            of_part = advantages([replace(row, reward=_objectives(row).get(name, 0.0)) for row in members])
             total += self.weights.get(name, 1.0) * of_part
         return total
 
 
-def _parts(row: CreditRow) -> Mapping[str, float]:
+def _objectives(row: CreditRow) -> Mapping[str, float]:
     assert row.reward is not None, "in_order refuses rows without a reward"
-    return row.parts or {"outcome": row.reward}
+    return row.objectives or row.parts or {"outcome": row.reward}

@@ -11,11 +11,11 @@ from pydantic import Field
 from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.interface import Credit, CreditRow, GroupKey, in_order
-from flexmarl.credit.keys import group_rows
+from flexmarl.credit.keys import also, group_rows
 from flexmarl.credit.penalties import PART as PENALTY
-from flexmarl.credit.returns import discounted_returns, own_share
+from flexmarl.credit.returns import discounted_returns, own_rewards
 from flexmarl.errors import CreditError
-from flexmarl.records import SampleId
+from flexmarl.records import LARGEST_REWARD, SampleId
 
 ANCHOR, ENV_STEP, STEP_REWARD = "anchor", "env_step", "step_reward"
 """Tags that a workflow gives: what the environment showed; its step number; what that step earned, if not by
@@ -29,11 +29,12 @@ class GiGpo(EstimatorBase):
     S   what followed from an environment step on, compared inside those groups between calls with the same `anchor`
 
     The step's own reward is the tag `step_reward`, the same for all its calls, less what invalid ones pay; or else the
-    sum of what its calls were given themselves, and then what a call's agent or team was given comes after the last
-    step.
+    sum of what its acts and calls were given themselves, each once, and then what a call's agent or team was given
+    comes after the last step.
     """
 
     follows_calls: ClassVar[bool] = True
+    adds_up_calls: ClassVar[bool] = True
 
     type: Literal["gigpo"] = "gigpo"
     key: GroupKey = ("task", "agent")
@@ -51,13 +52,18 @@ class GiGpo(EstimatorBase):
     similarity: float | None = Field(default=None, gt=0, lt=1)
     """Anchors at least this similar (difflib's ratio) count as the same; takes time quadratic in their number."""
 
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """With a discount, of episodes with equal rewards the quicker ones are better."""
+        return self.step_weight > 0 and self.gamma < 1
+
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Both parts added up; weights and report are those of the episode part."""
         ordered = in_order(rows)
         scores = self._step_scores([row for row in ordered if row.num_tokens])
         steps = [replace(row, reward=scores[row.sample_id]) for row in ordered if row.num_tokens]
         whole = self._compare(self.key, unit=self.unit, singleton="raw").estimate(rows)
-        part = self._compare(_within(self.key), unit="row", singleton="zero").estimate(self._anchored(steps))
+        part = self._compare(also(self.key, ANCHOR), unit="row", singleton="zero").estimate(self._anchored(steps))
         advantages = {
             sample_id: advantage + self.step_weight * part.advantages.get(sample_id, 0.0)
             for sample_id, advantage in whole.advantages.items()
@@ -74,13 +80,14 @@ class GiGpo(EstimatorBase):
         """R_k = r_k + gamma R_next over the environment steps of each episode."""
         scores: dict[SampleId, float] = {}
         for _, of_episode in groupby(ordered, key=lambda row: (row.task, row.episode)):
-            by_step = sorted(of_episode, key=_env_step)
-            steps = [list(calls) for _, calls in groupby(by_step, key=_env_step)]
-            returns = discounted_returns([_reward_of(calls) for calls in steps], gamma=self.gamma)
+            played = list(of_episode)
+            own = dict(zip((row.sample_id for row in played), own_rewards(played).tolist(), strict=True))
+            steps = [list(calls) for _, calls in groupby(sorted(played, key=_env_step), key=_env_step)]
+            returns = discounted_returns([_reward_of(calls, own) for calls in steps], gamma=self.gamma)
             for k, calls in enumerate(steps):
                 left = self.gamma ** (len(steps) - 1 - k)
                 for row in calls:
-                    after = 0.0 if STEP_REWARD in row.tags else left * own_share(row)
+                    after = 0.0 if STEP_REWARD in row.tags else left * row.shared_reward
                     scores[row.sample_id] = float(returns[k]) + after
         return scores
 
@@ -104,12 +111,6 @@ class GiGpo(EstimatorBase):
         return SequenceMatcher(None, anchor, known).ratio() >= self.similarity
 
 
-def _within(key: GroupKey) -> GroupKey:
-    if isinstance(key, tuple):
-        return (*key, ANCHOR)
-    return {agent: (*tags, ANCHOR) for agent, tags in key.items()}
-
-
 def _env_step(row: CreditRow) -> int:
     step = row.tag(ENV_STEP)
     if not isinstance(step, int):
@@ -117,13 +118,19 @@ def _env_step(row: CreditRow) -> int:
     return step
 
 
-def _reward_of(calls: Sequence[CreditRow]) -> float:
+def _reward_of(calls: Sequence[CreditRow], own: Mapping[SampleId, float]) -> float:
     given = {row.tags[STEP_REWARD] for row in calls if STEP_REWARD in row.tags}
     if not given:
-        return sum(row.call_reward for row in calls)
+        return sum(own[row.sample_id] for row in calls)
     if len(given) > 1 or any(STEP_REWARD not in row.tags for row in calls):
         raise CreditError(
             f"{STEP_REWARD}: the calls of environment step {_env_step(calls[0])} of episode {calls[0].episode} do not "
             f"agree on it: {', '.join(map(str, sorted(given, key=str)))}; give all of them what the step earned"
         )
-    return float(given.pop()) + sum(row.parts.get(PENALTY, 0.0) for row in calls)
+    (earned,) = map(float, given)
+    if not abs(earned) <= LARGEST_REWARD:
+        raise CreditError(
+            f"{STEP_REWARD}: environment step {_env_step(calls[0])} of episode {calls[0].episode} has {earned:g}; it "
+            f"must be finite, and at most {LARGEST_REWARD:g}, as rewards are"
+        )
+    return earned + sum(row.parts.get(PENALTY, 0.0) for row in calls)

@@ -8,13 +8,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from flexmarl.credit.acts import means_of_acts, places_of_acts
 from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
 from flexmarl.credit.interface import CreditRow, in_order
 from flexmarl.credit.keys import Group
 from flexmarl.errors import CreditError
 from flexmarl.records import SampleId
 
-Unit = Literal["row", "trajectory_mean", "trajectory_first"]
+Unit = Literal["row", "act", "trajectory_mean", "trajectory_first"]
 Centre = Literal["mean", "leave_one_out", "length_weighted"]
 Scale = Literal["none", "std", "mean"]
 
@@ -47,14 +48,15 @@ class GroupRelative(Grouped):
     """The general form; each preset sets its parameters to what its paper or its code does.
 
     x   observations of the group, by `unit`; n of them
-    c   what a row is compared as: its reward, or its episode's mean
+    c   what a row is compared as: its reward, or its episode's mean (trajectory_mean)
     A   (c - b) / D; 0 where all of x are equal, or std <= min_std
     b   mean(x); the mean of the others; or the mean with sampled tokens as weights
     D   1; max(std(x), std_floor) + eps; or mean(x), for rewards that are never negative
     """
 
     unit: Unit = "row"
-    """One observation is a row; the mean of an episode's rows, as which they are then compared; or its first row."""
+    """One observation is a row; an act, which is the mean of its calls' rows; the mean of an episode's rows, as which
+    they are then compared; or its first row."""
     centre: Centre = "mean"
     """What a row is compared with: the group's mean; that of its other observations; the mean per sampled token."""
     scale: Scale = "none"
@@ -96,8 +98,10 @@ class GroupRelative(Grouped):
         return super().groups(rows)
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
-        """Rows, or episodes."""
-        return len(members) if self.unit == "row" else len({row.episode for row in members})
+        """Rows, acts or episodes."""
+        if self.unit == "row":
+            return len(members)
+        return len(places_of_acts(members)) if self.unit == "act" else len({row.episode for row in members})
 
     def _line_of(self, group: Group, members: Sequence[CreditRow]) -> Line:
         if self.num_observations(members) > 1:
@@ -139,6 +143,9 @@ class GroupRelative(Grouped):
         scores, lengths = rewards_of(members), np.array([row.num_tokens for row in members], np.float64)
         if self.unit == "row":
             return scores, scores, lengths
+        if self.unit == "act":
+            means, numbers = means_of_acts(members, scores)
+            return scores, means, np.bincount(numbers, weights=lengths).astype(np.float64)
         places: dict[str, list[int]] = {}
         for place, row in enumerate(members):
             places.setdefault(row.episode, []).append(place)

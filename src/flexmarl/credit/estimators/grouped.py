@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
+from flexmarl.credit.acts import led
 from flexmarl.credit.effect import RewardRange
 from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, GroupKey, Needs, in_order
@@ -72,8 +73,15 @@ class Grouped(EstimatorBase):
         return Credit(advantages=advantages, weights=weights, report=report)
 
     def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
-        """The groups of rows that are in order. Raises CreditError for one that breaks a requirement."""
-        return group_rows([row for row in rows if row.num_tokens], self.key, self.require)
+        """The groups of rows that are in order; all calls of an act are in the group of its first one.
+
+        Raises CreditError for a group that breaks a requirement.
+        """
+        return group_rows(led([row for row in rows if row.num_tokens]), self.grouping, self.require)
+
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """The rows, each call of an act where its first one is."""
+        return led(rows)
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
         """How many observations a group has: its rows."""

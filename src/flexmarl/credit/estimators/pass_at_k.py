@@ -6,14 +6,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from flexmarl.credit.acts import means_of_acts, places_of_acts
 from flexmarl.credit.estimators.grouped import Grouped, Scores, Singleton, rewards_of
 from flexmarl.credit.interface import CreditRow, GroupKey
 
 
 class PassAtK(Grouped):
-    """The best row of a group gets (best - second best) / (std + eps), every other row 0; so do ties.
+    """The best act of a group gets (best - second best) / (std + eps), in all its calls, every other 0; so do ties.
 
-    What the group as a whole achieves is its best row, and only that row's lead says who made it (arXiv 2503.19595).
+    What the group as a whole achieves is its best act, and only that one's lead says who made it (arXiv 2503.19595).
     """
 
     type: Literal["pass@k"] = "pass@k"
@@ -26,10 +27,14 @@ class PassAtK(Grouped):
     """1: the sample's standard deviation; 0: the population's."""
     singleton: Singleton = "error"
 
+    def num_observations(self, members: Sequence[CreditRow]) -> int:
+        """Acts: the calls of the best one are no ties."""
+        return len(places_of_acts(members))
+
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
-        x = rewards_of(members)
+        x, act_of_row = means_of_acts(members, rewards_of(members))
         second, best = np.sort(x)[-2:]
         if best == second:
-            return np.zeros_like(x)
+            return np.zeros(len(members))
         divisor = x.std(ddof=self.ddof) + self.eps if self.scale == "std" else 1.0
-        return np.where(x == best, (best - second) / divisor, 0.0)
+        return np.where(x == best, (best - second) / divisor, 0.0)[act_of_row]

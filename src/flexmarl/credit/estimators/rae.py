@@ -27,6 +27,11 @@ class Rae(Ungrouped):
     """d: how much of the baseline an episode leaves in place."""
 
     @property
+    def learns_from_equal_rewards(self) -> bool:
+        """The past may have brought others."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """The whole step, in order, and the baselines that the step before left."""
         return "state"

@@ -1,7 +1,7 @@
 """Decides advantages as REINFORCE does: the reward itself, compared with nothing (Williams 1992)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flexmarl.credit.estimators.ungrouped import Ungrouped, weighted
 from flexmarl.credit.interface import Credit, CreditRow, Needs, in_order
@@ -13,7 +13,14 @@ class Reinforce(Ungrouped):
     No baseline: rewards that are all positive push every sampled token up. Give rewards of both signs.
     """
 
+    has_fixed_baseline: ClassVar[bool] = True
+
     type: Literal["reinforce"] = "reinforce"
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Nothing is taken off: what is always right is reinforced, too."""
+        return True
 
     @property
     def needs(self) -> Needs:

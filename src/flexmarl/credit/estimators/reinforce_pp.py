@@ -22,6 +22,11 @@ class ReinforcePP(Ungrouped):
     """Whose tokens share one mean and variance; the paper has one policy, and takes the batch."""
 
     @property
+    def learns_from_equal_rewards(self) -> bool:
+        """They are compared with those of other tasks."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """The whole step, over which it whitens."""
         return "batch"

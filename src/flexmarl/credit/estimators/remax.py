@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -21,9 +21,16 @@ class ReMax(EstimatorBase):
     to be compared with on that task: its rows have weight 0.
     """
 
+    has_fixed_baseline: ClassVar[bool] = True
+
     type: Literal["remax"] = "remax"
     key: GroupKey = ("task", "agent")
     """Whose turns of the greedy play are the baseline: the same agent's; or, with [task], the whole team's."""
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """The greedy play may have got another."""
+        return True
 
     @property
     def uses(self) -> frozenset[Extra]:

@@ -9,19 +9,22 @@ from pydantic import Field
 
 from flexmarl.credit.estimators.ungrouped import Ungrouped, tokens_of, weighted
 from flexmarl.credit.interface import Credit, CreditRow, Extra, in_order
-from flexmarl.credit.returns import Steps, generalised_advantages, own_share, token_values
+from flexmarl.credit.returns import Steps, generalised_advantages, own_rewards, token_values
 from flexmarl.records import SampleId
 
 
 class StepGae(Ungrouped):
     """Generalised advantages with calls as steps, as in MAPPO (arXiv 2103.01955).
 
-    r_k   what call k was given itself; after the last call comes what its agent, or the team, was given
+    r_k   what call k was given itself, and its act if it is the act's last call; after the last call of all comes what
+          its agent, or the team, was given
     V_k   what the critic expected at the first sampled token of call k
     A_k   r_k + gamma V_next - V_k + gamma lam A_next, for every token of call k
     """
 
     follows_calls: ClassVar[bool] = True
+    adds_up_calls: ClassVar[bool] = True
+    has_fixed_baseline: ClassVar[bool] = True
 
     type: Literal["step_gae"] = "step_gae"
     scope: Literal["team", "agent"] = "team"
@@ -31,6 +34,11 @@ class StepGae(Ungrouped):
     """Discount per call."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """1: all that followed, less what was expected; 0: the next call's value stands for all that follows."""
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """A critic may have expected others."""
+        return True
 
     @property
     def uses(self) -> frozenset[Extra]:
@@ -55,8 +63,7 @@ class StepGae(Ungrouped):
         return replace(weighted(ordered, advantages), returns=tokens_of(returns))
 
     def _advantages(self, calls: Sequence[CreditRow], values: Steps) -> Steps:
-        own = [row.call_reward for row in calls]
         # A reward after the last call adds (gamma lam)^(calls in between) times itself: each row has its own share.
         reach = (self.gamma * self.lam) ** np.arange(len(calls) - 1, -1, -1)
-        shares = np.array([own_share(row) for row in calls])
-        return generalised_advantages(own, values, gamma=self.gamma, lam=self.lam) + reach * shares
+        shares = np.array([row.shared_reward for row in calls])
+        return generalised_advantages(own_rewards(calls), values, gamma=self.gamma, lam=self.lam) + reach * shares

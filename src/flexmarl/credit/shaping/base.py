@@ -25,6 +25,11 @@ class Term(Settings):
     """Whether it compares the candidates of a turn: for trees of turns alone."""
 
     @property
+    def may_be_negative(self) -> bool:
+        """Whether it can make a reward negative where no reward that was given is."""
+        return False
+
+    @property
     def name(self) -> str:
         """The part of the reward that it is logged as: its `type`."""
         return str(getattr(self, "type"))  # noqa: B009  # each kind has its own literal

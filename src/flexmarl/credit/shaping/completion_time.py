@@ -33,6 +33,7 @@ class CompletionTime(AddedTerm):
     """c_d: of a sampled token."""
 
     sees: ClassVar[Sees] = "task"
+    follows_calls: ClassVar[bool] = True
     of_call: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -44,6 +45,11 @@ class CompletionTime(AddedTerm):
                 f"else a quick failure could beat a slow success"
             )
         return self
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a slow success may lose more than it has; failures lose nothing."""
+        return self.bonus > self.success
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """Per agent, for every turn of an episode the same."""

@@ -26,6 +26,11 @@ class MarginWithOutcome(OutcomeTerm):
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a turn is worse than those before it."""
+        return self.alpha > 0
+
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `turn`."""
         chain = compared(rows, self.scope)

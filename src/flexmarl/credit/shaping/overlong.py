@@ -27,6 +27,11 @@ class Overlong(AddedTerm):
             raise ValueError(f"buffer: {self.buffer} is more than max_tokens={self.max_tokens}; use a part of it")
         return self
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a response is too long."""
+        return self.penalty > 0
+
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the sampled tokens of each call."""
         return {row.sample_id: -self.penalty * self._share(row.num_tokens) for row in rows}

@@ -31,6 +31,11 @@ class Process(AddedTerm):
                 raise ValueError(f"{signal}: a cost must be at least 0, got {cost}; what is found is never paid for")
         return costs
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Where something went wrong in a call."""
+        return self.most > 0 and any(self.costs.values())
+
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the signals of each call."""
         return {row.sample_id: -min(self.most, self._cost(row.signals)) for row in rows}

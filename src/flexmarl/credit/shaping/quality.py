@@ -24,6 +24,11 @@ class Quality(OutcomeTerm):
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a turn stands by what is wrong."""
+        return self.alpha > 0
+
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `turn`. Raises CreditError for an outcome outside [0, 1]."""
         before = compared(rows, self.scope)

@@ -1,14 +1,15 @@
 """Decides the final reward of every turn of a task: its outcome as a term makes it, and what others add.
 
-  reward = outcome' + what the workflow gave as other parts + terms that add       call_reward: of this, the call's own
-  outcome = outcome'                                                               what filters look at
+  reward = outcome' + what the workflow gave as other parts + terms that add       act_reward, call_reward: of this, the
+  outcome = outcome'                                     what filters look at      act's and the very call's own
   parts   = {outcome, the workflow's own, each term by its type}                   they add up to the reward
+  objectives = {outcome', the workflow's own}  prices = {each term that adds}      and so do these two
 
 Every term reads the rewards as the workflow gave them, so that their order does not matter; only `reward_to_go`, which
 must be the last, reads what the others came to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexmarl.credit.interface import CreditRow
@@ -56,19 +57,22 @@ class _Sum:
     row: CreditRow
     """As it was given."""
     outcome: float
+    reshaped: bool = False
+    """Whether a term has put another outcome in its place, be it an equal one."""
     terms: dict[str, float] = field(default_factory=dict)
     """What each did to the reward."""
+    prices: dict[str, float] = field(default_factory=dict)
+    """What those did that add."""
     call_reward: float = 0.0
-    added: float = 0.0
 
     def take(self, term: AnyTerm, value: float) -> None:
         """Adds what a term says."""
         change = value
         if isinstance(term, AddedTerm):
-            self.added += value
+            self.prices[term.name] = self.prices.get(term.name, 0.0) + value
             self.call_reward += value if term.of_call else 0.0
         else:
-            change, self.outcome = value - given(self.row), value
+            change, self.outcome, self.reshaped = value - given(self.row), value, True
         self.terms[term.name] = self.terms.get(term.name, 0.0) + change
 
     def row_now(self) -> CreditRow:
@@ -82,15 +86,26 @@ class _Sum:
             parts[name] = parts.get(name, 0.0) + change
         return replace(
             row,
-            reward=self.outcome + (row.reward - before) + self.added,
+            reward=self.outcome + (row.reward - before) + sum(self.prices.values()),
             outcome=self.outcome,
-            call_reward=row.call_reward + _of_call(row, self.outcome - before) + self.call_reward,
+            act_reward=row.act_reward + _of_act(row, self.outcome - before),
+            call_reward=row.call_reward + self.call_reward,
             parts=parts,
+            objectives=_asked(row, self.outcome if self.reshaped else None),
+            prices=self.prices,
         )
 
 
-def _of_call(row: CreditRow, change: float) -> float:
-    """What of a change of the outcome is the very call's: as much of it as of the outcome."""
-    if row.call_outcome is None:
+def _of_act(row: CreditRow, change: float) -> float:
+    """What of a change of the outcome is the act's: as much of it as of the outcome."""
+    if row.act_outcome is None:
         return 0.0
-    return change * row.call_outcome / given(row) if given(row) else change
+    return change * row.act_outcome / given(row) if given(row) else change
+
+
+def _asked(row: CreditRow, reshaped: float | None) -> Mapping[str, float]:
+    """What the workflow asked for, with a reshaped outcome; a row without that part is judged by all of its reward."""
+    asked = row.objectives or row.parts or {"outcome": given(row)}
+    if reshaped is None:
+        return asked
+    return {**(asked if "outcome" in asked else {}), "outcome": reshaped}

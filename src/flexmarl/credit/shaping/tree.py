@@ -28,6 +28,11 @@ class Tree(OutcomeTerm):
     sees: ClassVar[Sees] = "episode"
     needs_branches: ClassVar[bool] = True
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a candidate is worse than what it is compared with."""
+        return self.gain > 0
+
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """By the tag `path`, which tree sampling gives; a candidate's outcome is the mean over its calls."""
         calls: dict[Node, list[float]] = {}

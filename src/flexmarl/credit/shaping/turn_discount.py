@@ -9,7 +9,7 @@ from flexmarl.credit.shaping.base import RowOutcome, turn_of
 
 
 class TurnDiscount(RowOutcome):
-    """r gamma^(K - 1 - k), or r gamma^(K - k)."""
+    """r gamma^max(0, K - 1 - k), or r gamma^max(0, K - k): turns beyond the last are not discounted."""
 
     type: Literal["turn_discount"] = "turn_discount"
     max_turns: int = Field(default=8, ge=1)
@@ -21,4 +21,4 @@ class TurnDiscount(RowOutcome):
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """By the tag `turn`."""
-        return reward * self.gamma ** (self.max_turns - self.last_undiscounted - turn_of(row))
+        return reward * self.gamma ** max(0, self.max_turns - self.last_undiscounted - turn_of(row))

@@ -193,9 +193,17 @@ class Updater:
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: UpdateSettings, *, beside: Mapping[str, nn.Parameter] = {}
+        self,
+        model: PreTrainedModel,
+        settings: UpdateSettings,
+        *,
+        beside: Mapping[str, nn.Parameter] = {},
+        beside_rate: float | None = None,
     ) -> None:
-        """`beside` are parameters that are trained with the model and are no part of it, by name."""
+        """`beside` are parameters that are trained with the model and are no part of it, by name.
+
+        They have the peak rate `beside_rate`; None: that of the model.
+        """
         self._settings = settings
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(beside)
         for parameter in self.parameters.values():
@@ -205,8 +213,11 @@ class Updater:
             name: p.detach().float() if p.dtype == torch.bfloat16 else p for name, p in self.parameters.items()
         }
         adamw = settings.optimizer
+        own = [master for name, master in self.masters.items() if name not in beside]
+        self._rates = [adamw.learning_rate, *([beside_rate or adamw.learning_rate] if beside else [])]
+        groups = [{"params": own}, *([{"params": [self.masters[name] for name in beside]}] if beside else [])]
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(),
+            groups,
             lr=adamw.learning_rate,
             betas=(adamw.beta1, adamw.beta2),
             eps=adamw.eps,
@@ -241,9 +252,10 @@ class Updater:
             master.grad = gradient
         if self._settings.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(masters, self._settings.max_grad_norm, norm)
-        learning_rate = self._settings.optimizer.learning_rate * self._settings.schedule.factor(update)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        factor = self._settings.schedule.factor(update)
+        learning_rate = self._rates[0] * factor
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.refresh()

@@ -74,7 +74,8 @@ class SingleProcessTrainer:
         self._tokenizer = tokenizer
         self._network = Network(model, settings, device=device, seed=seed)
         self._objective = Objective(settings)
-        self._updater = Updater(model, settings, beside=self._network.beside)
+        rate = None if settings.critic is None else settings.critic.learning_rate
+        self._updater = Updater(model, settings, beside=self._network.beside, beside_rate=rate)
         scale = settings.accumulation_scale
         self._backward = Backward(self._network, self._objective, self._updater, scale=scale)
         self._version = Version(version)

@@ -1,0 +1,79 @@
+"""Decides what a config does that is allowed and has a price: said by `check`, and when `train` begins."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flexmarl.agents.settings import SamplingSettings
+from flexmarl.config.run import RunSettings
+from flexmarl.credit.shaping.shaped import Shaped
+from flexmarl.credit.shaping.turn_discount import TurnDiscount
+from flexmarl.credit.shaping.turn_weighted import TurnWeighted
+
+
+class Caution(NamedTuple):
+    """Something that works, and not as well as it could."""
+
+    key: str
+    """Of the setting, e.g. `team.agents.solver.sampling`."""
+    price: str
+    """Its value, and what that costs."""
+    instead: str
+    """What would cost nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.price}; {self.instead}"
+
+
+def cautions(settings: RunSettings) -> list[Caution]:
+    """All of a config that is right, in the order of its sections."""
+    return [*_of_older_versions(settings), *_of_sampling(settings), *_of_depth(settings)]
+
+
+def _uncorrected(settings: RunSettings) -> list[str]:
+    policies = settings.policies
+    return [name for name in sorted(settings.trained) if policies[name].training.correction.type == "none"]
+
+
+def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
+    """docs/math.md section 10."""
+    for policy in _uncorrected(settings) if not settings.mode.synchronous else ():
+        yield Caution(
+            f"policies.{policy}.training.correction",
+            f"type none in mode '{settings.mode.value}': tokens that older versions sampled count as if the trained "
+            f"weights had, but for the loss's own clipping, which keeps only what has moved too far from moving on",
+            "use type: tis",
+        )
+
+
+def _of_sampling(settings: RunSettings) -> Iterator[Caution]:
+    """docs/math.md section 4."""
+    uncorrected = _uncorrected(settings)
+    for agent, seat in settings.team.agents.items():
+        if seat.policy in uncorrected and (changed := _changed(seat.sampling)):
+            yield Caution(
+                f"team.agents.{agent}.sampling",
+                f"{changed}, but the loss takes log-probabilities at temperature 1 without filters: what is rewarded "
+                f"is drawn from one distribution, and another one is trained",
+                f"use temperature=1 without filters, or policies.{seat.policy}.training.correction={{type: tis}}",
+            )
+
+
+def _changed(sampling: SamplingSettings) -> str:
+    plain = SamplingSettings()
+    shown = ("temperature", "top_p", "top_k", "min_p")
+    return ", ".join(
+        f"{name} {getattr(sampling, name):g}" for name in shown if getattr(sampling, name) != getattr(plain, name)
+    )
+
+
+def _of_depth(settings: RunSettings) -> Iterator[Caution]:
+    candidates = getattr(settings.team.workflow, "candidates", 1)
+    for where, term in settings.credit.terms.items() if candidates > 1 else ():
+        if isinstance(term, TurnDiscount | TurnWeighted | Shaped):
+            first = term.gamma ** (term.max_turns - 1) if isinstance(term, TurnDiscount) else 1 / term.max_turns
+            yield Caution(
+                f"credit.{where}",
+                f"{term.name} weighs rewards by depth, but each turn of a tree is rewarded for itself: the first one "
+                f"counts {first:.3g} times the last, and turns of different depths are compared on different scales",
+                "leave it out, or compare within a turn: credit.estimator.type=atgrpo",
+            )
