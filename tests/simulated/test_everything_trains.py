@@ -19,7 +19,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hierarchical": {"episode_roles": ["verifier"]},
     "learnability": {"agents": ["solver"], "solvers": ["verifier"]},
     "overlong": {"max_tokens": 8, "buffer": 4},
-    "atgrpo": {"key": ["task", "episode", "branch", "agent"]},
 }
 """What an entry of a table cannot do without, or what fits it to trees."""
 
@@ -74,6 +73,10 @@ def trained(credit: dict[str, Any], **sections: Any) -> ScriptedRun:
     return run
 
 
+RETURNS: dict[str, Any] = {"estimator": {"type": "reinforce"}, "then": [{"type": "reward_to_go", "scope": "agent"}]}
+"""What adds up what follows, without which a potential is refused."""
+
+
 def with_options(kind: str) -> dict[str, Any]:
     return {"type": kind, **OPTIONS.get(kind, {})}
 
@@ -87,7 +90,10 @@ def test_every_estimator_trains(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SHAPING)
 def test_every_term_trains_and_is_a_part_of_the_reward_with_a_mean_of_its_own(kind: str) -> None:
-    run = trained({"shaping": [with_options(kind)]})
+    then = RETURNS["then"] if kind == "potential" else []
+    by = {"estimator": RETURNS["estimator"]} if kind == "potential" else {}
+    run = trained({"shaping": [with_options(kind), *then], **by})
+    named = {"outcome", "care", "invalid_action", kind, *(term["type"] for term in then)}
     for step in (1, 2):
         assert f"reward_part/solver/{kind}" in run.metrics[step]
-        assert {"outcome", "care", "invalid_action", kind} == set(run.events("credited")[0]["parts"]["solver"]["means"])
+        assert named == set(run.events("credited")[0]["parts"]["solver"]["means"])

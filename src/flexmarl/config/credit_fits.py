@@ -22,7 +22,7 @@ def misfits(
     yield from _names_are_of_the_team(credit, team)
     yield from _every_agent_has_a_key(credit, team, trained)
     yield from _branches_are_where_they_are_compared(credit, team)
-    yield from _returns_are_added_up_once(credit, agents)
+    yield from returns_are_added_up_once(credit, agents)
     yield from potentials_cancel(credit, agents)
     yield from _negative_rewards_are_not_divided_by(credit, team, pays_divergence)
 
@@ -70,7 +70,8 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
         )
 
 
-def _returns_are_added_up_once(credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
+def returns_are_added_up_once(credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
+    """What would add up what follows a call a second time, a sentence each; `agents` are those that are trained."""
     for where, term in credit.terms.items():
         for agent in filter(term.is_for, agents if isinstance(term, RewardToGo) else ()):
             estimator = credit.estimator_of(agent)

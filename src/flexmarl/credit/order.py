@@ -11,10 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Estimator
 from flexmarl.errors import CreditError
+from flexmarl.records import LARGEST_REWARD
+
+LARGEST_CREDITED = 1e6 * LARGEST_REWARD
+"""Of a reward after all terms: room for the sum of what a million calls earned, and squares are far from overflow."""
 
 
 def counted(rows: Sequence[CreditRow], *, untrained_in_baseline: bool) -> list[CreditRow]:
@@ -26,8 +28,8 @@ def estimated(
     rows: Sequence[CreditRow], memory: Mapping[str, float], *, estimator: Estimator, untrained_in_baseline: bool
 ) -> Credit:
     """An advantage and a weight for every row; greedy ones, and those that do not train, have weight 0."""
-    with np.errstate(all="ignore"):  # What overflows is told by name below, not as numpy's warning of a line of ours.
-        credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
+    _check_size(rows)
+    credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
     _check_finite(credit, rows)
     nothing = {row.sample_id: 0.0 for row in rows if row.greedy or not row.trains}
     report = dict(credit.report)
@@ -41,6 +43,15 @@ def estimated(
         token_advantages={name: tokens for name, tokens in credit.token_advantages.items() if name not in nothing},
         returns={name: tokens for name, tokens in credit.returns.items() if name not in nothing},
     )
+
+
+def _check_size(rows: Sequence[CreditRow]) -> None:
+    for row in rows:
+        if row.reward is not None and abs(row.reward) > LARGEST_CREDITED:
+            raise CreditError(
+                f"sample {row.sample_id} of agent {row.agent} has reward {row.reward:g} after all terms; it must be at "
+                f"most {LARGEST_CREDITED:g}, else what it is compared with is lost: give rewards on a smaller scale"
+            )
 
 
 def _check_finite(credit: Credit, rows: Sequence[CreditRow]) -> None:

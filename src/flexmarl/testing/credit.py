@@ -5,13 +5,15 @@
 Both run without a test framework.
 """
 
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexmarl.credit import Credit, CreditRow, Estimator
+from flexmarl.credit.acts import places_of_acts
 from flexmarl.errors import CreditError
-from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
+from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId, Scalar
 
 
 def credit_row(
@@ -42,18 +44,21 @@ def credit_row(
     )
 
 
-def random_credit_rows(seed: int, *, empty_rows: bool = True) -> list[CreditRow]:
+def random_credit_rows(
+    seed: int, *, empty_rows: bool = True, acts: bool = False, episodes: int | None = None
+) -> list[CreditRow]:
     """A ragged batch: several tasks and agents, lone rows, constant groups, equal rows, empty rows, in any order.
 
-    Solver and verifier share a policy. All calls of a task have one context, as far as their tags say, and those of an
-    episode form a tree.
+    Solver and verifier share a policy. All first calls of a task have one context, as far as their tags say, and those
+    of an episode form a tree. With `acts` some calls go on after a tool: they have the reward of their act, and
+    contexts that nobody shares. Without `episodes` a task has one to five.
     """
     draw = random.Random(seed)
     palettes = ([0.0, 1.0], [1.0], [0.1 + 0.2, 0.3], [0.0, 0.25, 0.9, 1.0], [0.5])
     rows = []
     for task in range(draw.randint(1, 4)):
         palette = draw.choice(palettes)
-        for episode in range(draw.randint(1, 5)):
+        for episode in range(episodes or draw.randint(1, 5)):
             paths = ["0"]
             for hop in range(draw.randint(1, 4)):
                 agent = draw.choice(("solver", "verifier", "router"))
@@ -70,14 +75,43 @@ def random_credit_rows(seed: int, *, empty_rows: bool = True) -> list[CreditRow]
                     tags={"turn": hop // 2, "context_hash": f"t{task}", "branch": branch, "path": paths[-1]},
                 )
                 rows.append(replace(row, values=tuple(draw.uniform(-1, 1) for _ in range(row.num_tokens))))
+    if acts:
+        rows = [call for row in rows for call in _act(row, draw.choice((1, 1, 2, 3)))]
     draw.shuffle(rows)
     return rows
 
 
+def _act(row: CreditRow, calls: int) -> list[CreditRow]:
+    """The row as so many calls of one act."""
+    first = 10 * row.hop
+    found: list[CreditRow] = []
+    for number in range(calls):
+        own = {"branch": f"{row.tags['path']}:{number}", "context_hash": f"{row.sample_id}:{number}"} if number else {}
+        state = {"anchor": f"state {row.hop}", "env_step": row.hop}
+        hop, tags = first + number, {**row.tags, "act": first, **state, **own}
+        name = SampleId(f"{row.task}_{hop}_{row.episode}")
+        found.append(replace(row, sample_id=name, hop=hop, tags=tags, act_reward=row.reward or 0.0))
+    return found
+
+
+def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
+    """The calls of each act, in hop order."""
+    ordered = sorted(rows, key=lambda row: (row.task, row.episode, row.hop))
+    return [[ordered[place] for place in places] for places in places_of_acts(ordered)]
+
+
 def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
-    """Raises AssertionError naming the law that the estimator breaks on a random batch (docs/math.md section 7)."""
+    """Raises AssertionError naming the law that the estimator breaks on a random batch (docs/math.md section 7).
+
+    A batch in three has acts of several calls, as after a tool; one in three has one episode per task.
+    """
+    _check_equal_rewards(estimator)
     for seed in range(num_batches):
-        rows = random_credit_rows(seed)
+        rows = random_credit_rows(seed, acts=seed % 3 == 1, episodes=1 if seed % 3 == 2 else None)
+        large = [replace(row, reward=None if row.reward is None else row.reward * LARGEST_REWARD) for row in rows]
+        found = estimator.estimate(large)
+        numbers = [*found.advantages.values(), *(value for of in found.token_advantages.values() for value in of)]
+        assert all(map(math.isfinite, numbers)), f"rewards up to {LARGEST_REWARD:g} give finite advantages"
         credit = estimator.estimate(rows)
         ids = {row.sample_id for row in rows}
         assert set(credit.advantages) == set(credit.weights) == ids, "every row gets an advantage and a weight"
@@ -96,6 +130,20 @@ def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
         sampled = next((row for row in rows if row.num_tokens), None)
         if sampled is not None:
             _check_missing_reward(estimator, rows, sampled)
+
+
+def _check_equal_rewards(estimator: Estimator) -> None:
+    """Two tasks of several lone calls, each task with one reward for all of them."""
+    tags = {"turn": 0, "context_hash": "c", "branch": "", "path": "0", "anchor": "a", "env_step": 0}
+    rows = [
+        credit_row(0.25 + 0.5 * task, task=f"t{task}", episode=episode, tags=tags)
+        for task in range(2)
+        for episode in range(4)
+    ]
+    rows = [replace(row, values=(0.5,) * row.num_tokens) for row in rows]
+    found = estimator.estimate(rows)
+    said = "an estimator that does not learn from equal rewards gives 0, for filters drop tasks that have no others"
+    assert estimator.learns_from_equal_rewards or not any(found.advantages.values()), said
 
 
 def _of(ids: set[SampleId], credit: Credit) -> list[tuple[float, float]]:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from flexmarl.agents import tree_sampling
 from flexmarl.agents.context import Node
 from flexmarl.agents.tree_sampling import Branch, best
+from flexmarl.credit import CreditSettings, credit_rows
 from flexmarl.errors import EpisodeError, boundary
-from flexmarl.records import split_sample_id
+from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, split_sample_id
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import StepResult
 from flexmarl.testing.agents import check_turns
@@ -83,6 +84,7 @@ def grown(
     name="lattice",
     script=digits,
     trains=True,
+    episode=0,
     **more,
 ):
     """The team after a tree was played."""
@@ -90,7 +92,13 @@ def grown(
     workflow = {"type": "turns", "turn": name, "candidates": candidates, "keep": keep, "max_turns": max_turns}
     team_spec = spec(team, workflow)
     random_delay = random.Random(delays)
-    played = context(script, delay_s=lambda request: random_delay.random(), environment=Lattice, trains=trains)
+    played = context(
+        script,
+        delay_s=lambda request: random_delay.random(),
+        environment=Lattice,
+        trains=trains,
+        trajectory_id=f"g0e{episode}a0",
+    )
     team = team_spec.seat(played)
     run_virtual(team_spec.run(TASK, team))
     return team
@@ -314,3 +322,91 @@ def test_a_turn_that_cannot_be_compared_fails_the_episode(name, error):
 
 def test_the_lattice_is_an_environment():
     check_environment(Lattice, actions=[*"0123456789"])
+
+
+@tree_sampling.turn("asks_a_tool")
+async def asks_a_tool(task, team):
+    """An act earns what its last message says, whatever it took to say it."""
+    reply = await team.red.act("x")
+    reply.reward(float(reply.text))
+    team.report(said=float(reply.text))
+    return False
+
+
+def at_times_a_tool(prompt, request):
+    """One candidate in two calls the tool first; what is said then is worth less than what others say at once."""
+    if "<|tool|>" in prompt.split("<|user|>")[-1]:
+        return "0.5"
+    return "calc(2+3)" if request.seed % 2 else "0.9"
+
+
+def test_the_candidate_that_goes_on_is_the_one_whose_act_earned_most_and_not_the_one_that_took_most_calls():
+    for memory in ("none", "full"):
+        team = grown(6, agents=1, max_turns=3, name="asks_a_tool", script=at_times_a_tool, memory=memory, **CALCULATOR)
+        calls = defaultdict(list)
+        for turn in team.turns:
+            calls[turn.tags["path"]].append(turn)
+        for depth in range(3):
+            level = {path: said for path, said in calls.items() if path.count(".") == depth}
+            assert {len(said) for said in level.values()} == {1, 2}, "with and without a tool"
+            for path, said in level.items():
+                assert {turn.tags["act"] for turn in said} == {said[0].tags["hop"]}
+                went_on = any(other.startswith(f"{path}.") for other in calls)
+                assert not went_on or len(said) == 1, "0.9 is more than 0.5, though 0.5 stands on two calls"
+        assert team.metrics == {"said": 0.9}
+
+
+def test_a_candidate_is_worth_each_reward_once_whoever_it_is_for():
+    async def play(team):
+        fork = team.fork(Node((0,)))
+        first, second = await fork.red.act("a"), await fork.red.act("b")
+        await fork.blue.act("c")
+        first.reward(1.0)
+        second.reward(0.25, part="style")
+        fork.red.reward(0.5)
+        fork.blue.reward(0.0625)
+        fork.reward(2.0)
+        assert fork.total_reward() == 3.8125
+        assert team.total_reward() == 0.0
+        fork.green.reward(100.0)
+        assert fork.total_reward() == 3.8125, "it has said nothing, so that no turn has the reward"
+
+    team = spec({"red": {}, "blue": {}, "green": {}}).seat(context(lambda *_: "ok"))
+    run_virtual(play(team))
+
+
+@pytest.mark.parametrize("estimator", [{"type": "atgrpo", "scale": "none"}, {"type": "c3"}, {"type": "default"}])
+@pytest.mark.parametrize(("keep", "episodes"), [(1, 1), (2, 1), (2, 3)])
+def test_on_trees_with_a_tool_every_call_of_an_act_is_compared_by_the_default_key(estimator, keep, episodes):
+    credit = CreditSettings.model_validate({"estimator": estimator, "invalid_action": None})
+    plays = [
+        grown(4, keep, agents=1, max_turns=2, name="asks_a_tool", script=at_times_a_tool, episode=number, **CALCULATOR)
+        for number in range(episodes)
+    ]
+    group = GroupRecord(
+        group=GroupId(0),
+        task=TASK,
+        step=0,
+        episodes=tuple(
+            Episode(
+                episode=team.context.episode,
+                group=GroupId(0),
+                task=TASK.input_id,
+                status=EpisodeStatus.FINISHED,
+                turns=team.turns,
+                rewards=team.rewards(),
+                call_rewards=team.call_rewards(),
+                parts=team.parts(),
+            )
+            for team in plays
+        ),
+    )
+    rows = credit.shape(credit_rows(group, [PolicyName("p")]))
+    found = credit.credit(rows).advantages
+    assert any(row.hop != row.act for row in rows), "some calls are not the first of their act"
+    for row in rows:
+        first = next(other for other in rows if (other.episode, other.hop) == (row.episode, row.act))
+        assert found[row.sample_id] == pytest.approx(found[first.sample_id], abs=1e-12)
+        if estimator["type"] != "c3":  # which judges by what followed
+            assert (found[row.sample_id] > 0) == (row.reward == 0.9), "better than its siblings, or worse"
+    assert any(found[row.sample_id] for row in rows if row.hop != row.act), "the calls after a tool learn, too"

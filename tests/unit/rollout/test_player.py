@@ -80,9 +80,31 @@ async def not_a_number(task, team):
     (await team.solver.act(task.prompt)).reward(float("nan"))
 
 
+async def too_much(task, team):
+    answer = await team.solver.act(task.prompt)
+    answer.reward(0.75e6)
+    answer.reward(0.5e6)
+
+
+async def far_too_much(task, team):
+    await team.solver.act(task.prompt)
+    team.reward(-1e300, part="style")
+
+
 @pytest.mark.parametrize(
     ("workflow", "status", "reason"),
     [
+        (
+            too_much,
+            EpisodeStatus.FAILED,
+            "rewards of one part must add up to 1e+06 at most, either sign, got 500000.0 for 'outcome', 1250000.0 in all; "
+            "give rewards on a smaller scale",
+        ),
+        (
+            far_too_much,
+            EpisodeStatus.FAILED,
+            "rewards of one part must add up to 1e+06 at most, either sign, got -1e+300",
+        ),
         (broken, EpisodeStatus.FAILED, "workflow on task sum-1: KeyError: 'answer'"),
         (broken_in_a_group, EpisodeStatus.FAILED, "workflow on task sum-1: KeyError: 'answer'"),
         (forgetful, EpisodeStatus.FAILED, "agent 'verifier' got no reward for call sum-1_1_g0e0a0"),

@@ -10,7 +10,10 @@ from flexmarl.credit.interface import Credit, CreditRow, GroupKey, Needs
 
 
 class Gpg(GroupRelative):
-    """GPG (arXiv 2504.02546): A = alpha (r - mean), alpha = rows of the step / those with a reward other than 0."""
+    """GPG (arXiv 2504.02546): A = alpha (r - mean), alpha = rows of the step / those with an outcome other than 0.
+
+    The outcome, and not the reward: else a price of a millionth would turn every failure into a row that counts.
+    """
 
     type: Literal["gpg"] = "gpg"
     key: GroupKey = ("task",)
@@ -24,6 +27,6 @@ class Gpg(GroupRelative):
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """The group-relative advantages times alpha."""
         credit = super().estimate(rows, memory)
-        rewards = [row.reward for row in rows if row.num_tokens]
-        alpha = len(rewards) / max(sum(map(bool, rewards)), 1)
+        outcomes = [row.reward if row.outcome is None else row.outcome for row in rows if row.num_tokens]
+        alpha = len(outcomes) / max(sum(map(bool, outcomes)), 1)
         return replace(credit, advantages={name: alpha * value for name, value in credit.advantages.items()})
