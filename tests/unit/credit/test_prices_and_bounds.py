@@ -204,7 +204,7 @@ def test_a_factor_ends_where_the_turns_do():
 
 
 def given_to(kind: str, seed: int, size: float) -> list[CreditRow]:
-    rows = [row for row in random_credit_rows(seed, empty_rows=False, acts=True)]
+    rows = random_credit_rows(seed, empty_rows=False, acts=True)
     sign = abs if kind == "max_rl" else lambda x: x
     rows = [replace(row, reward=sign((row.reward or 0.0) - 0.5) * size, act_reward=0.0) for row in rows]
     if kind == "remax":

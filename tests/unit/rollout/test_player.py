@@ -97,8 +97,7 @@ async def far_too_much(task, team):
         (
             too_much,
             EpisodeStatus.FAILED,
-            "rewards of one part must add up to 1e+06 at most, either sign, got 500000.0 for 'outcome', 1250000.0 in all; "
-            "give rewards on a smaller scale",
+            "rewards of one part must add up to 1e+06 at most, either sign, got 500000.0 for 'outcome', 1250000.0 in",
         ),
         (
             far_too_much,
