@@ -21,7 +21,8 @@ from common import interleaved_rates, median_ratio, parser, report
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from tree_workloads import Row, as_samples, work_of_rows, work_of_tree, workloads
 
-from flexmarl.training.backends.causal_lm import move_and_cast, prepare_for_training
+from flexmarl.cluster.torch_device import place
+from flexmarl.training.backends.causal_lm import prepare_for_training
 from flexmarl.training.backends.forward import Pass, plan, run
 from flexmarl.training.batching import plan_passes
 from flexmarl.training.settings import TrainingSettings
@@ -47,7 +48,7 @@ def half_billion() -> PreTrainedModel:
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config)
-    move_and_cast(model, torch.device("cuda"), torch.bfloat16)
+    place(model, "cuda", torch.bfloat16)
     prepare_for_training(model, activation_checkpointing=True)
     return model
 

@@ -42,8 +42,15 @@ def draw_up(settings: RunSettings) -> Blueprint:
 
 def check_device(cluster: ClusterSettings) -> None:
     """Raises ConfigError if this machine lacks the device; that of a Ray cluster is asked when the run starts."""
-    if cluster.backend == "inline" and cluster.device.startswith("cuda") and not torch.cuda.is_available():
+    if cluster.backend != "inline" or cluster.device == "cpu":
+        return
+    if not torch.cuda.is_available():
         raise ConfigError(f"cluster.device={cluster.device}, but torch sees no CUDA device; use cluster.device=cpu")
+    if (torch.device(cluster.device).index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"cluster.device={cluster.device}, but torch sees {torch.cuda.device_count()} CUDA devices; use cuda:0 to "
+            f"cuda:{torch.cuda.device_count() - 1}"
+        )
 
 
 def open_tasks(settings: RunSettings) -> TaskSource:

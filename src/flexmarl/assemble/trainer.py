@@ -24,4 +24,5 @@ def make_trainer(
         tokenizer=load_tokenizer(settings, policy),
         device=device,
         seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
+        deterministic=settings.deterministic,
     )

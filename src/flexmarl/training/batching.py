@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 from flexmarl.records import IntArray
 
 PASS_OVERHEAD_TOKENS = 192
-"""What starting one more pass costs, in tokens. With 0.8M parameters on a CPU: flat from 64 to 384, then a slope."""
+"""What starting one more pass costs on a CPU, in tokens. With 0.8M parameters: flat from 64 to 384, then a slope."""
 
 
-def plan_passes(lengths: NDArray[np.int64], max_tokens: int) -> list[NDArray[np.int64]]:
+def plan_passes(
+    lengths: NDArray[np.int64], max_tokens: int, overhead: float = PASS_OVERHEAD_TOKENS
+) -> list[NDArray[np.int64]]:
     """Row numbers of each pass: rows of like length together, at the least (padded tokens + overhead of the passes).
 
-    `max_tokens` bounds the padded tokens of a pass of two rows or more; a longer row goes alone. Exact, by dynamic
-    programming over the rows in order of length.
+    `max_tokens` bounds the padded tokens of a pass of two rows or more; a longer row goes alone. `overhead` is that of
+    one pass, in tokens. Exact, by dynamic programming over the rows in order of length.
 
     >>> [rows.tolist() for rows in plan_passes(np.array([900, 10, 880, 12]), max_tokens=4096)]
     [[1, 3], [2, 0]]
@@ -29,7 +31,7 @@ def plan_passes(lengths: NDArray[np.int64], max_tokens: int) -> list[NDArray[np.
         reach = max(0, last + 1 - max(1, max_tokens // max(int(length), 1)))
         costs = best[reach : last + 1] + np.arange(last + 1 - reach, 0, -1) * length
         first[last] = reach + int(costs.argmin())
-        best[last + 1] = costs.min() + PASS_OVERHEAD_TOKENS
+        best[last + 1] = costs.min() + overhead
     passes, end = [], len(ordered)
     while end:
         start = first[end - 1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from flexmarl.records import Sample, Version
-from flexmarl.training.backends.causal_lm import Updater, precision
+from flexmarl.training.backends.causal_lm import Updater
 from flexmarl.training.backends.forward import Pass
 from flexmarl.training.backends.gradients import OpenSums
 from flexmarl.training.backends.network import Network
@@ -32,7 +32,7 @@ class Backward:
         objective, network = self._objective, self._network
         samples, weights = _of(trained, together)
         reference = network.reference_logprobs(samples, together.tree) if objective.needs_reference else None
-        with precision(network.model):
+        with network.computing():
             outputs = network.outputs(samples, together.tree, entropy_gradient=objective.needs_entropy_gradient)
             loss, figures = objective(samples, weights, outputs, version=version, reference=reference)
             (loss * self._scale).backward()
@@ -46,7 +46,7 @@ class Backward:
         samples, weights = _of(members, together)
         scores = [sample.advantage for sample in samples]
         plain_samples = [replace(sample, advantage=1.0) for sample in samples]
-        with precision(self._network.model):
+        with self._network.computing():
             outputs = self._network.outputs(samples, together.tree)
             plain_loss, figures = self._objective(plain_samples, weights, outputs, version=version)
             scored_loss, _ = self._objective(samples, weights, outputs, version=version)

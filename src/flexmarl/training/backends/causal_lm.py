@@ -91,7 +91,9 @@ def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bo
     if activation_checkpointing:
         # PyTorch leaves function modes when it enters backward, so the recomputation must be given its own.
         contexts = {"context_fn": lambda: (nullcontext(), precision(model))}
-        model.activation_checkpointing_enable({"use_reentrant": False, **contexts})
+        # Transformers 5.18 gave it the first name and keeps the second as a deprecated alias.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False, **contexts})
 
 
 class DoubleStays(TorchFunctionMode):
@@ -113,13 +115,6 @@ class DoubleStays(TorchFunctionMode):
 def precision(model: PreTrainedModel) -> AbstractContextManager[object]:
     """What forward and backward passes of the model must run in."""
     return DoubleStays() if model.dtype == torch.float64 else nullcontext()
-
-
-def move_and_cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """In place. Buffers keep their type: rotary frequencies in bfloat16 would misplace every distant token."""
-    nn.Module.to(model, device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:

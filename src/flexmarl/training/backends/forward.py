@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from flexmarl.records import IntArray, Sample
 from flexmarl.training.backends.causal_lm import token_logprobs, trained_logits
 from flexmarl.training.backends.value_head import ValueHead, hidden_states
-from flexmarl.training.batching import PaddedRows, pad, plan_passes
+from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import along
 from flexmarl.training.tree.cost import ModelShape, pays, shares_enough
 from flexmarl.training.tree.merge import PrefixTree, merge, sort_rows
 from flexmarl.training.tree.packing import cut
-from flexmarl.training.tree.pieces import attention_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,23 @@ class TokenOutputs:
     """[N] what the value head expects in front of each token, with gradient."""
 
 
-def plan(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape | None = None) -> list[Pass]:
+def plan(
+    samples: Sequence[Sample],
+    settings: TrainingSettings,
+    shape: ModelShape | None = None,
+    *,
+    overhead: float = PASS_OVERHEAD_TOKENS,
+) -> list[Pass]:
     """Every sample once, in passes of at most `max_tokens_per_forward` tokens.
 
     `shape` is that of a model that can run along trees (`use_prefix_trees`). With `tree: auto` the samples of a tree
-    that would not pay go as rows.
+    that would not pay go as rows. `overhead` is what one more pass costs in tokens (`ModelShape.overhead_tokens`).
     """
     trees = list(_trees(samples, settings, shape)) if shape is not None and samples else []
     in_tree = {row for together in trees for row in together.rows.tolist()}
     left = np.array([row for row in range(len(samples)) if row not in in_tree], dtype=np.int64)
     lengths = np.array([len(_inputs(samples[row])) + 1 for row in left], dtype=np.int64)
-    return trees + [Pass(left[rows]) for rows in plan_passes(lengths, settings.max_tokens_per_forward)]
+    return trees + [Pass(left[rows]) for rows in plan_passes(lengths, settings.max_tokens_per_forward, overhead)]
 
 
 def run(
@@ -86,7 +91,7 @@ def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelSh
     lengths = np.array([len(row) for row in inputs], dtype=np.int64)
     order, shared = sort_rows(inputs)
     always = settings.tree == "on"
-    for part in cut(lengths[order], shared, settings.max_tokens_per_forward):
+    for part in cut(lengths[order], shared, settings.max_tokens_per_forward, shape.overhead_tokens):
         rows = order[part]
         as_rows = np.inf if always else _cost_of_rows(lengths[rows], settings, shape)
         common = np.append(0, shared[part][1:])
@@ -95,12 +100,12 @@ def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelSh
         if not (always or (shares_enough(lengths[rows], common) and pays(least, as_rows))):
             continue
         tree = merge([inputs[i] for i in rows], [samples[i].num_tokens for i in rows])
-        if always or pays(shape.cost_of_tree(tree.num_tokens, attention_pieces(tree)), as_rows):
+        if always or pays(shape.cost_of_tree(tree), as_rows):
             yield Pass(rows, tree, int(lengths[rows].sum()) - tree.num_tokens)
 
 
 def _cost_of_rows(lengths: NDArray[np.int64], settings: TrainingSettings, shape: ModelShape) -> float:
-    passes = plan_passes(lengths + 1, settings.max_tokens_per_forward)
+    passes = plan_passes(lengths + 1, settings.max_tokens_per_forward, shape.overhead_tokens)
     return sum(shape.cost_of_rows(lengths[rows]) for rows in passes)
 
 

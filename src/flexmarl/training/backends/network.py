@@ -6,17 +6,18 @@ model ───┼── value head   what a critic expects
          └── shape        what runs along prefix trees cost, if it can run along them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flexmarl.cluster.torch_device import deterministic_kernels, place
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import (
     DTYPES,
-    move_and_cast,
     precision,
     prepare_for_training,
     unique_tensors,
@@ -25,8 +26,9 @@ from flexmarl.training.backends.forward import Pass, TokenOutputs, plan, run
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.reference import FrozenCopy, Reference
 from flexmarl.training.backends.value_head import ValueHead
+from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.settings import TrainingSettings
-from flexmarl.training.tree.attention import use_prefix_trees
+from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
 
 
@@ -37,14 +39,25 @@ class Network:
     merged; a Tensor [N] is about their N sampled tokens, in order.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: TrainingSettings, *, device: str, seed: int) -> None:
-        """`seed` is of what a new adapter begins with."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainingSettings,
+        *,
+        device: str,
+        seed: int,
+        deterministic: bool = False,
+    ) -> None:
+        """`seed` is of what a new adapter begins with; `deterministic`: equal passes give equal bits."""
         self.model = model
+        self._deterministic = deterministic
         self._settings = settings
         self._adapter = Adapter(model, settings.lora, seed=seed) if settings.lora is not None else None
-        move_and_cast(model, torch.device(device), DTYPES[settings.dtype])
+        place(model, device, DTYPES[settings.dtype])
         prepare_for_training(model, activation_checkpointing=settings.activation_checkpointing)
         self._shape = use_prefix_trees(model, settings.tree)
+        on_cuda = model.device.type == "cuda"
+        self._overhead = shape_of(model).overhead_tokens if on_cuda else PASS_OVERHEAD_TOKENS
         self._reference: Reference | None = None
         if settings.kl is not None:
             self._reference = self._adapter or FrozenCopy(model)
@@ -67,24 +80,30 @@ class Network:
 
     def plan(self, samples: Sequence[Sample]) -> list[Pass]:
         """Which samples go through the model together."""
-        return plan(samples, self._settings, self._shape)
+        return plan(samples, self._settings, self._shape, overhead=self._overhead)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What forward and backward passes must run in."""
+        with precision(self.model), deterministic_kernels(self.model.device, wanted=self._deterministic):
+            yield
 
     def outputs(
         self, samples: Sequence[Sample], tree: PrefixTree | None, *, entropy_gradient: bool = False
     ) -> TokenOutputs:
-        """With gradient; to be called, and its gradients taken, in the model's `precision`."""
+        """With gradient; to be called, and its gradients taken, in `computing`."""
         return run(self.model, samples, tree=tree, value_head=self._value_head, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Under the weights as they are."""
-        with precision(self.model):
+        with self.computing():
             return run(self.model, samples, tree=tree).logprobs
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """What the critic expects."""
-        with precision(self.model):
+        with self.computing():
             values = run(self.model, samples, tree=tree, value_head=self._value_head).values
         assert values is not None, "asked of a network with a critic only"
         return values
@@ -93,7 +112,7 @@ class Network:
     def reference_logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Under the initial weights."""
         assert self._reference is not None, "asked of a network with a reference only"
-        with self._reference.model() as model, precision(model):
+        with self._reference.model() as model, self.computing():
             return run(model, samples, tree=tree).logprobs
 
     def published(self) -> dict[str, Tensor]:

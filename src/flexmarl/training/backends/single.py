@@ -65,14 +65,15 @@ class SingleProcessTrainer:
         device: str = "cpu",
         version: int = 0,
         seed: int = 0,
+        deterministic: bool = False,
     ) -> None:
-        """`seed` is of what a new adapter begins with."""
+        """`seed` is of what a new adapter begins with; `deterministic`: equal rows give equal bits, on CUDA too."""
         self._policy = policy
         self._settings = settings
         self._objects = objects
         self._thread = thread
         self._tokenizer = tokenizer
-        self._network = Network(model, settings, device=device, seed=seed)
+        self._network = Network(model, settings, device=device, seed=seed, deterministic=deterministic)
         self._objective = Objective(settings)
         rate = None if settings.critic is None else settings.critic.learning_rate
         self._updater = Updater(model, settings, beside=self._network.beside, beside_rate=rate)

@@ -109,6 +109,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         linear_parameters=sum(p.numel() for p in model.parameters() if id(p) not in outside),
         num_layers=config.num_hidden_layers,
         attention_width=config.num_attention_heads * size,
+        device=model.device.type,
     )
 
 

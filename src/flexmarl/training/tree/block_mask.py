@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 Blocks = NDArray[np.bool_]
 
+BLOCK = 128
+"""Nodes of a block, the kernel's own tile."""
+
 
 def visible_blocks(ends: NDArray[np.int64], block: int) -> tuple[Blocks, Blocks]:
     """[B, B] each: blocks that are partly visible, and blocks that are visible throughout. `ends` is whole blocks.

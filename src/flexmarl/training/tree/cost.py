@@ -1,22 +1,46 @@
 """Decides whether a forward pass along a tree pays, from how much it has to compute and how fast each part of it is.
 
-The rates were measured once (benchmarks/tree.py) and are constants: a choice by the clock would make two runs of one
-seed differ in their last bits. Only their ratios matter, and the choice is not close to where they would: sharing that
-pays at all mostly pays many times.
+The rates are constants of the kind of device: a choice by the clock would make two runs of one seed differ in their
+last bits. Only their ratios matter, and the choice is not close to where they would: sharing that pays at all mostly
+pays many times. A CPU's were measured once (benchmarks/tree.py). CUDA's are derived from what an H100 is known to do,
+and no GPU has checked them; benchmarks/gpu/run.py measures what they should be.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
-from flexmarl.training.tree.pieces import Pieces
+from flexmarl.training.tree.block_mask import BLOCK, padded_ends, visible_blocks
+from flexmarl.training.tree.merge import PrefixTree
+from flexmarl.training.tree.pieces import attention_pieces
 
-ATTENTION_COST = 3.0
-"""An attention operation in operations of a linear layer: 75 by 235 GFLOP/s on a core with AVX-512."""
-CALL_COST = 1.5e7
-"""One more attention call of a layer, there and back, in the same: some 60 us."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a kind of device is at each part, in operations of a linear layer."""
+
+    attention: float
+    """An attention operation."""
+    call: float = 0.0
+    """One more attention call of a layer, there and back."""
+    layer: float = 0.0
+    """Least that a layer of a pass takes, there and back: its kernels must be started, however little they do."""
+    tree: float = 0.0
+    """What a pass along a tree costs in addition."""
+
+
+RATES: Mapping[str, Rates] = {
+    # Attention 75, linear layers 235 GFLOP/s on a core with AVX-512; a call some 60 us.
+    "cpu": Rates(attention=3.0, call=1.5e7),
+    # Products at 400 TFLOP/s in bfloat16, attention in blocks at half of it. A layer there and back is some 80 kernels
+    # of 5 us: 0.4 ms, which is what 1 800 tokens of a model of 0.5B parameters take; below that a tree saves nothing.
+    # The block mask is made on the host: 1.5 ms.
+    "cuda": Rates(attention=2.0, layer=1.6e11, tree=6e11),
+}
+"""By the type of device."""
 MARGIN = 0.9
 """A tree must be this much cheaper: the estimate's own error must not cost anything. Rows of 30 to 125 tokens that
 share nothing seem 6% cheaper without padding, and with 0.4M parameters took up to 15% longer."""
@@ -34,15 +58,38 @@ class ModelShape:
     num_layers: int
     attention_width: int
     """Query heads times their size."""
+    device: str = "cpu"
+    """Type of the device that it is on: a key of RATES."""
+
+    @property
+    def rates(self) -> Rates:
+        """Of its device."""
+        return RATES[self.device]
+
+    @property
+    def overhead_tokens(self) -> float:
+        """What one more pass costs, in tokens: where a pass takes a least time, as many as it could have had in it."""
+        floor = self.rates.layer * self.num_layers
+        return floor / (6.0 * self.linear_parameters) if floor else PASS_OVERHEAD_TOKENS
 
     def cost(self, *, tokens: float, pairs: float, calls: float) -> float:
-        """Of one pass and its backward: 6 operations per weight, and 14 per pair and unit of width."""
-        linear = 6.0 * self.linear_parameters * (tokens + PASS_OVERHEAD_TOKENS)
-        return linear + self.num_layers * (14.0 * self.attention_width * ATTENTION_COST * pairs + CALL_COST * calls)
+        """Of one pass and its backward: 6 operations per weight, and 14 per pair and unit of width.
 
-    def cost_of_tree(self, num_tokens: int, pieces: Pieces) -> float:
-        """Of a pass along a tree."""
-        return self.cost(tokens=num_tokens, pairs=pieces.num_pairs, calls=pieces.num_calls)
+        A GPU computes while its next kernels are started, so a pass takes the longer of the two.
+        """
+        rates, floor = self.rates, self.rates.layer * self.num_layers
+        linear = 6.0 * self.linear_parameters * (tokens if floor else tokens + PASS_OVERHEAD_TOKENS)
+        attention = 14.0 * self.attention_width * rates.attention * pairs + rates.call * calls
+        return max(floor, linear + self.num_layers * attention)
+
+    def cost_of_tree(self, tree: PrefixTree) -> float:
+        """Of a pass along a tree: a CPU goes piece by piece, a GPU by whole blocks."""
+        if self.device == "cpu":
+            pieces = attention_pieces(tree)
+            return self.cost(tokens=tree.num_tokens, pairs=pieces.num_pairs, calls=pieces.num_calls)
+        ends = padded_ends(tree.ends, BLOCK)
+        blocks = sum(int(part.sum()) for part in visible_blocks(ends, BLOCK))
+        return self.rates.tree + self.cost(tokens=len(ends), pairs=blocks * BLOCK**2, calls=1)
 
     def least_cost_of_tree(self, lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> float:
         """No tree of sorted rows costs less: each node and each visible pair once, in one call.

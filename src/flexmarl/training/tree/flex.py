@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from flexmarl.training.tree.block_mask import padded_ends, visible_blocks
+from flexmarl.training.tree.block_mask import BLOCK, padded_ends, visible_blocks
 
-BLOCK = 128
-"""Nodes of a block, the kernel's own tile."""
+_GRAPHS = 64
+"""Compiled versions of the attention that a process may have. A model has four: with and without gradient, of one block
+and of more; a process has a model for each policy. Past torch's own limit, 8, the scores of all pairs would be
+materialised instead, without a word."""
 
 
 class FlexAttention:
@@ -54,4 +56,11 @@ def _listed(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Te
 
 @cache
 def _compiled() -> Callable[..., object]:
-    return torch.compile(flex_attention, dynamic=True)
+    attend = torch.compile(flex_attention, dynamic=True)
+
+    # Around every call: a thread has limits of its own, and activation checkpointing repeats a pass on autograd's.
+    @torch._dynamo.config.patch(recompile_limit=_GRAPHS)
+    def limited(*args: object, **options: object) -> object:
+        return attend(*args, **options)
+
+    return limited

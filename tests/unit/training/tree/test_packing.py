@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from flexmarl.records import IntArray
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, plan_passes
-from flexmarl.training.tree.cost import ATTENTION_COST, CALL_COST, MARGIN, ModelShape, pays
+from flexmarl.training.tree.block_mask import BLOCK
+from flexmarl.training.tree.cost import MARGIN, RATES, ModelShape, pays
 from flexmarl.training.tree.merge import merge, sort_rows
 from flexmarl.training.tree.packing import cut
 from flexmarl.training.tree.pieces import attention_pieces
@@ -51,9 +52,7 @@ def test_of_equal_cuts_the_earliest_is_taken() -> None:
 
 def cost_of(rows: list[IntArray]) -> tuple[float, float]:
     tree = merge(rows, [1] * len(rows))
-    return SHAPE.cost_of_tree(tree.num_tokens, attention_pieces(tree)), SHAPE.cost_of_rows(
-        np.array([len(r) for r in rows])
-    )
+    return SHAPE.cost_of_tree(tree), SHAPE.cost_of_rows(np.array([len(r) for r in rows]))
 
 
 def test_a_long_shared_prompt_pays_and_equal_rows_that_share_nothing_do_not() -> None:
@@ -71,7 +70,7 @@ def test_what_padding_costs_is_no_reason_for_a_tree() -> None:
     tree, shape = merge(rows, [1] * len(rows)), ModelShape(linear_parameters=394_000, num_layers=2, attention_width=128)
     lengths = np.array([len(row) for row in rows])
     as_rows = sum(shape.cost_of_rows(lengths[part]) for part in plan_passes(lengths + 1, 16384))
-    assert not pays(shape.cost_of_tree(tree.num_tokens, attention_pieces(tree)), as_rows)
+    assert not pays(shape.cost_of_tree(tree), as_rows)
 
 
 @given(forests())
@@ -81,18 +80,62 @@ def test_no_tree_costs_less_than_its_nodes_and_visible_pairs_in_one_call(forest:
     tree = merge(rows, [1] * len(rows))
     least = SHAPE.least_cost_of_tree(np.array([len(row) for row in rows]), shared)
     assert least == pytest.approx(SHAPE.cost(tokens=tree.num_tokens, pairs=(tree.depths + 1).sum(), calls=1))
-    assert least <= SHAPE.cost_of_tree(tree.num_tokens, attention_pieces(tree)) * (1 + 1e-12)
+    assert least <= SHAPE.cost_of_tree(tree) * (1 + 1e-12)
 
 
 def test_a_pass_costs_its_tokens_its_pairs_and_its_calls() -> None:
-    linear, attention = 6 * 1_600_000, 2 * 14 * 256 * ATTENTION_COST
+    linear, attention = 6 * 1_600_000, 2 * 14 * 256 * RATES["cpu"].attention
     nothing = SHAPE.cost(tokens=0, pairs=0, calls=0)
     assert nothing == linear * PASS_OVERHEAD_TOKENS
     assert SHAPE.cost(tokens=10, pairs=0, calls=0) - nothing == pytest.approx(linear * 10)
     assert SHAPE.cost(tokens=0, pairs=100, calls=0) - nothing == pytest.approx(attention * 100)
-    assert SHAPE.cost(tokens=0, pairs=0, calls=3) - nothing == pytest.approx(2 * CALL_COST * 3)
+    assert SHAPE.cost(tokens=0, pairs=0, calls=3) - nothing == pytest.approx(2 * RATES["cpu"].call * 3)
     assert SHAPE.cost_of_rows(np.array([3, 5])) == SHAPE.cost(tokens=10, pairs=25, calls=1), "padded, half of it masked"
     rows = [np.array([1, 2, 3]), np.array([1, 2, 4, 5])]
-    pieces = attention_pieces(merge(rows, [1, 1]))
-    assert SHAPE.cost_of_tree(5, pieces) == SHAPE.cost(tokens=5, pairs=pieces.num_pairs, calls=pieces.num_calls)
+    tree = merge(rows, [1, 1])
+    pieces = attention_pieces(tree)
+    assert SHAPE.cost_of_tree(tree) == SHAPE.cost(tokens=5, pairs=pieces.num_pairs, calls=pieces.num_calls)
     assert [pays(tree, 1.0) for tree in (MARGIN, MARGIN + 0.01)] == [True, False]
+
+
+def half_a_billion(device: str) -> ModelShape:
+    return ModelShape(linear_parameters=360_000_000, num_layers=24, attention_width=896, device=device)
+
+
+def test_on_cuda_blocks_are_computed_whole_and_a_pass_has_a_floor() -> None:
+    shape = half_a_billion("cuda")
+    tree = merge([np.array([1, 2, 3]), np.array([1, 2, 4, 5])], [1, 1])
+    assert shape.cost_of_tree(tree) == RATES["cuda"].tree + shape.cost(tokens=BLOCK, pairs=BLOCK**2, calls=1)
+    assert shape.cost(tokens=0, pairs=0, calls=9) == pytest.approx(24 * RATES["cuda"].layer), "whatever its calls"
+
+
+@given(forests())
+def test_on_cuda_too_no_tree_costs_less_than_its_least_cost(forest: list[tuple[IntArray, int]]) -> None:
+    shape = half_a_billion("cuda")
+    order, shared = sort_rows([row for row, _ in forest])
+    rows = [forest[i][0] for i in order]
+    least = shape.least_cost_of_tree(np.array([len(row) for row in rows]), shared)
+    assert least <= shape.cost_of_tree(merge(rows, [1] * len(rows)))
+
+
+def test_below_2000_tokens_sharing_pays_on_a_cpu_and_not_on_cuda() -> None:
+    random = np.random.default_rng(0)
+
+    def group(prompt: int, response: int) -> list[IntArray]:
+        shared = random.integers(0, 500, prompt)
+        return [np.concatenate((shared, random.integers(0, 500, response))) for _ in range(8)]
+
+    def pays_on(device: str, rows: list[IntArray]) -> bool:
+        shape, lengths = half_a_billion(device), np.array([len(row) for row in rows])
+        return pays(shape.cost_of_tree(merge(rows, [1] * len(rows))), shape.cost_of_rows(lengths))
+
+    small, large = group(100, 20), group(4000, 1000)
+    assert [pays_on("cpu", small), pays_on("cpu", large)] == [True, True]
+    assert [pays_on("cuda", small), pays_on("cuda", large)] == [False, True]
+
+
+@given(lengths=st.lists(st.integers(2, 300), min_size=1, max_size=40))
+def test_what_one_more_pass_costs_on_cuda_puts_rows_of_a_tiny_model_together(lengths: list[int]) -> None:
+    tiny = ModelShape(linear_parameters=900_000, num_layers=3, attention_width=160, device="cuda")
+    passes = plan_passes(np.array(lengths), 10**6, tiny.overhead_tokens)
+    assert len(passes) == 1

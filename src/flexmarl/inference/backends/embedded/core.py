@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from flexmarl.cluster.torch_device import free_unused, place
 from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, SlotCache
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
@@ -106,7 +107,8 @@ class EngineCore:
         self._deterministic = deterministic
         self._device = device
         num_kept = settings.num_kept(deterministic=deterministic)
-        self._model = model.to(device=device, dtype=getattr(torch, settings.dtype)).eval()
+        place(model, device, getattr(torch, settings.dtype))
+        self._model = model.eval()
         num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
         self._cache = SlotCache(model, num_rows + num_kept, settings.max_len)
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
@@ -183,8 +185,7 @@ class EngineCore:
         num_running = len(self._running)
         self._cache.set_aside(num_running, int(self._rows.length[:num_running].max(initial=0)))
         self._model.to("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_unused(self._device)
         self.asleep = True
 
     def wake(self) -> None:

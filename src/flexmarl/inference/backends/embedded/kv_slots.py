@@ -100,6 +100,7 @@ class _SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the packed [1, K, T, D] tokens where the plan says; returns all rows, [S, K, L, D]."""
+        assert self._owner.plan is not None, "the core lays out every forward"
         where = self._owner.plan.write_at
         self._flat_keys.index_copy_(0, where, key_states.reshape(-1, key_states.shape[-1]))
         self._flat_values.index_copy_(0, where, value_states.reshape(-1, value_states.shape[-1]))
@@ -127,7 +128,8 @@ class _SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Keys and values of all rows and layers in one zeroed block, [layers, 2, S, K, L, D]."""
 
-    plan: Plan
+    plan: Plan | None = None
+    """Of the forward that is being computed."""
 
     def __init__(self, model: torch.nn.Module, rows: int, max_len: int) -> None:
         layers, key_heads, head_size = attention_shape(model)
@@ -147,6 +149,7 @@ class SlotCache(Cache):
 
     def set_aside(self, rows: int, length: int) -> None:
         """Frees the device; of the first rows, so many positions are kept in host memory, where they can be copied."""
+        self.plan = None
         self._place(self._block[:, :, :rows, :, :length].to("cpu", copy=True))
 
     def bring_back(self) -> None:
