@@ -10,6 +10,7 @@ from pathlib import Path
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.cluster.interface import Cluster, Worker, WorkerPlace
 from flexmarl.cluster.own_folder import keep_compiled_code
+from flexmarl.errors import ConfigError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
@@ -71,9 +72,16 @@ WORLDS: Mapping[str, str] = {
 def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AbstractAsyncContextManager[World]:
     """Makes engines and trainers around a store; leaving the block ends them, and closes the store.
 
-    `path` is the store's file, if it has one.
+    `path` is the store's file, if it has one. Raises ConfigError if the world needs a package that is not installed.
     """
-    if blueprint.settings.cluster.backend != "simulated":
+    backend = blueprint.settings.cluster.backend
+    if backend != "simulated":
         keep_compiled_code()  # Here, and in the workers that this process starts: they have its environment.
-    world = pkgutil.resolve_name(WORLDS[blueprint.settings.cluster.backend])
+    try:
+        world = pkgutil.resolve_name(WORLDS[backend])
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cluster.backend is '{backend}', which needs the package '{error.name}', and that is not installed: pip "
+            f"install {error.name}, or use cluster.backend=inline"
+        ) from error
     return world(blueprint, store, path and path.absolute())  # Workers may have another working directory.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def _compiled() -> Callable[..., object]:
 
     # Around every call: a thread has limits of its own, and activation checkpointing repeats a pass on autograd's.
     @torch._dynamo.config.patch(recompile_limit=_GRAPHS)
-    def limited(*args: object, **options: object) -> object:
+    def limited(*args: Any, **options: Any) -> object:
         return attend(*args, **options)
 
     return limited

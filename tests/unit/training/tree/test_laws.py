@@ -13,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from flexmarl.cluster.torch_device import place
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import AgentName, EpisodeId, FinishReason, PolicyName, Sample, Turn, Version, VersionRun
 from flexmarl.records.ids import make_sample_id
@@ -51,7 +52,9 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
         initializer_range=0.2,
         tie_word_embeddings=False,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    place(model, "cpu", dtype)
+    return model
 
 
 def qwen(seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

@@ -1,0 +1,80 @@
+"""Memory of the device: what sleeping engines leave, and what `flexmarl check` says that a run needs."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from flexmarl.cli.machine import BYTES, TRAINER_BYTES
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.experience.divisors import divisors_of
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.testing.agreement import sample_of
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.settings import Dtype, TrainingSettings
+from tests.gpu.models import SOLVER, engine, micro_batches, qwen3, requests
+
+pytestmark = pytest.mark.gpu
+ROUNDED = 2**20
+"""Bytes by which small tensors may differ: torch gives memory out in blocks of 512 bytes, kernels keep workspaces."""
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_an_engine_asleep_holds_no_memory_of_the_device_and_wakes_as_it_was(device: str, on_thread: Any) -> None:
+    async def scenario(thread: DeviceThread) -> None:
+        asked = requests()
+        async with engine(qwen3, InlineObjectStore(), thread, device) as warm:  # kernels' workspaces are no leak
+            assert len([answer async for answer in warm.generate(asked)]) == len(asked)
+        del warm
+        before = allocated()
+        async with engine(qwen3, InlineObjectStore(), thread, device, slots=64, max_len=2048) as made:
+            first = {a.request_id: a async for a in made.generate(asked)}
+            awake = allocated()
+            assert awake > before + 16 * ROUNDED
+            for _ in range(3):
+                reserved = torch.cuda.memory_reserved()
+                await made.sleep()
+                assert allocated() <= before + ROUNDED
+                assert torch.cuda.memory_reserved() < reserved, "what torch keeps for later goes back to the device"
+                await made.wake()
+                assert abs(allocated() - awake) <= ROUNDED
+            again = {a.request_id: a async for a in made.generate(asked)}
+            assert [a.response_ids.tolist() for a in again.values()] == [
+                a.response_ids.tolist() for a in first.values()
+            ]
+
+    on_thread(scenario)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_check_foretells_what_trainer_and_engine_hold(dtype: Dtype, device: str, on_thread: Any) -> None:
+    async def scenario(thread: DeviceThread) -> None:
+        store, asked = InlineObjectStore(), requests()
+        before = allocated()
+        made = engine(qwen3, store, thread, device, slots=64, max_len=2048, kept_prefixes=0, dtype=dtype)
+        parameters = sum(p.numel() for p in qwen3().parameters())
+        cache = 64 * 2048 * (2 * 2 * 2 * 16)  # layers, keys and values, key heads, width
+        assert abs(allocated() - before - BYTES[dtype] * (parameters + cache)) <= ROUNDED
+        played = [sample_of(asked[0], a) async for a in made.generate(asked[:1])]
+        await made.close()
+        del made
+        before = allocated()
+        trainer = SingleProcessTrainer(
+            SOLVER, qwen3(), TrainingSettings(dtype=dtype, tree="off"), store, thread=thread, device=device
+        )
+        for step in range(2):
+            for batch in micro_batches(played * 2, size=1):
+                await trainer.accumulate(batch)
+            await trainer.step(divisors_of(played * 2))
+            assert step < 2
+        # Between steps neither gradients nor their sums are held: two of the numbers of each parameter.
+        held = allocated() - before
+        assert held <= TRAINER_BYTES[dtype] * parameters + ROUNDED
+
+    on_thread(scenario)

@@ -1,0 +1,50 @@
+"""A whole run in one process on the device: it trains, resumes, and in deterministic mode repeats itself."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+
+from flexmarl.assemble import assemble_run
+from flexmarl.assemble.run import Run
+from flexmarl.config import load_run
+
+
+def trained(small_run: Path, out: Path, device: str, *overrides: str, going_on: Path | None = None) -> Run:
+    chosen = ["cluster.backend=inline", f"cluster.device={device}", f"out={out}", *overrides]
+    run = assemble_run(load_run(small_run, chosen), going_on=going_on)
+    run.train(Console(quiet=True))
+    return run
+
+
+def weights(run: Run, step: int) -> dict[str, list[float]]:
+    found = load_file(run.folder / "checkpoints" / f"step-{step:05}" / "one" / "weights.safetensors")
+    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("mode", ["microbatch", "colocated", "async"])
+def test_every_kind_of_mode_trains(mode: str, small_run: Path, tmp_path: Path, device: str) -> None:
+    run = trained(small_run, tmp_path, device, f"mode={mode}")
+    assert weights(run, 2) != weights(run, 1)
+
+
+def test_a_deterministic_run_repeats_itself_and_ends_the_same_after_it_was_resumed(
+    small_run: Path, tmp_path: Path, device: str
+) -> None:
+    always = ["deterministic=true", "steps=3"]
+    first, second = (trained(small_run, tmp_path / name, device, *always) for name in ("first", "second"))
+    assert weights(first, 3) == weights(second, 3)
+    begun = trained(small_run, tmp_path / "third", device, "deterministic=true", "steps=1")
+    resumed = trained(small_run, tmp_path / "third", device, *always, going_on=begun.folder)
+    assert weights(resumed, 3) == weights(first, 3)
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(small_run: Path, tmp_path: Path) -> None:
+    from flexmarl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="use cuda:0 to"):
+        trained(small_run, tmp_path, "cuda:63")
+    shutil.rmtree(tmp_path)
