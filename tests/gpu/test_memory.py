@@ -23,15 +23,13 @@ ROUNDED = 2**20
 def allocated() -> int:
     gc.collect()
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # One for each thread that has multiplied matrices; autograd has its own.
     return torch.cuda.memory_allocated()
 
 
 def test_an_engine_asleep_holds_no_memory_of_the_device_and_wakes_as_it_was(device: str, on_thread: Any) -> None:
     async def scenario(thread: DeviceThread) -> None:
         asked = requests()
-        async with engine(qwen3, InlineObjectStore(), thread, device) as warm:  # kernels' workspaces are no leak
-            assert len([answer async for answer in warm.generate(asked)]) == len(asked)
-        del warm
         before = allocated()
         async with engine(qwen3, InlineObjectStore(), thread, device, slots=64, max_len=2048) as made:
             first = {a.request_id: a async for a in made.generate(asked)}
@@ -45,9 +43,8 @@ def test_an_engine_asleep_holds_no_memory_of_the_device_and_wakes_as_it_was(devi
                 await made.wake()
                 assert abs(allocated() - awake) <= ROUNDED
             again = {a.request_id: a async for a in made.generate(asked)}
-            assert [a.response_ids.tolist() for a in again.values()] == [
-                a.response_ids.tolist() for a in first.values()
-            ]
+            for name, answer in first.items():
+                assert again[name].response_ids.tolist() == answer.response_ids.tolist()
 
     on_thread(scenario)
 
@@ -71,8 +68,7 @@ def test_check_foretells_what_trainer_and_engine_hold(dtype: Dtype, device: str,
         for step in range(2):
             for batch in micro_batches(played * 2, size=1):
                 await trainer.accumulate(batch)
-            await trainer.step(divisors_of(played * 2))
-            assert step < 2
+            assert await trainer.step(divisors_of(played * 2)) == step + 1
         # Between steps neither gradients nor their sums are held: two of the numbers of each parameter.
         held = allocated() - before
         assert held <= TRAINER_BYTES[dtype] * parameters + ROUNDED
