@@ -8,7 +8,14 @@ JOBS ?= 2
 SEEDS ?= 0:10000,40000:45000
 LEAST ?= 300
 
-.PHONY: help install install-dev quickstart test test-deep check bench docs clean
+# What the Python of a GPU machine may lack, brought along: `make gpu` never downloads.
+WHEELS := .wheels
+GPU_SITE := .gpu-site
+GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_extensions
+GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
+GPU_JSON ?= gpu.json
+
+.PHONY: help install install-dev quickstart test test-deep check bench gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,8 +72,18 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/prediction.py --json
 	$(BIN)/python benchmarks/device_costs.py --json
 
+gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)
+	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic" 2>/dev/null || $(PYTHON) -m pip install --quiet \
+		--disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
+	PYTHONPATH="$(CURDIR)/src:$(CURDIR):$(CURDIR)/$(GPU_SITE)" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
+		$(PYTHON) benchmarks/gpu/run.py --json "$(GPU_JSON)" $(GPU_OPTIONS)
+
+gpu-wheels:  ## wheels that `make gpu` needs on a machine with torch and transformers, for Python 3.12 (3 MB)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp $(GPU_PLATFORMS) --constraint requirements.lock --dest $(WHEELS) $(GPU_PACKAGES)
+
 docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis
