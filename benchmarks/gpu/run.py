@@ -44,7 +44,7 @@ class Part:
 
 PARTS = (
     Part("machine", 60, "what is there, and whether a kernel is compiled and runs"),
-    Part("conformance", 150, "tests/gpu: engine, trainer, trees, memory and whole runs against their contracts"),
+    Part("conformance", 200, "tests/gpu: engine, trainer, trees, memory and whole runs against their contracts"),
     Part("agreement", 60, "log-probabilities of the engine and of the trainer for the same tokens"),
     Part("memory", 45, "what sleep gives back and wake takes, on a model of 0.5B parameters"),
     Part("learning", 150, "math_team in one process: held-out success rises by 0.3"),

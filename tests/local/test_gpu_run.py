@@ -47,7 +47,7 @@ def test_on_a_cpu_each_part_runs_or_says_what_it_lacks(tmp_path: Path) -> None:
     assert all("needs CUDA" in reason for reason in figures["conformance"]["tests_that_cannot_run"].values())
     assert figures["agreement"]["float32, seed model"]["largest"] <= 1e-3
     assert figures["learning"]["steps"] == 1
-    assert figures["trees"]["8 of 20 after 100"]["gradients_apart"] <= 1e-3
+    assert figures["trees"]["8 of 20 after 100"]["tree_off_by"] <= 1e-3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
