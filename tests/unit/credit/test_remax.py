@@ -6,6 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from flexmarl.credit import CreditSettings
+from flexmarl.credit.effect import Effect
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.estimators.remax import ReMax
@@ -71,7 +72,8 @@ def test_another_agents_estimator_does_not_see_the_greedy_play() -> None:
 def test_the_filter_does_not_look_at_the_greedy_play(filter_on: str) -> None:
     settings = CreditSettings.model_validate({"estimator": {"type": "remax"}, "filter": {"filter_on": filter_on}})
     (decision,) = settings.decide([credit_row(1.0), credit_row(1.0, episode=1), greedy(0.0)])
-    assert not decision.kept
+    assert decision.effects == {"solver": {Effect.TOO_EASY: 1}}
+    assert decision.because == "rewards are equal, from which solver may learn too"
 
 
 def test_it_is_chosen_by_its_type_and_asks_for_a_greedy_play() -> None:
