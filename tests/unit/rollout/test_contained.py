@@ -172,10 +172,10 @@ def test_the_time_limit_of_a_call_that_is_held_and_left_behind_does_no_harm():
     left: list[asyncio.Task] = []
 
     async def scenario():
-        opened = asyncio.get_running_loop().create_future()
-        one, _ = player(leaves_a_held_call, holds=lambda policy: opened)
+        opened = asyncio.Event()
+        one, _ = player(leaves_a_held_call, holds=lambda policy: opened.wait())
         assert (await one.play(GROUP, 0)).finished
-        opened.set_result(None)
+        opened.set()
         (error,) = await asyncio.gather(*left, return_exceptions=True)
         assert "was cut by the end of its episode" in str(error)
 
