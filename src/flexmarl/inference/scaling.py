@@ -8,7 +8,7 @@ Every policy keeps an instance, whatever happens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flexmarl.inference.demand import Expectation
@@ -114,13 +114,22 @@ class DrainTime:
         best: tuple[float, PolicyName] | None = None
         for donor in known:
             if donor != to and len(known[donor].instances) > 1:
-                after = max(after_to, drain_s(known[donor], more=-1))
+                after = max(after_to, drain_s(without(known[donor], idlest(known[donor])[0])))
                 best = min(best or (after, donor), (after, donor))
         if best is None or before - best[0] <= self.least_gain * before:
             return ()
         after, donor = best
         because = f"'{to}' drains in {before:.1f} s; with one instance of '{donor}' both will have in {after:.1f} s"
         return [Move(idlest(known[donor])[0], to, because)]
+
+
+def without(load: PolicyLoad, instance: str) -> PolicyLoad:
+    """The same queue once the instance has left: what it runs waits again.
+
+    It is what the next look will see. A rule that expected less would find the donor overloaded, and move back.
+    """
+    left = {name: running for name, running in load.instances.items() if name != instance}
+    return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
 
 
 def drain_s(load: PolicyLoad, *, more: int = 0, from_s: float = 0.0) -> float:

@@ -10,7 +10,6 @@ the loss of the store, Ctrl-C, and the cancellation of the player itself get out
 """
 
 import asyncio
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -175,7 +174,7 @@ class Player:
             episode=context.episode, group=context.group, task=context.task.input_id, status=status, reason=reason
         )
         try:
-            if episode.finished and (reason := self._misrewarded(team)):
+            if episode.finished and (reason := self._unrewarded(team)):
                 episode = replace(episode, status=EpisodeStatus.FAILED, reason=reason)
             return replace(
                 episode,
@@ -190,18 +189,15 @@ class Player:
             broken = f"the workflow broke its team: {described(error)}"
             return replace(episode, status=EpisodeStatus.FAILED, reason=episode.reason or broken)
 
-    def _misrewarded(self, team: Team) -> str:
-        """Why turns cannot be trained on by what they were given: nothing, where 0.0 would be a lie, or no number."""
-        rewards, parts = team.rewards(), team.parts()
+    def _unrewarded(self, team: Team) -> str:
+        """Why a turn cannot be trained on: it was given no reward, and 0.0 would be a lie."""
+        rewards = team.rewards()
         for turn in team.turns:
-            reward, call = rewards[turn.sample_id], f"agent '{turn.agent}' got {{}} for call {turn.sample_id}"
-            if reward is None and turn.policy in self._team.trained:
-                return call.format("no reward") + (
-                    f"; the workflow must call `team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
+            if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
+                return (
+                    f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
+                    f"`team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
                 )
-            if reward is not None and not math.isfinite(reward):
-                added = ", ".join(f"{part} {value:g}" for part, value in parts[turn.sample_id].items())
-                return call.format("rewards that add up to no finite number") + f": {added}"
         return ""
 
 

@@ -282,7 +282,7 @@ async def no_reward(task: Task, team: Team) -> None:
     await first(team).act(task.prompt)
 
 
-@odd(FAILED, "add up to no finite number")
+@odd(FAILED, "rewards of one part must add up to")
 async def endless_reward(task: Task, team: Team) -> None:
     """Finite rewards whose sum is not."""
     await answer(task, team)
