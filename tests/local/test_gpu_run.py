@@ -29,7 +29,7 @@ def started(*words: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_on_a_cpu_each_part_runs_or_says_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     ended = started("--device", "cpu", "--short", "--json", path)

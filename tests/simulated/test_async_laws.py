@@ -135,7 +135,7 @@ def test_groups_are_taken_from_the_window_only_and_fifo_takes_them_in_order() ->
                 assert admission.window is None or event["group"] < open_groups[0] + admission.window
                 assert event["because"]
                 beyond_head[admission.window == 1] += event["group"] != open_groups[0]
-            if event["event"] in ("group_taken", "group_failed", "group_expired"):
+            if event["event"] in ("group_taken", "group_failed", "group_stopped", "group_expired"):
                 open_groups = [group for group in open_groups if group != event["group"]]
             if event["event"] == "group_filtered" and event["group"] in open_groups:
                 open_groups.remove(event["group"])

@@ -175,6 +175,7 @@ class Stream:
             because = f"it held up others for longer than pipeline.head_deadline_s={self._settings.head_deadline_s:g}"
             if self._stop(late, because):
                 self._window.ended(late)
+                self._journal.event("group_stopped", group=late, because=because)  # Its end may be a grace away.
                 self._note_barren(because)
 
     def _stop(self, group: GroupId, because: str) -> bool:

@@ -77,12 +77,12 @@ def _outside_the_window(story: Story) -> Iterator[str]:
     """Groups that were taken though the oldest open one is too far behind them."""
     window = lag_and_window(story.schedule)[1]
     for number, life in enumerate(story.lives):
-        # Those that held up others leave the window when they are stopped, and the journal when they have ended.
-        late = {event["group"] for event in life.of("group_expired") if "held up others" in event["because"]}
         untaken = set[int]()
         for event in life.events:
             if event["event"] == "group_admitted":
-                untaken.update({event["group"]} - late)
+                untaken.add(event["group"])
+            elif event["event"] == "group_stopped":  # One that held up others leaves the window before it has ended.
+                untaken.discard(event["group"])
             elif event["event"] == "group_taken":
                 head = min(untaken)
                 if window is not None and event["group"] >= head + window:
