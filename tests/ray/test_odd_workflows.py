@@ -10,13 +10,6 @@ from tests.odd_run import SIGTERM_S, OddRun
 pytestmark = pytest.mark.ray
 
 RAY = "cluster.backend=ray"
-SOME = ("sys_exit", "awaits_what_it_cancelled", "no_call", "endless_reward", "swallows_everything", "leaves_a_call")
-
-
-@pytest.mark.deep
-def test_a_run_whose_workflows_are_odd_ends_and_loses_no_other_episode(small_run: Path, tmp_path: Path) -> None:
-    with OddRun(small_run, tmp_path, SOME, RAY, "rollout.episode_timeout_s=10") as run:
-        run.check_ended_well()
 
 
 def test_sigterm_ends_a_run_within_ten_seconds_whatever_its_workflows_do(small_run: Path, tmp_path: Path) -> None:
