@@ -111,6 +111,22 @@ def test_a_group_that_was_active_is_played_again_with_the_seeds_that_it_had() ->
     assert all(seeds[0][name] == seeds[1][name] for name in both)
 
 
+def test_groups_that_were_active_at_the_last_checkpoint_end_though_no_step_is_left() -> None:
+    for kill in range(264, 280):
+        lived = lives(SLOW, [kill], checkpoint={"every": 1}, steps=2)
+        if len(lived) == 2 and lived[1].events("resumed")[0]["step"] == 2 and replayed_in(lived[1]):
+            break
+    else:
+        raise AssertionError("no kill came between the last checkpoint and the end")
+    assert [event["group"] for event in lived[1].events("group_expired")] == replayed_in(lived[1])
+    check_nothing_lost(lived, SLOW, 2)
+
+
+def replayed_in(run: ScriptedRun) -> list[int]:
+    """The groups that were active at the checkpoint from which the run goes on."""
+    return [group for event in run.events("store_rewound") for group in event["replay"]]
+
+
 def replays(schedule: Schedule, kill: int) -> bool:
     """Whether a kill at this moment leaves a checkpoint with active groups that had been played."""
     lived = lives(schedule, [kill], checkpoint={"every": 1}, steps=3)

@@ -113,9 +113,12 @@ class DrainTime:
         after_to = drain_s(known[to], more=1, from_s=move_s)
         best: tuple[float, PolicyName] | None = None
         for donor in known:
-            if donor != to and len(known[donor].instances) > 1:
-                after = max(after_to, drain_s(without(known[donor], idlest(known[donor])[0])))
-                best = min(best or (after, donor), (after, donor))
+            if donor == to or len(known[donor].instances) < 2:
+                continue
+            if drain_s(without(known[donor], idlest(known[donor])[0])) >= before:
+                continue  # The next look would find the donor overloaded, and move the instance back.
+            after = max(after_to, drain_s(known[donor], more=-1))
+            best = min(best or (after, donor), (after, donor))
         if best is None or before - best[0] <= self.least_gain * before:
             return ()
         after, donor = best
@@ -124,10 +127,7 @@ class DrainTime:
 
 
 def without(load: PolicyLoad, instance: str) -> PolicyLoad:
-    """The same queue once the instance has left: what it runs waits again.
-
-    It is what the next look will see. A rule that expected less would find the donor overloaded, and move back.
-    """
+    """The same queue as the next look will see it once the instance has left: what it ran waits again."""
     left = {name: running for name, running in load.instances.items() if name != instance}
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
 

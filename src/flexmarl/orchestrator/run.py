@@ -104,7 +104,7 @@ class Orchestrator:
         if self.step == 0:
             self._before = await self._evaluated("before")
             parts.monitor.flush(self.step)
-        if self.step < self._steps:
+        if self.step < self._steps or parts.admission.active:  # A run may resume where only these had still to end.
             await self._train()
         after = self._before
         if self.step:

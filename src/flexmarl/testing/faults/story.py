@@ -76,17 +76,23 @@ class Story:
 
     @cached_property
     def groups(self) -> Mapping[int, "GroupStory"]:
-        """Every group, without what a resumption took back: what a life did after the checkpoint it left is gone."""
+        """Every group, without what a resumption took back: what a life did after the checkpoint it left is gone.
+
+        A group that was active at the checkpoint stays admitted, and is admitted anew if it is played again.
+        """
         groups: dict[int, GroupStory] = {}
+        active: dict[int, GroupStory] = {}
         for life in self.lives:
             for event in life.events:
                 if event["event"] == "store_rewound":
                     again = set(event.get("replay", ()))
+                    active = {g: GroupStory(admitted=[*told.admitted]) for g, told in groups.items() if g in again}
                     groups = {g: told for g, told in groups.items() if g < event["next_group"] and g not in again}
                 elif event["event"] == "group_admitted":
+                    active.pop(event["group"], None)
                     groups.setdefault(event["group"], GroupStory()).admitted.append(event)
                 for group in ended_by(event):
-                    groups.setdefault(group, GroupStory()).ends.append(_END[event["event"]])
+                    groups.setdefault(group, active.pop(group, None) or GroupStory()).ends.append(_END[event["event"]])
         return groups
 
     @cached_property
