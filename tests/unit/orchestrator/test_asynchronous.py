@@ -110,6 +110,9 @@ def test_a_task_that_hangs_time_after_time_is_admitted_again_as_often_as_retries
     ).play()
     expired = [entry for entry in run.events("group_expired") if "head_deadline_s=50" in entry["because"]]
     assert [entry["again"] for entry in expired] == [True, True, False]
+    stopped = run.events("group_stopped")  # When it left the window, whenever its episodes let go.
+    assert [entry["group"] for entry in stopped] == [entry["group"] for entry in expired]
+    assert all(stop["t"] <= end["t"] for stop, end in zip(stopped, expired, strict=True))
     assert expired[-1]["because"].endswith("all 3 groups of its task took too long")
     assert sum(entry["task"] == "task-0" for entry in run.events("group_admitted")) == 3
     assert run.outcome is not None
