@@ -152,7 +152,7 @@ class Measured:
         shapes = list(itertools.product((16, 32, 64, 128), (16, 48, 96)))
         number, best = itertools.count(), dict[tuple[int, int], float]()
         for shape in [*shapes[:1], *(shapes * self.repeats)]:
-            took = await timed_wait(trainer.accumulate(batch(next(number), *shape)))
+            took = await timed_wait(trainer.accumulate_batch(batch(next(number), *shape)))
             best[shape] = min(took, best.get(shape, took))
         columns = [[1.0, samples, samples * tokens] for samples, tokens in shapes]
         micro_batch_s, sample_s, token_s = fitted(columns, [best[shape] for shape in shapes])
@@ -160,7 +160,7 @@ class Measured:
         with tempfile.TemporaryDirectory() as folder:
             for repeat in range(self.repeats):
                 work = batch(next(number), 64, 48)
-                await trainer.accumulate(work)
+                await trainer.accumulate_batch(work)
                 saves.append(await timed_wait(trainer.save(Path(folder, str(repeat)))))
                 loads.append(await timed_wait(trainer.load(Path(folder, str(repeat)))))
                 updates.append(await timed_wait(trainer.step(divisors_of(work.samples))))

@@ -67,8 +67,8 @@ def test_check_foretells_what_trainer_and_engine_hold(dtype: Dtype, device: str,
         )
         for step in range(2):
             for batch in micro_batches(played * 2, size=1):
-                await trainer.accumulate(batch)
-            assert await trainer.step(divisors_of(played * 2)) == step + 1
+                await trainer.accumulate_batch(batch)
+            assert (await trainer.step(divisors_of(played * 2))).version == step + 1
         # Between steps neither gradients nor their sums are held: two of the numbers of each parameter.
         held = allocated() - before
         assert held <= TRAINER_BYTES[dtype] * parameters + ROUNDED

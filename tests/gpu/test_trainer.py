@@ -33,10 +33,10 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_it_conforms(kind: str, device: str, on_thread: Any, tmp_path: Path) -> None:
     async def scenario(thread: DeviceThread) -> None:
-        def make(objects: Any) -> SingleProcessTrainer:
+        def make(objects: Any, reader: Any) -> SingleProcessTrainer:
             # Deterministic: of two equal trainers the contract wants equal bits, and CUDA adds in any order else.
             return SingleProcessTrainer(
-                SOLVER, qwen3(), SETTINGS[kind], objects, thread=thread, device=device, deterministic=True
+                SOLVER, qwen3(), SETTINGS[kind], objects, thread=thread, device=device, deterministic=True, rows=reader
             )
 
         await check_trainer(make, micro_batches(rows(1)), tmp_path, streams=kind != "critic and kl")
@@ -55,7 +55,7 @@ async def updated(
     for step in range(2):
         samples = rows(step)
         for batch in micro_batches(samples):
-            await trainer.accumulate(batch)
+            await trainer.accumulate_batch(batch)
         await trainer.step(divisors_of(samples))
     key, held = await trainer.publish(Version(2))
     return {name: tensor.cpu().double() for name, tensor in (await store.get(ObjectKey(key))).items()}, held
@@ -100,15 +100,14 @@ def test_what_is_saved_on_the_device_goes_on_elsewhere(device: str, on_thread: A
             return SingleProcessTrainer(SOLVER, qwen3(), settings, InlineObjectStore(), thread=thread, device=where)
 
         first, second, back = trainer(device), trainer("cpu"), trainer(device)
-        await first.accumulate(batches[0])
+        await first.accumulate_batch(batches[0])
         await first.save(tmp_path / "there")
         await second.load(tmp_path / "there")
-        await second.accumulate(batches[1])
+        await second.accumulate_batch(batches[1])
         await second.save(tmp_path / "back")
         await back.load(tmp_path / "back")
-        assert await back.step(divisors_of(s for batch in batches[:2] for s in batch.samples)) == 1
-        (report,) = [back.last_update]
-        assert report is not None
+        report = await back.step(divisors_of(s for batch in batches[:2] for s in batch.samples))
+        assert report.version == 1
         assert report.num_samples == sum(len(batch.samples) for batch in batches[:2])
 
     on_thread(scenario)

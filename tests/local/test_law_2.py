@@ -40,6 +40,7 @@ from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.run import CountedTasks
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import TrainingSettings
 
@@ -89,7 +90,7 @@ class Learner:
         self.versions = Versions({SOLVER: Version(0)})
         self.model = tiny_model()
         options = TrainingSettings.model_validate({"optimizer": {"learning_rate": LEARNING_RATE}, **training})
-        self.trainer = SingleProcessTrainer(SOLVER, self.model, options, self.objects)
+        self.trainer = SingleProcessTrainer(SOLVER, self.model, options, self.objects, rows=StoreRows(self.store))
         self.session = TrainingSession(
             SOLVER, self.store, self.trainer, micro_batch=options.micro_batch, version=Version(0)
         )
@@ -122,7 +123,8 @@ class Learner:
                     groups.create_task(self._arrive(at, group), name=f"group-{group.group}")
             divisors = await self.collector.close()
             self.session.close_step()
-        version = await self.session.finish(divisors[SOLVER])
+        await self.session.finish(divisors[SOLVER])
+        version = self.session.version
         self.versions.acknowledged(SOLVER, version)
         self.collector.settle_trained(self.collector.kept)
         return version

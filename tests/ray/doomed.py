@@ -1,18 +1,34 @@
-"""A controller that a test kills: a run of two workers, one of which works, with a folder in shared memory."""
+"""A controller that a test kills: a run of two residents, one of which works, with a folder in shared memory."""
 
 import asyncio
 import json
 import sys
-from functools import partial
-from importlib import import_module
+import time
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from flexmarl.cluster.backends.ray import RayCluster
-from flexmarl.cluster.interface import WorkerRole, WorkerSpec
+from flexmarl.cluster.backends.ray import ray_cluster
+from flexmarl.cluster.interface import ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
+
+
+class Sleeps(Protocol):
+    """What lives in its residents."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleeps."""
+        ...
+
+
+class Sleeper:
+    """Keeps its process and its event loop busy, as torch does."""
+
+    def sleep(self, seconds: float) -> None:
+        """Blocks."""
+        time.sleep(seconds)
 
 
 async def main(address: str, root: Path) -> None:
@@ -22,14 +38,14 @@ async def main(address: str, root: Path) -> None:
         shared = leases.shared_memory()
         shared.mkdir()
         (shared / "weights").write_bytes(bytes(4096))
-        async with RayCluster(settings, leases=leases, workers=2) as cluster:
-            make = partial(import_module, "time")  # to sleep keeps a worker and its event loop busy, as torch does
-            specs = [WorkerSpec(name=f"engine/{i}", role=WorkerRole.ENGINE, make=make) for i in range(2)]
-            workers = await cluster.spawn(specs)
+        async with ray_cluster(settings, leases=leases, residents=2) as cluster:
+            names = [f"engine/{number}" for number in range(2)]
+            specs = [ResidentSpec(name=n, kind=ResidentKind.ENGINE, contract=Sleeps, make=Sleeper) for n in names]
+            residents = await cluster.spawn(specs)
             processes = [process.pid for process in psutil.Process().children(recursive=True)]
-            pids = {*processes, *(worker.place.pid for worker in workers)}
+            pids = {*processes, *(resident.place.pid for resident in residents)}
             print(json.dumps({"pids": sorted(pids), "paths": [str(shared), str(leases.folder)]}), flush=True)
-            await workers[0].call("sleep", 600)
+            await residents[0].remote.sleep(600)
 
 
 if __name__ == "__main__":

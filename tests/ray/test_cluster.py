@@ -1,4 +1,4 @@
-"""Workers on a real Ray: the laws of a cluster, errors that say what would work, a Ray that others started."""
+"""Residents on a real Ray: the laws of a cluster, errors that say what would work, a Ray that others started."""
 
 import asyncio
 import os
@@ -6,12 +6,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from flexmarl.cluster.backends.ray import RayCluster
-from flexmarl.cluster.interface import Worker
+from flexmarl.cluster.backends.ray import RayCluster, ray_cluster
+from flexmarl.cluster.interface import Resident
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
@@ -22,17 +23,19 @@ pytestmark = pytest.mark.ray
 PRIVATE = ClusterSettings(backend="ray")
 
 
-def kill(worker: Worker) -> None:
-    os.kill(worker.place.pid, signal.SIGKILL)
+def kill(resident: Resident[Any]) -> None:
+    os.kill(resident.place.pid, signal.SIGKILL)
 
 
-def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awaitable[None]], *, workers: int) -> None:
+def play(
+    settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awaitable[None]], *, residents: int
+) -> None:
     """Opens a cluster, acts and closes it; then nothing is left that there was not before."""
     before = set(psutil.Process().children(recursive=True))
 
     async def run() -> None:
         with RunLeases("test", root=root) as leases:
-            async with RayCluster(settings, leases=leases, workers=workers) as cluster:
+            async with ray_cluster(settings, leases=leases, residents=residents) as cluster:
                 await act(cluster)
 
     asyncio.run(run())
@@ -46,12 +49,12 @@ def test_a_run_joins_a_ray_and_leaves_it_as_it_was(somebodys_ray: str, short_roo
     seen: list[int] = []
 
     async def act(cluster: RayCluster) -> None:
-        (worker,) = await cluster.spawn([probe("guest")])
-        seen.append(worker.place.pid)
-        assert await worker.call("echo", 1) == 1
+        (resident,) = await cluster.spawn([probe("guest")])
+        seen.append(resident.place.pid)
+        assert await resident.remote.echo(1) == 1
 
     for _ in range(2):
-        play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, workers=1)
+        play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, residents=1)
     assert len(set(seen)) == 2
     assert not any(psutil.pid_exists(pid) for pid in seen)
 
@@ -62,12 +65,12 @@ def test_without_room_the_error_says_what_was_asked_and_what_is_there(somebodys_
         assert "3 CPU" in text
         assert "2 CPU" in text
         assert "cluster.address=local" in text
-        workers = await cluster.spawn([probe("first"), probe("second")])
+        residents = await cluster.spawn([probe("first"), probe("second")])
         assert "free" in str(await raised(cluster.spawn([probe("third")]), ConfigError))
-        await workers[0].stop()
+        await residents[0].stop()
         await cluster.spawn([probe("third")])
 
-    play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, workers=2)
+    play(ClusterSettings(backend="ray", address=somebodys_ray), short_root, act, residents=2)
 
 
 def test_an_address_where_nobody_listens_is_named() -> None:
@@ -76,7 +79,7 @@ def test_an_address_where_nobody_listens_is_named() -> None:
         address = f"127.0.0.1:{port.getsockname()[1]}"
 
         async def join(leases: RunLeases) -> None:
-            async with RayCluster(ClusterSettings(backend="ray", address=address), leases=leases, workers=1):
+            async with ray_cluster(ClusterSettings(backend="ray", address=address), leases=leases, residents=1):
                 pass
 
         with RunLeases("unreachable") as leases, pytest.raises(ConfigError, match=f"cluster.address={address}"):
@@ -84,15 +87,15 @@ def test_an_address_where_nobody_listens_is_named() -> None:
 
 
 def test_ray_workers_keep_the_laws_of_a_cluster(short_root: Path) -> None:
-    play(PRIVATE, short_root, lambda cluster: check_cluster(cluster, kill), workers=3)
+    play(PRIVATE, short_root, lambda cluster: check_cluster(cluster, kill), residents=3)
 
 
 @pytest.mark.parametrize("vital", ["gcs_server", "raylet"])
 def test_the_end_of_ray_itself_loses_every_worker_and_hangs_nobody(vital: str, short_root: Path) -> None:
     async def act(cluster: RayCluster) -> None:
         cluster.on_lost = losses = Losses()
-        workers = await cluster.spawn([probe("first"), probe("second")])
-        waits = [asyncio.ensure_future(worker.call("wait")) for worker in workers]
+        residents = await cluster.spawn([probe("first"), probe("second")])
+        waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
         ours = [one for one in psutil.Process().children() if str(short_root) in " ".join(one.cmdline())]
         (process,) = [one for one in ours if one.name() == vital]
         process.kill()
@@ -102,4 +105,4 @@ def test_the_end_of_ray_itself_loses_every_worker_and_hangs_nobody(vital: str, s
         assert vital in str(await raised(cluster.spawn([probe("third")]), WorkerError))
         assert {lost.name for lost in losses.told} == {"first", "second"}
 
-    play(PRIVATE, short_root, act, workers=2)
+    play(PRIVATE, short_root, act, residents=2)

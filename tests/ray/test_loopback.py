@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flexmarl.cluster.backends.ray import RayCluster
+from flexmarl.cluster.backends.ray import ray_cluster
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.testing.cluster import probe
@@ -30,7 +30,9 @@ def test_no_process_of_a_run_listens_beyond_loopback(small_run: Path, tmp_path: 
         child.close()
     sockets = child.footprint.sockets
     listeners = {name.partition(".")[0] for name, _ in sockets}
-    assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent", "ray::Host"} <= listeners, "witness: Ray and workers listen"
+    assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent", "ray::TrainerActor"} <= listeners, (
+        "witness: Ray and workers listen"
+    )
     assert {(name, address) for name, address in sockets if not is_loopback(address)} == set()
 
 
@@ -40,7 +42,7 @@ def test_who_knows_no_token_is_sent_away(short_root: Path) -> None:
     async def ask() -> None:
         with RunLeases("test", root=short_root) as leases:
             settings = ClusterSettings(backend="ray")
-            async with RayCluster(settings, leases=leases, workers=1) as cluster:
+            async with ray_cluster(settings, leases=leases, residents=1) as cluster:
                 await cluster.spawn([probe("worker")])
                 while not seen:  # On a busy machine its agent answers later than its workers.
                     ours = {one.pid for one in psutil.Process().children(recursive=True)}

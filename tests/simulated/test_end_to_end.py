@@ -87,7 +87,7 @@ def test_x4_killed_at_any_moment_and_resumed_it_has_the_same_credit_and_the_same
         first.play(strike)
     except FlexmarlError:
         died = True
-    last = new(folder, store=first.world.store).play() if died else first
+    last = new(folder, store=first.store).play() if died else first
     assert credit_of(last) == credit_of(undisturbed)
     for policy, trainer in last.trainers.items():
         assert trainer.weight == pytest.approx(undisturbed.trainers[policy].weight, rel=1e-12)

@@ -89,9 +89,9 @@ def test_rows_under_the_id_of_a_dropped_micro_batch_are_remembered() -> None:
     async def scenario() -> BreakableTrainer:
         trainer = BreakableTrainer(solver, InlineObjectStore(), Injection(FaultPlan()), sample_s=0.1)
         samples = (replace(dropped, open_group="g"),)
-        await trainer.accumulate(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=samples))
+        await trainer.accumulate_batch(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=samples))
         await trainer.close_groups({"g": None})
-        await trainer.accumulate(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=tuple(trained)))
+        await trainer.accumulate_batch(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=tuple(trained)))
         await trainer.step(divisors_of(trained))
         return trainer
 

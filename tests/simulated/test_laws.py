@@ -167,7 +167,7 @@ def scripted(schedule: Schedule, **sections) -> ScriptedRun:
         },
     )
     if schedule.store_s:
-        run.world = replace(run.world, store=SlowStore(run.world.store, schedule.store_s, schedule.seed))
+        run.store = SlowStore(run.store, schedule.store_s, schedule.seed)
     return run
 
 

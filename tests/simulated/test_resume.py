@@ -101,14 +101,12 @@ def lives(schedule: Schedule, kills: Sequence[int], **sections) -> list[Scripted
         for ends_at in (*kills, None):
             life = Life(ends_at)
             run = scripted(replace(schedule, store_s=0.0), folder=Path(folder), store=store, **sections)
-            store = run.world.store
+            store = run.store
             slow = SlowStore(store, schedule.store_s, schedule.seed) if schedule.store_s else store
-            run.world = replace(run.world, store=MortalStore(slow, life))
+            run.store = MortalStore(slow, life)
             run.journal = MortalJournal(life)
             for policy in run.trainers:
-                run.trainers[policy] = trainer = MortalTrainer(
-                    policy, run.world.objects, sample_cost_s=schedule.sample_s
-                )
+                run.trainers[policy] = trainer = MortalTrainer(policy, run.objects, sample_cost_s=schedule.sample_s)
                 trainer.life = life
             played.append(run)
             try:

@@ -92,7 +92,7 @@ def make_sessions(
             trainer,
             micro_batch=settings.policies[policy].training.micro_batch,
             version=versions.served[policy],
-            accumulate=world.accumulate.get(policy),
+            ahead=world.cluster.crosses,
             on_report=monitor.accumulated,
             residency=world.residency,
         )

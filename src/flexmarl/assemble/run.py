@@ -17,8 +17,9 @@ from rich.console import Console
 from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.parts import initial_versions, make_evaluator
+from flexmarl.assemble.residents import settle_memory
 from flexmarl.assemble.wiring import journal_start, watch_workers, wire
-from flexmarl.assemble.world import World, open_world, settle_memory
+from flexmarl.assemble.world import World, open_world
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run

@@ -8,7 +8,7 @@ from functools import partial
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.parts import initial_versions, make_parts, release_of
 from flexmarl.assemble.world import World
-from flexmarl.cluster.interface import WorkerPlace, WorkerRole
+from flexmarl.cluster.interface import ResidentKind, ResidentPlace
 from flexmarl.config import RunSettings
 from flexmarl.errors import TrainingError
 from flexmarl.experience.interface import ExperienceStore
@@ -125,7 +125,7 @@ def journal_swap(journal: Journal, swapped: Swapped) -> None:
     """A policy's training state came onto devices, or was set aside."""
     journal.event(
         "swapped",
-        process=f"{WorkerRole.TRAINER}/{swapped.policy}",
+        process=f"{ResidentKind.TRAINER}/{swapped.policy}",
         began=journal.moment(swapped.began),
         ended=journal.moment(swapped.ended),
         policy=swapped.policy,
@@ -148,12 +148,12 @@ def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:
         chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
     )
 
-    def started(name: str, place: WorkerPlace) -> None:
+    def started(name: str, place: ResidentPlace) -> None:
         journal.event("process_started", process=name, pid=place.pid, node=place.node)
 
     places = world.processes.places
     here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
-    started("controller", WorkerPlace(node=here, pid=os.getpid()))
+    started("controller", ResidentPlace(node=here, pid=os.getpid()))
     for name, place in places.items():
         started(name, place)
     world.processes.on_started = started
@@ -167,7 +167,7 @@ def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
         journal.event("worker_lost", process=worker.name, node=worker.node, pid=worker.pid, because=worker.because)
         world.processes.places.pop(worker.name, None)
         role, _, name = worker.name.partition("/")
-        if role == WorkerRole.ENGINE:
+        if role == ResidentKind.ENGINE:
             world.pool.lose(name, worker.because)
         elif not failed.done():
             failed.set_exception(
@@ -177,6 +177,5 @@ def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
                 )
             )
 
-    if world.cluster is not None:
-        world.cluster.on_lost = lost
+    world.cluster.on_lost = lost
     return failed

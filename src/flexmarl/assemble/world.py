@@ -1,37 +1,81 @@
-"""The live parts of a run, made in the world that its settings ask for."""
+"""The live parts of a run: residents of a cluster, and what the controller has around them. One world for all runs.
 
-import gc
-import pkgutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+residents     what lives outside the controller, and in which cluster: inline or ray below, modelled devices in
+              `simulator/residents.py`, scripts in `testing/run.py`
+open_world    spawns them and puts the pool, the residency and the watch for losses around them
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
+from flexmarl.agents import TeamSpec
 from flexmarl.assemble.blueprint import Blueprint
-from flexmarl.cluster.interface import Cluster, Worker, WorkerPlace
+from flexmarl.assemble.residents import open_inline, open_ray
+from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
-from flexmarl.errors import ConfigError
+from flexmarl.config import RunSettings
 from flexmarl.experience.interface import ExperienceStore
+from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
+from flexmarl.simulator.costs import costs_of
+from flexmarl.simulator.host import Host
+from flexmarl.simulator.objects import SimulatedObjectStore
+from flexmarl.simulator.replies import responder_of
+from flexmarl.simulator.residents import ModelledResidents
 from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
 from flexmarl.training.residency import Residency
-from flexmarl.training.rows import AccumulateRows
+from flexmarl.training.rows import StoreRows
+
+
+class Residents(Protocol):
+    """What a world is made of."""
+
+    @property
+    def objects(self) -> ObjectStore:
+        """Where weights are."""
+        ...
+
+    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+        """Where residents live, with room for so many at a time."""
+        ...
+
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+        """One inference instance, named `{policy}/{number}`."""
+        ...
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """The trainer of a policy."""
+        ...
+
+    def replacement_s(self, policy: PolicyName) -> float | None:
+        """Modelled seconds until an instance starts in place of a lost one; None: lost ones are not replaced."""
+        ...
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """What shares training devices; empty where every trainer has its own."""
+        ...
 
 
 @dataclass(slots=True)
 class Processes:
     """Every process that the run has had, by name."""
 
-    places: dict[str, WorkerPlace] = field(default_factory=dict)
-    on_started: Callable[[str, WorkerPlace], None] = lambda name, place: None
-    """Told of every one that is added."""
+    places: dict[str, ResidentPlace] = field(default_factory=dict)
+    on_started: Callable[[str, ResidentPlace], None] = lambda name, place: None
+    """Called for every one that is added."""
 
-    def add(self, worker: Worker) -> None:
-        """A worker runs now."""
-        self.places[worker.name] = worker.place
-        self.on_started(worker.name, worker.place)
+    def add(self, resident: Resident[Any]) -> None:
+        """A resident runs now."""
+        self.places[resident.name] = resident.place
+        self.on_started(resident.name, resident.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,46 +86,96 @@ class World:
     store: ExperienceStore
     pool: InferencePool
     trainers: Mapping[PolicyName, Trainer]
-    accumulate: Mapping[PolicyName, AccumulateRows] = field(default_factory=dict)
-    """For trainers that read their rows where they run; for the others the session does."""
+    cluster: Cluster
     residency: Residency | None = None
     """Who is on training devices, where they change hands."""
-    cluster: Cluster | None = None
-    """Whose workers may die; None where everything is in this process."""
     processes: Processes = field(default_factory=Processes)
-    """Its workers; empty where everything is in this process."""
+    """Its residents; empty where they are objects of this process."""
 
 
-def settle_memory() -> None:
-    """Leaves what has been loaded out of every later garbage collection.
-
-    A full one would walk all that torch and transformers loaded: 0.1 s in which nothing is dispatched.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-WORLDS: Mapping[str, str] = {
-    "inline": "flexmarl.assemble.inline_world:inline_world",
-    "ray": "flexmarl.assemble.ray_world:ray_world",
-    "simulated": "flexmarl.assemble.simulated_world:simulated_world",
-}
-"""Who opens each `cluster.backend`; imported only then, so that one without the other's libraries works."""
-
-
-def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AbstractAsyncContextManager[World]:
+@asynccontextmanager
+async def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AsyncIterator[World]:
     """Makes engines and trainers around a store; leaving the block ends them, and closes the store.
 
     `path` is the store's file, if it has one. Raises ConfigError if the world needs a package that is not installed.
     """
-    backend = blueprint.settings.cluster.backend
+    settings = blueprint.settings
+    backend = settings.cluster.backend
     if backend != "simulated":
-        keep_compiled_code()  # Here, and in the workers that this process starts: they have its environment.
-    try:
-        world = pkgutil.resolve_name(WORLDS[backend])
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"cluster.backend is '{backend}', which needs the package '{error.name}', and that is not installed: pip "
-            f"install {error.name}, or use cluster.backend=inline"
-        ) from error
-    return world(blueprint, store, path and path.absolute())  # Workers may have another working directory.
+        keep_compiled_code()  # Here, and in the processes that this one starts: they have its environment.
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        if backend == "inline":
+            residents: Residents = stack.enter_context(open_inline(blueprint, store))
+        elif backend == "ray":
+            assert path is not None, "settings of this world that keep the store in memory are refused"
+            residents = stack.enter_context(open_ray(blueprint, path))
+        else:
+            residents = modelled(settings, blueprint.team, store)
+        yield await stack.enter_async_context(world_of(settings, store, residents))
+
+
+@asynccontextmanager
+async def world_of(
+    settings: RunSettings,
+    store: ExperienceStore,
+    residents: Residents,
+    *,
+    make_pool: Callable[..., InferencePool] = InferencePool,
+) -> AsyncIterator[World]:
+    """Spawns a run's residents; leaving the block ends them. The store is the caller's to close."""
+    served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
+    names = {policy: [f"{policy}/{n}" for n in range(settings.policies[policy].instances)] for policy in served}
+    engines = [residents.engine(policy, name) for policy in served for name in names[policy]]
+    trainers = [residents.trainer(policy) for policy in trained]
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers)))
+        processes, remotes = Processes(), dict[str, Any]()
+        for resident in await cluster.spawn([*engines, *trainers]):
+            remotes[resident.name] = resident.remote
+            if cluster.has_processes:
+                processes.add(resident)
+        of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
+        replaces = all(residents.replacement_s(policy) is not None for policy in served)
+        pool = make_pool(
+            {policy: [remotes[f"engine/{name}"] for name in names[policy]] for policy in served},
+            settings.pool,
+            respawn=partial(respawn, cluster, residents, processes) if replaces else None,
+        )
+        groups = residents.process_groups(of_policies)
+        yield World(
+            objects=residents.objects,
+            store=store,
+            residency=await stack.enter_async_context(Residency(groups, settings.process_groups)) if groups else None,
+            pool=await stack.enter_async_context(pool),
+            trainers=of_policies,
+            cluster=cluster,
+            processes=processes,
+        )
+
+
+def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:
+    """The modelled devices of a simulated run."""
+    simulation = settings.simulation
+    return ModelledResidents(
+        costs=partial(costs_of, simulation.costs),
+        objects=SimulatedObjectStore(),
+        rows=StoreRows(store),
+        host=Host(simulation.shared_host),
+        respond=responder_of(
+            team, simulation.replies, recorded=simulation.recorded and settings.path(simulation.recorded)
+        ),
+        spare=settings.pool.replacements * len(settings.policies),
+    )
+
+
+async def respawn(
+    cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: str
+) -> WeightedEngine:
+    """An instance in place of one that was lost."""
+    if seconds := residents.replacement_s(policy):
+        await asyncio.sleep(seconds)
+    (resident,) = await cluster.spawn([residents.engine(policy, instance)])
+    if cluster.has_processes:
+        processes.add(resident)
+    return resident.remote

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from flexmarl.credit.estimators.group_relative import GroupRelative, Line
+from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.interface import Credit, CreditRow, Estimator, Extra, GroupKey, Needs
 from flexmarl.credit.keys import Group
-from flexmarl.records import AgentName, SampleId
+from flexmarl.records import AgentName, CreditLine, SampleId
 
 ORDER_OF_NEEDS: tuple[Needs, ...] = ("row", "group", "batch", "state")
 
@@ -85,7 +85,7 @@ class ByAgent:
             for sample_id, (group, score) in estimator.open_places(share).items()
         }
 
-    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, Line]:
+    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, CreditLine]:
         """What each complete group makes of its scores; only if `linear`."""
         return {
             whose + group: line

@@ -10,7 +10,7 @@ from flexmarl.credit.balance import equal_shares
 from flexmarl.credit.by_agent import ByAgent, most
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.group_relative import GroupRelative, Line
+from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.filters import FilterDecision, OutcomeFilter
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
 from flexmarl.credit.keys import Group
@@ -18,7 +18,7 @@ from flexmarl.credit.order import counted, estimated
 from flexmarl.credit.penalties import InvalidAction
 from flexmarl.credit.shaping import AnyTerm, Terms, shape
 from flexmarl.credit.whitening import Scope, whiten
-from flexmarl.records import AgentName, FinishReason, SampleId
+from flexmarl.records import AgentName, CreditLine, FinishReason, SampleId
 from flexmarl.settings import Settings
 
 
@@ -184,7 +184,7 @@ class CreditSettings(Settings):
         places = self._estimators.open_places(self._counted(rows))
         return {sample_id: place for sample_id, place in places.items() if sample_id in trained}
 
-    def lines(self, rows: Sequence[CreditRow]) -> Mapping[Group, Line]:
+    def lines(self, rows: Sequence[CreditRow]) -> Mapping[Group, CreditLine]:
         """What each group makes of its scores when all rows of its task are there: A = scale c + offset, and w."""
         return self._estimators.lines(self._counted(rows))
 

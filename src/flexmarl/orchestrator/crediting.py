@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
 from flexmarl.credit.effect import Effect
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.credit.filters import OutcomeFilter
 from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.keys import Group
@@ -30,6 +29,7 @@ from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,
+    CreditLine,
     GroupId,
     GroupRecord,
     GroupState,
@@ -127,7 +127,7 @@ class Crediting:
         """Credit group and score of the rows of finished episodes, whatever the others of their group will be."""
         return self._settings.open_places(self._rows(group))
 
-    def lines(self, group: GroupRecord) -> Mapping[Group, Line]:
+    def lines(self, group: GroupRecord) -> Mapping[Group, CreditLine]:
         """What each credit group of a complete group makes of its scores."""
         return self._settings.lines(self._rows(group))
 

@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.credit.keys import group_name
 from flexmarl.orchestrator.crediting import NO_WEIGHT, Credited, Crediting
-from flexmarl.records import Episode, GroupId, GroupRecord, PolicyName, Sample, SampleId
+from flexmarl.records import CreditLine, Episode, GroupId, GroupRecord, PolicyName, Sample, SampleId
 from flexmarl.training.session import TrainingSession
 
 
@@ -73,6 +72,6 @@ class Streaming:
             await self._close(name, opened, line if line.weight else None, NO_WEIGHT)
         return credited
 
-    async def _close(self, name: str, opened: _Open, line: Line | None, because: str) -> None:
+    async def _close(self, name: str, opened: _Open, line: CreditLine | None, because: str) -> None:
         for policy, ids in opened.rows[name].items():
             await self._sessions[policy].close_group(name, ids, line, because)

@@ -19,16 +19,14 @@ from flexmarl.records import Divisors, PolicyName
 async def update(parts: Parts, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
     """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
     session, began = parts.sessions[policy], asyncio.get_running_loop().time()
-    old = session.version
-    new = await session.finish(divisors)
-    report = parts.trainers[policy].last_update
+    report = await session.finish(divisors)
     weights = None
-    if new == old or report is None:
+    if report is None:
         parts.journal.event("update_skipped", policy=policy, because="no weighted token in the step")
     else:
         parts.monitor.updated(policy, report, began)
         with parts.monitor.time("publish"):
-            weights = await parts.publisher.set(policy, new)
+            weights = await parts.publisher.set(policy, report.version)
     session.leave()
     return weights
 

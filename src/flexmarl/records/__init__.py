@@ -1,6 +1,6 @@
 """What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
 
-from flexmarl.records.batch import Divisors, LossReport, MicroBatch, Sample
+from flexmarl.records.batch import CreditLine, Divisors, LossReport, MicroBatch, Sample
 from flexmarl.records.episode import LARGEST_REWARD, Episode, EpisodeStatus, GroupRecord
 from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
@@ -23,6 +23,7 @@ from flexmarl.records.worker import WorkerLost
 
 __all__ = [
     "AgentName",
+    "CreditLine",
     "Divisors",
     "EngineUse",
     "Episode",

@@ -108,3 +108,27 @@ class LossReport:
     sums: Mapping[str, float] = field(default_factory=dict)
     """`loss`, `clipped`, `kl_to_sampler`, `entropy` ... each a sum over weighted tokens."""
     duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CreditLine:
+    """Turns the score c of a row of a complete credit group into its advantage.
+
+    A = (c - baseline) / divisor = scale c + offset
+    """
+
+    baseline: float
+    divisor: float
+    """Infinite where the group teaches nothing."""
+    weight: float = 1.0
+    """Row weight of all rows of the group."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the score."""
+        return 1 / self.divisor
+
+    @property
+    def offset(self) -> float:
+        """What is added to every row of the group."""
+        return -self.baseline / self.divisor

@@ -6,34 +6,43 @@ whether each row entered one update (law 5), in whatever split (law 2), and whet
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
+from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.host import Host
 from flexmarl.training.interface import Appraised, UpdateReport
+from flexmarl.training.rows import HeldRows, RowReader
 
 
 class SimulatedTrainer:
     """`Trainer` in virtual time. Work that has begun keeps the pace that its machine had then."""
 
     def __init__(
-        self, policy: PolicyName, costs: TrainerCosts, objects: ObjectStore, *, host: Host | None = None
+        self,
+        policy: PolicyName,
+        costs: TrainerCosts,
+        objects: ObjectStore,
+        *,
+        host: Host | None = None,
+        rows: RowReader | None = None,
     ) -> None:
         """Its state is on devices from the start; a SimulatedProcessGroup sets it aside."""
+        self.rows: RowReader = rows or HeldRows()
+        """Where `accumulate` reads; may be exchanged before the first call."""
+        self._turn = asyncio.Lock()
+        """Held by the one call that is worked on; the others get it in their order."""
         self.policy = policy
         self.costs = costs
         self.weight = 0.0
         self.version = Version(0)
-        self.last_update: UpdateReport | None = None
         self.busy_s = 0.0
         """Seconds of its devices at work: micro-batches and updates that ended."""
         self.on_devices = True
@@ -57,7 +66,22 @@ class SimulatedTrainer:
         """A fault: the gradient sums are gone, and nothing says so until the update misses them."""
         self._reports, self._open = {}, {}
 
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
+    async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
+        """Reads the rows, also while others are worked on, and accumulates them."""
+        reading = asyncio.create_task(self.rows.read(ids), name=f"read-{micro_batch_id}")
+        try:
+            async with self._turn:
+                batch = MicroBatch(micro_batch_id=micro_batch_id, policy=self.policy, samples=await reading)
+                return await self._accumulate(batch)
+        finally:
+            reading.cancel()
+
+    async def accumulate_batch(self, batch: MicroBatch) -> LossReport:
+        """As `accumulate`, of rows that are here already."""
+        async with self._turn:
+            return await self._accumulate(batch)
+
+    async def _accumulate(self, batch: MicroBatch) -> LossReport:
         """Sums weight x advantage x tokens."""
         self._check_on_devices()
         if batch.policy != self.policy:
@@ -78,8 +102,12 @@ class SimulatedTrainer:
                 self._open[sample.open_group] = (tokens + more, scored + more * sample.advantage, samples + 1)
         return report
 
-    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+    async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Takes no time: a real one adds up two buffers."""
+        async with self._turn:
+            return await self._close_groups(lines)
+
+    async def _close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         self._check_on_devices()
         closed = 0.0
         for name, line in lines.items():
@@ -99,8 +127,12 @@ class SimulatedTrainer:
         costs = self.costs
         return await self._work(costs.micro_batch_s + costs.sample_s * len(batch.samples) + costs.token_s * tokens)
 
-    async def step(self, divisors: Divisors) -> Version:
+    async def step(self, divisors: Divisors) -> UpdateReport:
         """weight += gradient / N_tok."""
+        async with self._turn:
+            return await self._step(divisors)
+
+    async def _step(self, divisors: Divisors) -> UpdateReport:
         self._check_on_devices()
         if self._open:
             raise TrainingError(f"policy '{self.policy}': credit groups are open: {', '.join(self._open)}")
@@ -115,7 +147,7 @@ class SimulatedTrainer:
         gradient = sum(report.sums["gradient"] for report in reports) / divisors.num_tokens
         self.weight += gradient
         self.version = Version(self.version + 1)
-        self.last_update = UpdateReport(
+        update = UpdateReport(
             version=self.version,
             num_samples=sum(report.num_samples for report in reports),
             num_tokens=num_tokens,
@@ -125,10 +157,14 @@ class SimulatedTrainer:
             duration_s=duration_s,
         )
         self._reports = {}
-        return self.version
+        return update
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
         """Sets `weights/{policy}/{version}`: the weight, and the version, so that no two of them have one checksum."""
+        async with self._turn:
+            return await self._publish(version)
+
+    async def _publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
         if version != self.version:
             raise TrainingError(f"policy '{self.policy}' is at version {self.version}, asked to publish {version}")
         await self._spend(self.costs.publish_s)
@@ -154,6 +190,10 @@ class SimulatedTrainer:
 
     async def save(self, path: Path) -> None:
         """Writes `trainer.json`; also while it is set aside."""
+        async with self._turn:
+            await self._save(path)
+
+    async def _save(self, path: Path) -> None:
         self._check_alive()
         reports = [asdict(report) for report in self._reports.values()]
         text = json.dumps({"weight": self.weight, "version": self.version, "reports": reports, "open": self._open})
@@ -161,6 +201,10 @@ class SimulatedTrainer:
 
     async def load(self, path: Path) -> Version:
         """Reads `trainer.json`."""
+        async with self._turn:
+            return await self._load(path)
+
+    async def _load(self, path: Path) -> Version:
         self._check_alive()
         with boundary(CheckpointError, f"policy '{self.policy}': loading {path}"):
             state = json.loads((path / "trainer.json").read_text())

@@ -101,9 +101,10 @@ class ScriptedEngine:
                     raise EngineError(self._failure) from answer
                 yield answer
         finally:
-            for player in players:
-                player.cancel()
-            await asyncio.gather(*players, return_exceptions=True)
+            if left := [player for player in players if not player.done()]:
+                for player in left:
+                    player.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests now."""
@@ -167,6 +168,10 @@ class ScriptedEngine:
     async def _play(self, request: GenerationRequest, answers: asyncio.Queue[Generation | EngineError]) -> None:
         if not len(request.prompt_ids):
             answers.put_nowait(_generation(request, [], FinishReason.ERROR, [VersionRun(0, self.version)], "no prompt"))
+            return
+        if request.request_id in self._running:
+            problem = f"request id '{request.request_id}' is in use; ids must be unique among running requests"
+            answers.put_nowait(_generation(request, [], FinishReason.ERROR, [VersionRun(0, self.version)], problem))
             return
         ids, finish = self._left_to_say(request)
         reply = _Reply(request, ids, finish, [VersionRun(0, self.version)])

@@ -10,16 +10,22 @@ checkpoints are those of every run. An idle hour costs nothing, and what waits f
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
 from flexmarl.assemble import Blueprint, World, wire
+from flexmarl.assemble.world import Residents, world_of
+from flexmarl.cluster.inproc import inproc_cluster
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings
+from flexmarl.errors import EngineError, TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.interface import Row
+from flexmarl.experience.interface import ExperienceStore, Row
 from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
@@ -36,6 +42,9 @@ from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.agents import Script
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.rows import StoreRows
 
 
 class CountedTasks:
@@ -107,6 +116,55 @@ def a_or_b(prompt: str, request: GenerationRequest) -> str:
     return "ab"[request.seed % 2]
 
 
+class ScriptedResidents:
+    """Engines and trainers that are made already, in this process."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        engines: Mapping[PolicyName, Sequence[WeightedEngine]],
+        trainers: Mapping[PolicyName, Trainer],
+    ) -> None:
+        """`engines` are those of each policy, in the order of their numbers."""
+        self.objects, self._engines, self._trainers = objects, engines, trainers
+
+    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+        """This process."""
+        return inproc_cluster()
+
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+        """One of the engines."""
+        return ResidentSpec(
+            name=f"{ResidentKind.ENGINE}/{instance}",
+            kind=ResidentKind.ENGINE,
+            contract=WeightedEngine,
+            make=lambda: self.make_engine(policy, instance),
+            error=EngineError,
+        )
+
+    def make_engine(self, policy: PolicyName, instance: str) -> WeightedEngine:
+        """The engine of this name."""
+        return self._engines[policy][int(instance.rpartition("/")[2])]
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """The trainer of a policy."""
+        return ResidentSpec(
+            name=f"{ResidentKind.TRAINER}/{policy}",
+            kind=ResidentKind.TRAINER,
+            contract=Trainer,
+            make=lambda: self._trainers[policy],
+            error=TrainingError,
+        )
+
+    def replacement_s(self, policy: PolicyName) -> float | None:
+        """None: there are no others."""
+        return None
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """Every trainer has its own device."""
+        return {}
+
+
 class ScriptedRun:
     """One run in virtual time. Its parts may be exchanged until it is played, and looked at afterwards."""
 
@@ -154,8 +212,9 @@ class ScriptedRun:
             source=CountedTasks(num_tasks),
             team=replace(team, run=workflow),
         )
-        objects = InlineObjectStore()
-        self.engines = {
+        self.objects = objects = InlineObjectStore()
+        self.store: ExperienceStore = store or SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
+        self.engines: dict[PolicyName, Sequence[WeightedEngine]] = {
             PolicyName(name): [
                 ServedEngine(say, renderer, objects, seconds_per_token=seconds_per_token, fails=fails)
                 for _ in range(policy.instances)
@@ -163,12 +222,8 @@ class ScriptedRun:
             for name, policy in self.settings.policies.items()
         }
         self.trainers = {name: FakeTrainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained}
-        self.world = World(
-            objects=objects,
-            store=store or SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS),
-            pool=InferencePool(self.engines),
-            trainers=self.trainers,
-        )
+        self.world: World
+        """Made when it is played."""
         self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
         self.progress: Progress = NullProgress()
         self.metrics: dict[int, Mapping[str, float]] = {}
@@ -194,6 +249,14 @@ class ScriptedRun:
         """Every row of every agent, in the order of sample ids."""
         return run_virtual(self._rows())
 
+    def residents(self) -> Residents:
+        """What its world is made of; for subclasses whose engines can be lost and replaced."""
+        return ScriptedResidents(self.objects, self.engines, self.trainers)
+
+    def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
+        """The pool of its world; for subclasses that exchange it."""
+        return InferencePool(*instances, **how)
+
     def wired(self, orchestrator: Orchestrator) -> None:
         """Told of the orchestrator before it runs; for subclasses that exchange one of its rules."""
 
@@ -205,20 +268,20 @@ class ScriptedRun:
         """Nothing to write out."""
 
     async def _rows(self) -> list[Row]:
-        found = await self.world.store.query("SELECT sample_id FROM samples ORDER BY sample_id")
-        return await self.world.store.get([sample_id for (sample_id,) in found.rows])
+        found = await self.store.query("SELECT sample_id FROM samples ORDER BY sample_id")
+        return await self.store.get([sample_id for (sample_id,) in found.rows])
 
     async def _play(self, beside: Sequence[Callable[["ScriptedRun"], Coroutine[Any, Any, None]]]) -> None:
         saving = self.settings.checkpoint
         checkpoints = Checkpoints(
             self._folder or Path(), keep=saving.keep, budget_bytes=saving.budget_bytes, in_thread=False
         )
-        async with self.world.pool:
+        for trainer in self.trainers.values():
+            trainer.rows = StoreRows(self.store)
+        async with world_of(self.settings, self.store, self.residents(), make_pool=self.make_pool) as self.world:
             start = None
             if self._resumes:
-                start = await resume(
-                    checkpoints, self.trainers, self.world.store, journal=self.journal, say=self.said.append
-                )
+                start = await resume(checkpoints, self.trainers, self.store, journal=self.journal, say=self.said.append)
             orchestrator, _ = wire(
                 self.blueprint,
                 self.world,

@@ -1,20 +1,25 @@
 """A trainer of one number that remembers, and what every trainer must do."""
 
+import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from flexmarl.errors import CheckpointError, TrainingError
+from flexmarl.errors import CheckpointError, StoreError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum
-from flexmarl.records import Divisors, MicroBatch, PolicyName, Version
+from flexmarl.records import Divisors, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.trainer import SimulatedTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.rows import HeldRows, RowReader
+
+NOBODY = SampleId("nobody_0_g0e0a0")
 
 
 def sample_costs(seconds: float) -> TrainerCosts:
@@ -36,9 +41,10 @@ class FakeTrainer(SimulatedTrainer):
         sample_cost_s: float = 0.0,
         fail_on: frozenset[str] = frozenset(),
         costs: TrainerCosts | None = None,
+        rows: RowReader | None = None,
     ) -> None:
         """`costs` are for tests in which updates and swaps take time too."""
-        super().__init__(policy, costs or sample_costs(sample_cost_s), objects)
+        super().__init__(policy, costs or sample_costs(sample_cost_s), objects, rows=rows)
         self.accumulated: list[MicroBatch] = []
         """Every micro-batch that entered a cache, in order, over all steps."""
         self._fail_on = fail_on
@@ -52,8 +58,12 @@ class FakeTrainer(SimulatedTrainer):
         return took_s
 
 
+MakeTrainer = Callable[[ObjectStore, RowReader], Trainer | Awaitable[Trainer]]
+"""Makes a trainer that publishes to the one and reads its rows from the other."""
+
+
 async def check_trainer(
-    make_trainer: Callable[[ObjectStore], Trainer],
+    make_trainer: MakeTrainer,
     batches: Sequence[MicroBatch],
     folder: Path,
     *,
@@ -61,19 +71,24 @@ async def check_trainer(
 ) -> None:
     """Asserts the contract of `Trainer`: at least two micro-batches of one policy, sampled at version 0.
 
-    `make_trainer` must return equal trainers at version 0 every time; `folder` is an empty one for checkpoints.
+    `make_trainer` must return equal trainers at version 0 every time, which read their rows from the reader that it is
+    given; `folder` is an empty one for checkpoints.
     `streams` is False for settings that rows of open credit groups cannot be trained with (training/streaming.py).
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
-    trainer = make_trainer(InlineObjectStore())
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert len({sample.turn.sample_id for sample in samples}) == len(samples), "every sample needs an id of its own"
+    rows = HeldRows(samples)
+    trainer = await _made(make_trainer(InlineObjectStore(), rows))
 
     await _refuses(TrainingError, trainer.step(divisors), "a step without any micro-batch")
+    await _refuses(StoreError, trainer.accumulate("unknown", [NOBODY]), "rows that the store does not have")
     for batch in batches:
-        report = await trainer.accumulate(batch)
+        report = await accumulate(trainer, batch)
         assert report.micro_batch_id == batch.micro_batch_id
         assert report.num_samples == len(batch.samples)
         assert np.isclose(report.num_tokens, sum(s.weight * s.num_tokens for s in batch.samples), rtol=1e-12)
-        assert await trainer.accumulate(batch) == report, "accumulating an id again must return its first report"
+        assert await accumulate(trainer, batch) == report, "accumulating an id again must return its first report"
     await _refuses(TrainingError, trainer.step(Divisors()), "a step with divisors of zero")
 
     logprobs = await trainer.logprobs(batches[0])
@@ -86,23 +101,20 @@ async def check_trainer(
             assert said is None or said.shape == (sample.num_tokens,), "one number for every sampled token, or None"
 
     await trainer.save(folder / "with_cache")
-    assert await trainer.step(divisors) == 1, "the first update makes version 1"
-    assert trainer.last_update is not None
-    assert trainer.last_update.version == 1
+    assert (await trainer.step(divisors)).version == 1, "the first update makes version 1"
     await _refuses(TrainingError, trainer.step(divisors), "a second step from sums that the first has used")
     await _refuses(TrainingError, trainer.publish(Version(0)), "publishing a version that is gone")
     updated = (await trainer.publish(Version(1)))[1]
 
-    once = make_trainer(InlineObjectStore())
-    for batch in batches:
-        await once.accumulate(batch)
+    once = await _made(make_trainer(InlineObjectStore(), rows))
+    await asyncio.gather(*(accumulate(once, batch) for batch in batches))
     await once.step(divisors)
     assert (await once.publish(Version(1)))[1] == updated, "accumulating an id again must change nothing"
 
     objects = InlineObjectStore()
-    restored = make_trainer(objects)
+    restored = await _made(make_trainer(objects, rows))
     assert await restored.load(folder / "with_cache") == 0
-    await restored.accumulate(batches[0])
+    await accumulate(restored, batches[0])
     await restored.step(divisors)
     key, published = await restored.publish(Version(1))
     assert published == updated, "a restored trainer must go on bit for bit, gradient cache and its ids included"
@@ -112,21 +124,33 @@ async def check_trainer(
     await trainer.export(folder / "export")
     assert any((folder / "export").iterdir()), "an export is a folder with files"
     if streams:
-        await _check_dropped(make_trainer(InlineObjectStore()), batches[0], folder / "dropped")
+        await _check_dropped(make_trainer, batches[0], folder / "dropped")
 
 
-async def _check_dropped(trainer: Trainer, batch: MicroBatch, folder: Path) -> None:
+async def accumulate(trainer: Trainer, batch: MicroBatch) -> LossReport:
+    """Has a trainer accumulate the rows of a micro-batch, which its reader has."""
+    return await trainer.accumulate(batch.micro_batch_id, [sample.turn.sample_id for sample in batch.samples])
+
+
+async def _made(trainer: Trainer | Awaitable[Trainer]) -> Trainer:
+    return await trainer if inspect.isawaitable(trainer) else trainer
+
+
+async def _check_dropped(make_trainer: MakeTrainer, batch: MicroBatch, folder: Path) -> None:
     """Rows of an open credit group that is dropped leave nothing behind, not even the id that they came under."""
-    await trainer.accumulate(replace(batch, samples=tuple(replace(s, open_group="dropped") for s in batch.samples)))
+    rows = HeldRows([replace(sample, open_group="dropped") for sample in batch.samples])
+    trainer = await _made(make_trainer(InlineObjectStore(), rows))
+    await accumulate(trainer, batch)
     assert not await trainer.close_groups({"dropped": None}), "what is dropped must not be counted"
     await trainer.save(folder)
     await trainer.load(folder)
-    report = await trainer.accumulate(batch)
+    rows.hold(batch.samples)
+    report = await accumulate(trainer, batch)
     assert report.num_samples == len(batch.samples), "other rows must not be taken for those that were dropped"
 
 
 async def check_process_group(
-    make: Callable[[ObjectStore], tuple[Trainer, ProcessGroup]], batches: Sequence[MicroBatch]
+    make: Callable[[ObjectStore, RowReader], tuple[Trainer, ProcessGroup]], batches: Sequence[MicroBatch]
 ) -> None:
     """Asserts the contract of `ProcessGroup`, law 9 in it: at least two micro-batches of one policy.
 
@@ -135,17 +159,17 @@ async def check_process_group(
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
 
     async def updated(swaps_after: Collection[int]) -> Checksum:
-        trainer, group = make(InlineObjectStore())
+        trainer, group = make(InlineObjectStore(), HeldRows([s for batch in batches for s in batch.samples]))
         assert group.policy == batches[0].policy, f"the group must be of policy '{batches[0].policy}'"
         await group.resume()
         for number, batch in enumerate(batches):
-            await trainer.accumulate(batch)
+            await accumulate(trainer, batch)
             if number in swaps_after:
                 await group.suspend()
-                await _refuses(TrainingError, trainer.accumulate(batches[-1]), "training without devices")
+                await _refuses(TrainingError, accumulate(trainer, batches[-1]), "training without devices")
                 await _refuses(TrainingError, trainer.step(divisors), "an update without devices")
                 await group.resume()
-        assert await trainer.step(divisors) == 1, "the gradient sums must come back with the state"
+        assert (await trainer.step(divisors)).version == 1, "the gradient sums must come back with the state"
         await group.suspend()
         await group.resume()
         return (await trainer.publish(Version(1)))[1]

@@ -1,13 +1,13 @@
 """What every trainer of one policy can do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from flexmarl.credit.estimators.group_relative import Line
+from flexmarl.cluster.proxy import alters, restores
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Version
+from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +61,26 @@ class Appraised:
 
 
 class Trainer(Protocol):
-    """The running trainer of one policy. Called by its session loop, one call at a time.
+    """The running trainer of one policy. It does one thing at a time, in the order of the calls.
+
+    A caller that is cancelled ends its wait, not the work.
 
     Gradients are accumulated un-normalised; `step` divides by the global divisors once (docs/math.md section 2,
     "deferred divisor"), so that the update equals the full-batch update whatever the split and the order.
     """
 
-    @property
-    def last_update(self) -> UpdateReport | None:
-        """The latest `step` of this process, if there was one."""
-        ...
+    @alters
+    async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
+        """Reads these rows where the trainer lives, and adds their gradient sums to the cache.
 
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
-        """Adds the batch's gradient sums to the cache. Idempotent by micro-batch id since the last `step`.
-
-        A call that raises or is cancelled has added nothing. Raises TrainingError.
+        Idempotent by micro-batch id since the last `step`. A call may be made while the last one is under way: its rows
+        are read meanwhile, and it is worked on after that one. A call that raises has added nothing. Raises
+        TrainingError, or StoreError if the rows cannot be read.
         """
         ...
 
-    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+    @alters
+    async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Open credit groups are complete: their samples were accumulated as two sums, of c g and of g.
 
         Adds scale x (sum of c g) + offset x (sum of g) by each group's line to the cache, or drops the sums where it is
@@ -89,8 +90,9 @@ class Trainer(Protocol):
         """
         ...
 
-    async def step(self, divisors: Divisors) -> Version:
-        """One optimiser update from the cached sums, which are then cleared; returns the new version.
+    @alters
+    async def step(self, divisors: Divisors) -> UpdateReport:
+        """One optimiser update from the cached sums, which are then cleared; returns what it was.
 
         Raises TrainingError, with the weights as they were, if there is nothing to divide by, a credit group is open,
         or a gradient is not finite.
@@ -116,6 +118,7 @@ class Trainer(Protocol):
         """Writes weights, optimiser, schedule and version into the folder `path`, which it makes."""
         ...
 
+    @restores
     async def load(self, path: Path) -> Version:
         """Restores what `save` wrote, bit for bit; returns the version. Raises CheckpointError."""
         ...

@@ -1,29 +1,46 @@
-"""Reads claimed rows where the trainer is, so that samples do not pass through the controller on their way to it."""
+"""Rows of a micro-batch, read where the trainer lives: samples do not pass through the controller."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
+from flexmarl.errors import StoreError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import sample_from_row
-from flexmarl.records import LossReport, MicroBatch, PolicyName, SampleId
-from flexmarl.training.interface import Trainer
-
-AccumulateRows = Callable[[str, Sequence[SampleId]], Awaitable[LossReport]]
-"""Accumulates the rows of these ids as the micro-batch of that id; errors are those of the store and of the trainer.
-
-A call may come before the last one has ended: the trainer takes them in their order.
-"""
+from flexmarl.records import Sample, SampleId
 
 
-async def read_micro_batch(
-    store: ExperienceStore, policy: PolicyName, micro_batch_id: str, ids: Sequence[SampleId]
-) -> MicroBatch:
-    """The rows as training sees them."""
-    samples = tuple(sample_from_row(row) for row in await store.get(ids))
-    return MicroBatch(micro_batch_id=micro_batch_id, policy=policy, samples=samples)
+class RowReader(Protocol):
+    """Where a trainer gets its rows from."""
+
+    async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
+        """The rows of these ids as training sees them, in this order. Raises StoreError for an unknown id."""
+        ...
 
 
-async def accumulate_rows(
-    store: ExperienceStore, trainer: Trainer, policy: PolicyName, micro_batch_id: str, ids: Sequence[SampleId]
-) -> LossReport:
-    """Reads the rows as samples and gives them to the trainer."""
-    return await trainer.accumulate(await read_micro_batch(store, policy, micro_batch_id, ids))
+class StoreRows:
+    """Rows of an experience store."""
+
+    def __init__(self, store: ExperienceStore) -> None:
+        self._store = store
+
+    async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
+        """Reads them from the store."""
+        return tuple(sample_from_row(row) for row in await self._store.get(ids))
+
+
+class HeldRows:
+    """Samples in memory, by their ids; for tests and benchmarks of trainers without a store."""
+
+    def __init__(self, samples: Sequence[Sample] = ()) -> None:
+        self._samples: dict[SampleId, Sample] = {}
+        self.hold(samples)
+
+    def hold(self, samples: Sequence[Sample]) -> None:
+        """Adds samples, or exchanges those of the same ids."""
+        self._samples |= {sample.turn.sample_id: sample for sample in samples}
+
+    async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
+        """Takes them from memory."""
+        if missing := [sample_id for sample_id in ids if sample_id not in self._samples]:
+            raise StoreError(f"no row '{missing[0]}' is held; there are {len(self._samples)} rows")
+        return tuple(self._samples[sample_id] for sample_id in ids)

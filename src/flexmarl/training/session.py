@@ -12,15 +12,12 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
-from flexmarl.records import Divisors, PolicyName, RowState, SampleId, Version
-from flexmarl.training.interface import Accumulated, Trainer
+from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleId, Version
+from flexmarl.training.interface import Accumulated, Trainer, UpdateReport
 from flexmarl.training.residency import Residency
-from flexmarl.training.rows import AccumulateRows, accumulate_rows
 from flexmarl.training.settings import ProcessGroupSettings
 
 
@@ -37,8 +34,8 @@ class TrainingSession:
     When the trainer fails, the rows that it has not accumulated are READY again and the error goes up; what was
     accumulated before stays in the trainer's cache and in the store.
 
-    `accumulate` is given where the trainer reads its rows itself, in another process. It is then sent one micro-batch
-    ahead of the one it works on, so that it need not wait for two commits of the store and two crossings in between.
+    With `ahead`, the trainer is sent one micro-batch ahead of the one it works on. Where it lives in another process it
+    then need not wait for two commits of the store and two crossings in between.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class TrainingSession:
         *,
         micro_batch: int,
         version: Version,
-        accumulate: AccumulateRows | None = None,
+        ahead: bool = False,
         on_report: Callable[[Accumulated], None] = _ignore,
         residency: Residency | None = None,
     ) -> None:
@@ -59,8 +56,7 @@ class TrainingSession:
         self._trainer = trainer
         self._micro_batch = micro_batch
         self._version = version
-        self._accumulate_rows = accumulate or partial(accumulate_rows, store, trainer, policy)
-        self._at_once = 1 if accumulate is None else 2
+        self._at_once = 2 if ahead else 1
         self._on_report = on_report
         self._wake = asyncio.Event()
         self._residency = residency or Residency({}, ProcessGroupSettings())
@@ -76,7 +72,7 @@ class TrainingSession:
         self._accumulated: list[SampleId] = []
         self._dropped: dict[SampleId, str] = {}
         """Rows of groups that were dropped while the trainer had them, and why."""
-        self._lines: dict[str, Line | None] = {}
+        self._lines: dict[str, CreditLine | None] = {}
         """Of credit groups that were closed since the trainer was last told."""
         self._num_tokens = 0.0
 
@@ -94,7 +90,7 @@ class TrainingSession:
         """Rows of the policy have become READY."""
         self._wake.set()
 
-    async def close_group(self, name: str, ids: Sequence[SampleId], line: Line | None, because: str = "") -> None:
+    async def close_group(self, name: str, ids: Sequence[SampleId], line: CreditLine | None, because: str = "") -> None:
         """A credit group is complete, some of whose rows, these, became READY before it was.
 
         With a line, rows that the trainer reads from now on have their advantage already; it makes one of the scores of
@@ -132,11 +128,12 @@ class TrainingSession:
             await asyncio.gather(*self._under_way, return_exceptions=True)
             self._under_way = []
 
-    async def finish(self, divisors: Divisors) -> Version:
-        """Updates the policy from what `accumulate` gathered, and opens the next step; returns the version from now on.
+    async def finish(self, divisors: Divisors) -> UpdateReport | None:
+        """Updates the policy from what `accumulate` gathered, and opens the next step; returns what the update was.
 
         A step without weighted tokens makes no update: its rows end TRAINED at the version there was.
         """
+        update = None
         if self._lines:
             await self._hold()
             await self._tell_lines()
@@ -149,7 +146,8 @@ class TrainingSession:
         if divisors.num_tokens:
             await self._hold()
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: update"):
-                self._version = await self._trainer.step(divisors)
+                update = await self._trainer.step(divisors)
+            self._version = update.version
             if not self._under_way:
                 self._residency.updated(self._policy)
         outcome = Outcome(state=RowState.TRAINED, version=self._version, reason=reason)
@@ -157,7 +155,7 @@ class TrainingSession:
         self._closed, self._claims, self._accumulated, self._num_tokens = False, 0, [], 0.0
         self._claimed, self._dropped = set(), {}
         self._wake.clear()
-        return self._version
+        return update
 
     def leave(self) -> None:
         """The new version is published: others may have the devices, unless the next step's rows are on them."""
@@ -210,7 +208,7 @@ class TrainingSession:
         try:
             await self._tell_lines()
             with boundary(TrainingError, f"accumulating micro-batch {batch_id}"):
-                report = await self._accumulate_rows(batch_id, ids)
+                report = await self._trainer.accumulate(batch_id, ids)
         except BaseException:
             await self._give_back(batch_id, ids)
             raise

@@ -8,7 +8,7 @@ import pytest
 from flexmarl.assemble.run import until_lost
 from flexmarl.assemble.wiring import watch_workers
 from flexmarl.assemble.world import Processes
-from flexmarl.cluster.interface import WorkerPlace
+from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import WorkerLost
@@ -25,7 +25,9 @@ class Watched:
     def __init__(self) -> None:
         self.journal, self.losses = MemoryJournal(), []
         self.cluster = SimpleNamespace(on_lost=None)
-        self.processes = Processes({name: WorkerPlace(node="here", pid=7) for name in ("engine/one/0", "trainer/one")})
+        self.processes = Processes(
+            {name: ResidentPlace(node="here", pid=7) for name in ("engine/one/0", "trainer/one")}
+        )
         pool = SimpleNamespace(lose=lambda instance, because: self.losses.append((instance, because)))
         self.failed = watch_workers(
             SimpleNamespace(cluster=self.cluster, pool=pool, processes=self.processes), self.journal

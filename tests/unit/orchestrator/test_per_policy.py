@@ -1,7 +1,6 @@
 """Policies that update on their own: each at the pace of its own batches; one checkpoint of them all."""
 
 import asyncio
-from dataclasses import replace
 
 from flexmarl.records import PolicyName, RowState
 from flexmarl.testing.run import ScriptedRun
@@ -106,7 +105,7 @@ def test_a_group_that_is_credited_when_a_step_is_to_end_at_rest_is_trained_in_it
 
     frozen = {"writer": {"trainable": False}}
     run = run_of(both, folder=tmp_path, checkpoint={"every": 1}, policies=frozen)
-    run.world = replace(run.world, store=SlowToFilter(run.world.store))
+    run.store = SlowToFilter(run.store)
     run.play()
     credited = set[int]()
     for entry in run.events():

@@ -75,8 +75,8 @@ def stage(*kinds, spare=None):
 async def train(trainer):
     sample = Sample(turn=turn_of(0, 0, 0), advantage=1.0)
     batch = MicroBatch(micro_batch_id=f"b{trainer.version}", policy=SOLVER, samples=(sample,))
-    await trainer.accumulate(batch)
-    return await trainer.step(Divisors(num_tokens=2.0))
+    await trainer.accumulate_batch(batch)
+    return (await trainer.step(Divisors(num_tokens=2.0))).version
 
 
 def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_object_is_released():

@@ -103,7 +103,7 @@ def part(folder, steps, store=None):
 
 def test_a_finished_run_that_is_resumed_trains_nothing_and_evaluates_its_end_again(tmp_path):
     finished = part(tmp_path, 3)
-    again = part(tmp_path, 3, finished.world.store)
+    again = part(tmp_path, 3, finished.store)
     assert again.events("step_started") == []
     assert again.events("store_rewound")[0]["rows"] == 0
     assert again.outcome is not None
@@ -114,11 +114,11 @@ def test_a_finished_run_that_is_resumed_trains_nothing_and_evaluates_its_end_aga
 
 def test_fewer_steps_than_are_done_leave_the_run_as_it_is_and_more_go_on(tmp_path):
     finished = part(tmp_path, 3)
-    fewer = part(tmp_path, 1, finished.world.store)
+    fewer = part(tmp_path, 1, finished.store)
     assert fewer.outcome is not None
     assert fewer.outcome.steps == 3
     assert fewer.events("step_started") == []
-    more = part(tmp_path, 5, finished.world.store)
+    more = part(tmp_path, 5, finished.store)
     assert [event["step"] for event in more.events("step_started")] == [3, 4]
     whole = part(tmp_path / "whole", 5)
     assert more.trainers[SOLVER].weight == whole.trainers[SOLVER].weight

@@ -173,8 +173,7 @@ def test_when_no_engine_is_left_the_run_ends_with_the_reason():
 
 def test_a_trainer_that_breaks_ends_the_run_with_its_own_error_and_its_rows_are_not_lost():
     run = staggered_run("microbatch")
-    run.trainers[SOLVER] = FakeTrainer(SOLVER, run.world.objects, sample_cost_s=0.5, fail_on=frozenset({"solver/0/1"}))
-    object.__setattr__(run.world, "trainers", run.trainers)
+    run.trainers[SOLVER] = FakeTrainer(SOLVER, run.objects, sample_cost_s=0.5, fail_on=frozenset({"solver/0/1"}))
     with pytest.raises(TrainingError, match=r"accumulating micro-batch solver/0/1: .*scripted failure"):
         run.play()
     states = [row.state for row in run.rows() if row.sample_id[:6] in ("task-0", "task-1")]
@@ -184,7 +183,7 @@ def test_a_trainer_that_breaks_ends_the_run_with_its_own_error_and_its_rows_are_
 def test_a_store_that_is_lost_ends_the_run():
     async def close(run):
         await asyncio.sleep(2.5)
-        await run.world.store.close()
+        await run.store.close()
 
     with pytest.raises(StoreError, match="the experience store is closed"):
         staggered_run("microbatch").play(close)
@@ -229,7 +228,7 @@ def test_a_resumed_run_consumes_what_an_undisturbed_one_does(tmp_path, mode, sto
 def test_a_run_that_ends_within_a_step_plays_that_step_again_when_it_is_resumed(tmp_path):
     async def close(run):
         await asyncio.sleep(7.0)  # in the second step
-        await run.world.store.close()
+        await run.store.close()
 
     sections = {"steps": 3, "deterministic": True, "checkpoint": {"every": 1}}
     whole = staggered_run("microbatch", folder=tmp_path / "whole", **sections).play()

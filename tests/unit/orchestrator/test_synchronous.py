@@ -64,9 +64,9 @@ def test_colocated_engines_and_trainers_are_never_awake_together(steps):
     for trainer in run.trainers.values():
         accumulate = trainer.accumulate
 
-        async def and_say(batch, accumulate=accumulate):
+        async def and_say(micro_batch_id, ids, accumulate=accumulate):
             seen.append("train")
-            return await accumulate(batch)
+            return await accumulate(micro_batch_id, ids)
 
         trainer.accumulate = and_say
     run.play()

@@ -2,13 +2,11 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flexmarl.agents import Team
-from flexmarl.inference.pool import InferencePool
 from flexmarl.records import GenerationRequest, IntArray, PolicyName, Task
 from flexmarl.simulator.costs import CostSettings, SharedHost, costs_of
 from flexmarl.simulator.engine import SimulatedEngine
@@ -36,8 +34,8 @@ def random_length(request: GenerationRequest) -> IntArray:
 def simulated_run(costs: Mapping[str, CostSettings], host: SharedHost | None = None, **sections: Any) -> Facts:
     """What the journal of a run says whose devices take this."""
     run = ScriptedRun(take_turns, agents=AGENTS, **{"steps": 3, "batch": {"groups": 6, "episodes": 4}} | sections)
-    shared, objects = Host(host), run.world.objects
-    engines = {
+    shared, objects = Host(host), run.objects
+    run.engines = {
         PolicyName(policy): [
             SimulatedEngine(
                 PolicyName(policy), costs_of(costs, policy).engine, respond=random_length, objects=objects, host=shared
@@ -46,10 +44,9 @@ def simulated_run(costs: Mapping[str, CostSettings], host: SharedHost | None = N
         ]
         for policy, settings in run.settings.policies.items()
     }
-    trainers = {
+    run.trainers = {
         policy: SimulatedTrainer(policy, costs_of(costs, policy).trainer, objects, host=shared)
         for policy in run.trainers
     }
-    run.world = replace(run.world, pool=InferencePool(engines), trainers=trainers)
     run.play()
     return read_facts(run.events())

@@ -15,6 +15,7 @@ from flexmarl.simulator.host import Host
 from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_process_group, check_trainer
+from flexmarl.training.rows import RowReader
 from tests.unit.training.conftest import random_samples
 
 SOLVER = PolicyName("solver")
@@ -38,12 +39,16 @@ def now() -> float:
 def test_it_keeps_the_contract(tmp_path: Path) -> None:
     samples = random_samples(5)
     batches = [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]
-    run_virtual(check_trainer(lambda objects: SimulatedTrainer(SOLVER, COSTS, objects), batches, tmp_path))
+
+    def make(objects: ObjectStore, rows: RowReader) -> SimulatedTrainer:
+        return SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
+
+    run_virtual(check_trainer(make, batches, tmp_path))
 
 
 def test_its_process_group_keeps_the_contract() -> None:
-    def make(objects: ObjectStore) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
-        trainer = SimulatedTrainer(SOLVER, COSTS, objects)
+    def make(objects: ObjectStore, rows: RowReader) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
+        trainer = SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
         return trainer, SimulatedProcessGroup(trainer)
 
     samples = random_samples(5)
@@ -56,8 +61,8 @@ def test_the_suite_notices_a_group_that_forgets_its_gradient_sums() -> None:
             await super().suspend()
             self._trainer.lose_cache()
 
-    def make(objects: ObjectStore) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
-        trainer = SimulatedTrainer(SOLVER, COSTS, objects)
+    def make(objects: ObjectStore, rows: RowReader) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
+        trainer = SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
         return trainer, Forgetful(trainer)
 
     samples = random_samples(5)
@@ -71,13 +76,12 @@ def test_work_takes_what_its_costs_say_and_reports_it() -> None:
 
     async def scenario() -> None:
         trainer = new_trainer()
-        report = await trainer.accumulate(batch_of(samples))
+        report = await trainer.accumulate_batch(batch_of(samples))
         assert report.duration_s == now() == pytest.approx(1.0 + 4 * 0.5 + 0.01 * tokens)
         before = now()
-        await trainer.step(divisors_of(samples))
+        update = await trainer.step(divisors_of(samples))
         assert now() == before + 3.0
-        assert trainer.last_update is not None
-        assert trainer.last_update.duration_s == 3.0
+        assert update.duration_s == 3.0
         await trainer.publish(Version(1))
         assert now() == before + 5.0
         assert trainer.busy_s == before + 3.0
@@ -90,10 +94,10 @@ def test_on_a_shared_machine_it_takes_longer_and_is_seen() -> None:
         host = Host(SharedHost(trainer_per_engine=0.5, trainer_per_trainer=0.25, engine_per_trainer=1.0))
         host.engine_busy(lambda: None)
         trainer, empty = new_trainer(host=host), batch_of([])
-        work = asyncio.create_task(trainer.accumulate(empty))
+        work = asyncio.create_task(trainer.accumulate_batch(empty))
         await asyncio.sleep(0)
         assert host.engine_factor() == 2.0
-        other = asyncio.create_task(new_trainer(host=host).accumulate(empty))
+        other = asyncio.create_task(new_trainer(host=host).accumulate_batch(empty))
         assert (await work).duration_s == trainer.busy_s == now() == 1.5
         assert (await other).duration_s == now() == 1.75
         assert host.engine_factor() == 1.0
@@ -107,7 +111,7 @@ def test_every_version_has_a_checksum_of_its_own_though_the_weight_stays() -> No
     async def scenario() -> None:
         trainer = new_trainer()
         first = (await trainer.publish(Version(0)))[1]
-        await trainer.accumulate(batch_of(samples))
+        await trainer.accumulate_batch(batch_of(samples))
         await trainer.step(divisors_of(samples))
         assert trainer.weight == 0.0
         assert (await trainer.publish(Version(1)))[1] != first
@@ -118,7 +122,7 @@ def test_every_version_has_a_checksum_of_its_own_though_the_weight_stays() -> No
 def test_a_death_fails_the_call_that_runs_and_every_later_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = new_trainer()
-        work = asyncio.create_task(trainer.accumulate(batch_of(random_samples(0)[:2])))
+        work = asyncio.create_task(trainer.accumulate_batch(batch_of(random_samples(0)[:2])))
         await asyncio.sleep(1.0)
         trainer.fail("its machine lost power")
         for call in (work, trainer.publish(Version(0)), trainer.save(tmp_path)):
@@ -134,9 +138,9 @@ def test_a_lost_gradient_cache_is_missed_by_the_update() -> None:
     async def scenario() -> None:
         samples = random_samples(0, weights=(1.0,), empty=0.0)
         trainer = new_trainer()
-        await trainer.accumulate(batch_of(samples[:2], "mb/0"))
+        await trainer.accumulate_batch(batch_of(samples[:2], "mb/0"))
         trainer.lose_cache()
-        await trainer.accumulate(batch_of(samples[2:4], "mb/1"))
+        await trainer.accumulate_batch(batch_of(samples[2:4], "mb/1"))
         with pytest.raises(TrainingError, match="weighted tokens are in the gradient cache, nothing to update from"):
             await trainer.step(divisors_of(samples[:4]))
         assert trainer.version == 0
@@ -149,11 +153,11 @@ def test_set_aside_it_can_be_saved_but_not_trained(tmp_path: Path) -> None:
         trainer = new_trainer()
         group = SimulatedProcessGroup(trainer)
         with pytest.raises(TrainingError, match="policy 'solver' holds no devices; resume its process group first"):
-            await trainer.accumulate(batch_of(random_samples(0)))
+            await trainer.accumulate_batch(batch_of(random_samples(0)))
         await trainer.save(tmp_path)
         await group.resume()
         assert now() == 4.0
-        await trainer.accumulate(batch_of([]))
+        await trainer.accumulate_batch(batch_of([]))
         await group.suspend()
         assert now() == 4.0 + 1.0 + 6.0
         with pytest.raises(TrainingError, match="holds no devices"):

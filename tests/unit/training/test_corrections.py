@@ -231,10 +231,9 @@ def update(
         trainer = SingleProcessTrainer(SOLVER, model, chosen, InlineObjectStore(), version=3)
         for number in range(0, len(samples), 3):
             part = tuple(samples[number : number + 3])
-            await trainer.accumulate(MicroBatch(micro_batch_id=f"mb/{number}", policy=SOLVER, samples=part))
-        await trainer.step(divisors_of(samples))
-        assert trainer.last_update is not None
-        return weights_of(model), trainer.last_update
+            await trainer.accumulate_batch(MicroBatch(micro_batch_id=f"mb/{number}", policy=SOLVER, samples=part))
+        update = await trainer.step(divisors_of(samples))
+        return weights_of(model), update
 
     return asyncio.run(run())
 

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import TrainingSettings
 
 SOLVER = PolicyName("solver")
@@ -52,7 +54,7 @@ def batch_of(samples: Sequence[Sample], name: str = "mb") -> MicroBatch:
 
 async def step(trainer: SingleProcessTrainer, *parts: Sequence[Sample]) -> None:
     for number, part in enumerate(parts):
-        await trainer.accumulate(batch_of(part, f"{trainer.version}/{number}"))
+        await trainer.accumulate_batch(batch_of(part, f"{trainer.version}/{number}"))
     await trainer.step(divisors_of(sample for part in parts for sample in part))
 
 
@@ -176,7 +178,7 @@ def test_appraising_says_what_the_initial_weights_said_and_changes_nothing(
     async def check() -> None:
         trainer = trainer_of(make_model(), kl={"type": "k1", "where": "reward"})
         before = await trainer.logprobs(batch_of(samples))
-        await trainer.accumulate(batch_of(samples, "mb/0"))
+        await trainer.accumulate_batch(batch_of(samples, "mb/0"))
         appraised = await trainer.appraise(batch_of(samples))
         for sample, said, lp in zip(samples, appraised, before, strict=True):
             assert said.values is None
@@ -243,9 +245,10 @@ def test_a_critic_has_a_rate_of_its_own_on_the_policys_schedule(make_model: Mode
 def test_a_trainer_with_every_term_keeps_the_contract(
     make_model: Model, make_samples: Samples, tmp_path: Path, dtype: str
 ) -> None:
-    def make(objects: Any) -> SingleProcessTrainer:
+    def make(objects: ObjectStore, rows: RowReader) -> SingleProcessTrainer:
         chosen = TrainingSettings.model_validate({"dtype": dtype, "optimizer": OPTIMIZER, **EVERYTHING})
-        return SingleProcessTrainer(SOLVER, make_model(), chosen, objects)
+        return SingleProcessTrainer(SOLVER, make_model(), chosen, objects, rows=rows)
 
-    batches = [batch_of(with_returns(make_samples(seed, 3)), f"mb/{seed}") for seed in (1, 2)]
+    samples = with_returns(make_samples(1, 6))
+    batches = [batch_of(samples[:3], "mb/1"), batch_of(samples[3:], "mb/2")]
     asyncio.run(check_trainer(make, batches, tmp_path, streams=False))

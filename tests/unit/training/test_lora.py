@@ -19,6 +19,7 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends import network
@@ -26,6 +27,7 @@ from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.lora import LoraSettings
+from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import TrainingSettings
 
 SOLVER = PolicyName("solver")
@@ -52,7 +54,7 @@ def trained(
     async def train() -> None:
         for samples in steps:
             for batch in micro_batches(samples[:split], samples[split:]):
-                await trainer.accumulate(batch)
+                await trainer.accumulate_batch(batch)
             await trainer.step(divisors_of(samples))
 
     asyncio.run(train())
@@ -88,8 +90,8 @@ def test_it_keeps_the_contract_of_a_trainer(
 ) -> None:
     samples, thread = make_samples(14, 8), DeviceThread("trainer under test")
 
-    def make(objects: InlineObjectStore) -> SingleProcessTrainer:
-        return SingleProcessTrainer(SOLVER, make_model(), chosen(dtype=dtype), objects, thread=thread)
+    def make(objects: ObjectStore, rows: RowReader) -> SingleProcessTrainer:
+        return SingleProcessTrainer(SOLVER, make_model(), chosen(dtype=dtype), objects, thread=thread, rows=rows)
 
     try:
         asyncio.run(check_trainer(make, micro_batches(samples[:5], samples[5:]), tmp_path))

@@ -21,8 +21,8 @@ from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.trainer import SimulatedProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.backends.host import TrainerHost
 from flexmarl.training.residency import Residency, Swapped
+from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import ProcessGroupSettings
 from tests.unit.training.conftest import random_samples
@@ -55,7 +55,8 @@ class Stage:
     def __init__(self, names: Sequence[str], costs: TrainerCosts = COSTS, micro_batch: int = 4, **chosen) -> None:
         self.policies = [PolicyName(name) for name in names]
         self.store = SqliteStore(agents=[AgentName(name) for name in names], columns=TURN_COLUMNS)
-        self.trainers = {p: FakeTrainer(p, InlineObjectStore(), costs=costs) for p in self.policies}
+        rows = StoreRows(self.store)
+        self.trainers = {p: FakeTrainer(p, InlineObjectStore(), costs=costs, rows=rows) for p in self.policies}
         self.holders: list[PolicyName] = []
         self.groups = {p: WatchedGroup(trainer, self.holders) for p, trainer in self.trainers.items()}
         self.swaps: list[Swapped] = []
@@ -95,8 +96,7 @@ class Stage:
     async def _train(self, policy: PolicyName, samples: Sequence[Sample]) -> None:
         session = self.sessions[policy]
         await session.accumulate()
-        old = session.version
-        if await session.finish(divisors_of(samples)) != old:
+        if await session.finish(divisors_of(samples)):
             await self.trainers[policy].publish(session.version)
         session.leave()
         self.left[policy] = now()
@@ -320,14 +320,13 @@ def test_a_trainer_that_is_sent_work_ahead_ends_it_before_it_gives_way() -> None
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1)
         solver, trainer = PolicyName("solver"), stage.trainers[PolicyName("solver")]
-        host = TrainerHost(trainer, stage.store, solver)
         stage.sessions[solver] = TrainingSession(
             solver,
             stage.store,
             trainer,
             micro_batch=4,
             version=Version(0),
-            accumulate=host.accumulate_rows,
+            ahead=True,
             residency=stage.residency,
         )
         async with stage.residency:

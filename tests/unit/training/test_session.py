@@ -15,10 +15,12 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, open_row, response_row
 from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, Divisors, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, check_trainer
-from flexmarl.training.interface import Accumulated, Trainer
+from flexmarl.training.interface import Accumulated
+from flexmarl.training.rows import RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 
 SOLVER = PolicyName("solver")
@@ -42,8 +44,9 @@ async def make_ready(store: SqliteStore, samples: Sequence[Sample], *, open_grou
 
 
 def session_of(
-    store: SqliteStore, trainer: Trainer, on_report: Callable[[Accumulated], None] = lambda _: None
+    store: SqliteStore, trainer: FakeTrainer, on_report: Callable[[Accumulated], None] = lambda _: None
 ) -> TrainingSession:
+    trainer.rows = StoreRows(store)
     return TrainingSession(SOLVER, store, trainer, micro_batch=4, version=Version(0), on_report=on_report)
 
 
@@ -75,7 +78,8 @@ def test_micro_batches_are_trained_while_rows_still_arrive(make_samples: Samples
         assert await store.counts(SOLVER) == {RowState.ACCUMULATED: 10}
         assert {row.cache for row in await store.get([s.turn.sample_id for s in samples])} == {"solver/0"}
 
-        assert await session.finish(divisors_of(samples)) == 1
+        await session.finish(divisors_of(samples))
+        assert session.version == 1
         assert await store.counts(SOLVER) == {RowState.TRAINED: 10}
         assert {row.settled_version for row in await store.get([s.turn.sample_id for s in samples])} == {1}
         expected = sum(s.weight * s.advantage * s.num_tokens for s in samples) / divisors_of(samples).num_tokens
@@ -145,7 +149,8 @@ def test_rows_of_a_failed_micro_batch_are_ready_again(make_samples: Samples) -> 
 
         await session.accumulate()  # the same rows go in under a new id
         assert [batch.micro_batch_id for batch in trainer.accumulated] == ["solver/0/0", "solver/0/2"]
-        assert await session.finish(divisors_of(samples)) == 1
+        await session.finish(divisors_of(samples))
+        assert session.version == 1
 
     run_virtual(check())
 
@@ -169,7 +174,8 @@ def test_a_step_without_rows_makes_no_update() -> None:
         session = session_of(new_store(), trainer)
         session.close_step()
         await session.accumulate()
-        assert await session.finish(Divisors()) == 0
+        await session.finish(Divisors())
+        assert session.version == 0
         assert trainer.version == 0
 
     run_virtual(check())
@@ -195,4 +201,8 @@ def test_the_fake_trainer_keeps_the_contract(make_samples: Samples, tmp_path: Pa
         MicroBatch(micro_batch_id=f"mb/{i}", policy=SOLVER, samples=tuple(part))
         for i, part in enumerate((samples[:3], samples[3:]))
     ]
-    run_virtual(check_trainer(lambda objects: FakeTrainer(SOLVER, objects, sample_cost_s=1.0), batches, tmp_path))
+
+    def make(objects: ObjectStore, rows: RowReader) -> FakeTrainer:
+        return FakeTrainer(SOLVER, objects, rows=rows, sample_cost_s=1.0)
+
+    run_virtual(check_trainer(make, batches, tmp_path))

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.records import AgentName, Divisors, PolicyName, RowState, Sample, SampleId, Version
+from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowState, Sample, SampleId, Version
 from flexmarl.simulator.faults import FaultPlan
 from flexmarl.simulator.injection import Injection
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.parts import Pulse, SlowStore
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
 from tests.unit.training.test_session import make_ready
 
 SOLVER, AGENT = PolicyName("solver"), AgentName("solver")
-LINE = Line(baseline=0.5, divisor=2.0)
+LINE = CreditLine(baseline=0.5, divisor=2.0)
 Samples = Callable[..., list[Sample]]
 
 
@@ -45,9 +45,10 @@ class Slow:
         self.store = SqliteStore(agents=[AGENT], columns=TURN_COLUMNS)
         self.trainer = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=0.05, fail_on=fail_on)
         slow = kind(self.store, Injection(FaultPlan()), Pulse(), longest_s=longest_s, random=Random(seed))
+        self.trainer.rows = StoreRows(slow)
         self.session = TrainingSession(SOLVER, slow, self.trainer, micro_batch=micro_batch, version=Version(0))
 
-    async def close(self, name: str, members: Sequence[Sample], line: Line | None) -> list[Sample]:
+    async def close(self, name: str, members: Sequence[Sample], line: CreditLine | None) -> list[Sample]:
         """Closes a credit group; the samples that count, with their advantages."""
         scale, offset = (line.scale, line.offset) if line else (0.0, 0.0)
         counted = [replace(s, advantage=scale * s.advantage + offset) for s in members] if line else []
@@ -55,11 +56,15 @@ class Slow:
         await self.session.close_group(name, [s.turn.sample_id for s in members], line, "dropped")
         return counted
 
-    async def step(self, groups: Sequence[tuple[str, Sequence[Sample], float, float, Line | None]]) -> list[Sample]:
+    async def step(
+        self, groups: Sequence[tuple[str, Sequence[Sample], float, float, CreditLine | None]]
+    ) -> list[Sample]:
         """One step of open groups: name, members, when they are READY, when the group closes, and its line."""
         kept: list[Sample] = []
 
-        async def play(name: str, members: Sequence[Sample], ready_s: float, after_s: float, line: Line | None) -> None:
+        async def play(
+            name: str, members: Sequence[Sample], ready_s: float, after_s: float, line: CreditLine | None
+        ) -> None:
             await asyncio.sleep(ready_s)
             await make_ready(self.store, members, open_group=name)
             self.session.notify_ready()
@@ -103,10 +108,12 @@ def test_rows_that_are_filtered_before_they_are_claimed_leave_no_micro_batch_beh
             slow.session.close_step()
             await slow.session.accumulate()
         assert slow.trainer.accumulated == []
-        assert await slow.session.finish(Divisors()) == 0
+        await slow.session.finish(Divisors())
+        assert slow.session.version == 0
 
         await slow.step([("h", [kept], 0.0, 0.0, LINE)])
-        assert await slow.session.finish(divisors_of([kept])) == 1, "the next step's row was taken for accumulated"
+        await slow.session.finish(divisors_of([kept]))
+        assert slow.session.version == 1, "the next step's row was taken for accumulated"
         assert await slow.store.counts(SOLVER) == {RowState.FILTERED: 1, RowState.TRAINED: 1}
 
     run_virtual(scenario())
@@ -129,7 +136,8 @@ def test_a_row_that_is_dropped_while_another_one_of_its_micro_batch_is_filtered_
             assert await slow.store.counts(SOLVER) == {RowState.ACCUMULATED: 2}
             await slow.close("h", [other], None)
             slow.session.close_step()
-        assert await slow.session.finish(Divisors()) == 0
+        await slow.session.finish(Divisors())
+        assert slow.session.version == 0
         assert await slow.store.counts(SOLVER) == {RowState.FILTERED: 2}
 
     run_virtual(scenario())
@@ -158,7 +166,8 @@ def test_a_row_that_is_dropped_in_a_micro_batch_that_is_not_accumulated_is_filte
         credited = await slow.close("h", [kept], LINE)
         slow.session.close_step()
         await slow.session.accumulate()
-        assert await slow.session.finish(divisors_of(credited)) == 1
+        await slow.session.finish(divisors_of(credited))
+        assert slow.session.version == 1
         assert slow.trainer.weight == pytest.approx(gradient(credited), rel=1e-12)
 
     run_virtual(scenario())
@@ -177,7 +186,7 @@ def test_a_row_that_is_dropped_in_a_micro_batch_that_is_not_accumulated_is_filte
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_every_row_is_in_one_update_or_filtered_once_however_slow_the_store_is(
     make_samples: Samples,
-    plays: list[tuple[int, float, float, Line | None]],
+    plays: list[tuple[int, float, float, CreditLine | None]],
     longest_s: float,
     micro_batch: int,
     seed: int,

@@ -22,14 +22,16 @@ from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.interface import ObjectKey
+from flexmarl.objects.interface import ObjectKey, ObjectStore
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import Aggregation
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import UpdateReport
 from flexmarl.training.lora import LoraSettings
 from flexmarl.training.losses import Ppo, Reinforce
+from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 
 SOLVER = PolicyName("solver")
@@ -48,7 +50,7 @@ def micro_batches(parts: Sequence[Sequence[Sample]], prefix: str = "mb") -> list
 
 async def feed(trainer: SingleProcessTrainer, *parts: Sequence[Sample]) -> None:
     for batch in micro_batches(parts):
-        await trainer.accumulate(batch)
+        await trainer.accumulate_batch(batch)
 
 
 def weights_of(model: PreTrainedModel) -> torch.Tensor:
@@ -159,7 +161,7 @@ def test_a6_policies_trained_in_turns_equal_policies_trained_alone(make_model: M
         for i in range(0, max(len(mine), len(other)), 3):
             for trainer, samples in ((first, mine), (second, other)):
                 for batch in micro_batches([samples[i : i + 3]], prefix=f"at {i}"):
-                    await trainer.accumulate(batch)
+                    await trainer.accumulate_batch(batch)
         await second.step(divisors_of(other))
         await first.step(divisors_of(mine))
         return weights_of(model)
@@ -182,9 +184,9 @@ def test_a_batch_of_zero_advantages_is_an_update_with_gradient_zero(make_model: 
         trainer = trainer_of(make_model())
         samples = make_samples(9, zero_advantages=1.0, weights=(1.0,))
         await feed(trainer, samples)
-        assert await trainer.step(divisors_of(samples)) == 1
-        assert trainer.last_update is not None
-        assert trainer.last_update.grad_norm == 0.0
+        update = await trainer.step(divisors_of(samples))
+        assert update.version == 1
+        assert update.grad_norm == 0.0
 
     asyncio.run(check())
 
@@ -244,8 +246,8 @@ def test_it_keeps_the_contract_of_a_trainer(
     chosen = TrainingSettings.model_validate({"dtype": dtype, "optimizer": {"learning_rate": 1e-2}})
     thread = DeviceThread("trainer under test")
 
-    def make(objects: InlineObjectStore) -> SingleProcessTrainer:
-        return SingleProcessTrainer(SOLVER, make_model(), chosen, objects, thread=thread)
+    def make(objects: ObjectStore, rows: RowReader) -> SingleProcessTrainer:
+        return SingleProcessTrainer(SOLVER, make_model(), chosen, objects, thread=thread, rows=rows)
 
     try:
         asyncio.run(check_trainer(make, micro_batches([samples[:5], samples[5:]]), tmp_path))
@@ -258,10 +260,12 @@ def test_a_run_that_was_saved_and_restored_ends_bit_equal(
 ) -> None:
     steps = [make_samples(20 + version, version=version) for version in range(4)]
 
-    async def train(trainer: SingleProcessTrainer, todo: Sequence[Sequence[Sample]]) -> None:
+    async def train(trainer: SingleProcessTrainer, todo: Sequence[Sequence[Sample]]) -> list[UpdateReport]:
+        updates: list[UpdateReport] = []
         for samples in todo:
             await feed(trainer, samples[:4], samples[4:])
-            await trainer.step(divisors_of(samples))
+            updates.append(await trainer.step(divisors_of(samples)))
+        return updates
 
     async def check() -> None:
         chosen = TrainingSettings.model_validate(
@@ -271,12 +275,12 @@ def test_a_run_that_was_saved_and_restored_ends_bit_equal(
         first = trainer_of(undisturbed, chosen)
         await train(first, steps[:2])
         await first.save(tmp_path / "step 2")
-        await train(first, steps[2:])
+        update = await train(first, steps[2:])
         second = trainer_of(resumed, chosen)
         assert await second.load(tmp_path / "step 2") == 2
-        await train(second, steps[2:])
+        again = await train(second, steps[2:])
         assert torch.equal(weights_of(resumed), weights_of(undisturbed))
-        assert second.last_update == first.last_update
+        assert again == update
 
     asyncio.run(check())
 
@@ -414,8 +418,9 @@ def test_a_micro_batch_that_fails_half_way_adds_nothing(make_model: Model, make_
         model = make_model()
         trainer = trainer_of(model, DOUBLE.model_copy(update={"max_tokens_per_forward": 1}))
         await feed(trainer, good)
+        whole = MicroBatch(micro_batch_id="broken", policy=SOLVER, samples=(*bad[:-1], broken))
         with pytest.raises(TrainingError, match="accumulating micro-batch broken: IndexError"):
-            await trainer.accumulate(MicroBatch(micro_batch_id="broken", policy=SOLVER, samples=(*bad[:-1], broken)))
+            await trainer.accumulate_batch(whole)
         await trainer.step(divisors_of(good))
         return weights_of(model)
 
@@ -428,7 +433,7 @@ def test_it_refuses_another_policys_rows_and_another_models_checkpoint(
 ) -> None:
     trainer = trainer_of(make_model())
     foreign = MicroBatch(micro_batch_id="v/0/0", policy=PolicyName("verifier"), samples=tuple(make_samples(18)))
-    refused(TrainingError, "policy 'verifier'", lambda: trainer.accumulate(foreign))
+    refused(TrainingError, "policy 'verifier'", lambda: trainer.accumulate_batch(foreign))
     refused(CheckpointError, "loading .*nowhere", lambda: trainer.load(tmp_path / "nowhere"))
 
 
@@ -437,8 +442,7 @@ def test_metrics_are_means_over_weighted_tokens(make_model: Model, make_samples:
         trainer = trainer_of(make_model())
         samples = make_samples(19, zero_advantages=0.0, version=-1)
         await feed(trainer, samples[:3], samples[3:])
-        await trainer.step(divisors_of(samples))
-        update = trainer.last_update
+        update = await trainer.step(divisors_of(samples))
         assert update is not None
         assert update.num_tokens == divisors_of(samples).num_tokens
         assert 0 <= update.means["clipped"] <= 1

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.records import MicroBatch, PolicyName, Sample
+from flexmarl.records import CreditLine, MicroBatch, PolicyName, Sample
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LOSSES
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 from flexmarl.training.streaming import LINEAR_LOSSES, obstacle
@@ -53,8 +53,8 @@ class Groups:
         random = np.random.default_rng(seed)
         count = 3
         self.names = [f"group-{number}" for number in range(count)]
-        self.lines: dict[str, Line | None] = {
-            name: None if random.random() < 0.25 else Line(random.normal(), random.choice([1.0, 0.3, np.inf]))
+        self.lines: dict[str, CreditLine | None] = {
+            name: None if random.random() < 0.25 else CreditLine(random.normal(), random.choice([1.0, 0.3, np.inf]))
             for name in self.names
         }
         self.open: list[Sample] = []
@@ -83,7 +83,7 @@ async def streamed(trainer: SingleProcessTrainer, groups: Groups, data: st.DataO
             ]
         elif left:
             size = data.draw(st.integers(1, len(left)), "size")
-            await trainer.accumulate(batch_of(f"open/{part}", left[:size]))
+            await trainer.accumulate_batch(batch_of(f"open/{part}", left[:size]))
             left, part = left[size:], part + 1
 
 
@@ -102,13 +102,12 @@ def test_streaming_credit_equals_group_credit_in_any_split_and_whenever_groups_c
         if stream:
             await streamed(trainer, groups, data)
         else:
-            await trainer.accumulate(batch_of("whole", list(groups.final.values())))
+            await trainer.accumulate_batch(batch_of("whole", list(groups.final.values())))
         if not divisors.num_tokens:
             with pytest.raises(TrainingError, match="nothing to update from"):
                 await trainer.step(divisors)
             return weights_of(model), None
-        await trainer.step(divisors)
-        return weights_of(model), trainer.last_update
+        return weights_of(model), await trainer.step(divisors)
 
     (weights, report), (expected, expected_report) = asyncio.run(updated(True)), asyncio.run(updated(False))
     assert float((weights - expected).norm() / expected.norm()) <= 1e-10
@@ -124,23 +123,24 @@ def test_sums_of_open_groups_are_kept_by_a_save_and_an_update_waits_for_their_li
     make_model: Model, make_samples: Samples, tmp_path: Path
 ) -> None:
     groups = Groups(make_samples(3, 5, empty=0.0), 4, binary=False)
-    groups.lines = dict.fromkeys(groups.names, Line(0.25, 2.0))
+    groups.lines = dict.fromkeys(groups.names, CreditLine(0.25, 2.0))
 
     async def scenario() -> None:
         trainer, restored = (
             SingleProcessTrainer(SOLVER, make_model(dtype=torch.float64), chosen(), InlineObjectStore()) for _ in "ab"
         )
-        await trainer.accumulate(batch_of("open", groups.open))
+        await trainer.accumulate_batch(batch_of("open", groups.open))
         divisors = divisors_of(groups.open)
         with pytest.raises(TrainingError, match="credit groups are open: group-"):
             await trainer.step(divisors)
         await trainer.save(tmp_path / "saved")
         await restored.load(tmp_path / "saved")
+        updates: list[UpdateReport] = []
         for one in (trainer, restored):
             assert await one.close_groups(groups.lines) == divisors.num_tokens
             assert await one.close_groups(groups.lines) == 0.0, "a group is closed once"
-            await one.step(divisors)
-        assert trainer.last_update == restored.last_update
+            updates.append(await one.step(divisors))
+        assert updates[0] == updates[1]
 
     asyncio.run(scenario())
 

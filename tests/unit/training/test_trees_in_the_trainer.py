@@ -42,13 +42,11 @@ def update(model: PreTrainedModel, samples: list[Sample], tree: str) -> UpdateRe
     settings = TrainingSettings.model_validate({"tree": tree, "dtype": "float64"})
     trainer = SingleProcessTrainer(POLICY, model, settings, InlineObjectStore())
 
-    async def one() -> None:
-        await trainer.accumulate(MicroBatch(micro_batch_id="m", policy=POLICY, samples=tuple(samples)))
-        await trainer.step(divisors_of(samples))
+    async def one() -> UpdateReport:
+        await trainer.accumulate_batch(MicroBatch(micro_batch_id="m", policy=POLICY, samples=tuple(samples)))
+        return await trainer.step(divisors_of(samples))
 
-    asyncio.run(one())
-    assert trainer.last_update is not None
-    return trainer.last_update
+    return asyncio.run(one())
 
 
 def test_an_update_says_what_its_trees_saved(make_model: Model, make_samples: Callable[..., list[Sample]]) -> None:

@@ -1,15 +1,19 @@
-"""Ray for the processes of a run: one asynchronous actor per worker, all of them on the controller's machine."""
+"""Ray for the residents of a run: one asynchronous actor for each, all of them on the controller's machine.
+
+An actor has the methods of its resident's contract, so Ray's own tools show who was asked for what.
+"""
 
 import asyncio
 import logging
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
@@ -18,46 +22,54 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
-from flexmarl.cluster.hosting import Host, answer, request
-from flexmarl.cluster.interface import Worker, WorkerPlace, WorkerSpec
+from flexmarl.cluster.host import Host, answer, packed
+from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.own_thread import OwnThread
+from flexmarl.cluster.proxy import methods_of, proxy_of
 from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.records import WorkerLost
 
 T = TypeVar("T")
-HostActor = ray.remote(Host)
-# Ray gives its own processes 30 s to start and a worker 60.
+# Ray gives its own processes 30 s to start and a resident process 60.
 START_S = 90.0
-# A placement that is possible takes 0.1 s; more is waiting for somebody else's workers to end.
+# A placement that is possible takes 0.1 s; more is waiting for somebody else's processes to end.
 PLACE_S = 5.0
 STOP_S = 10.0
 WATCH_S = 0.5
-# More calls to one worker than that wait in Ray.
+# More calls to one resident than that wait in Ray.
 CALLS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Room for one worker, in a placement group."""
+    """Room for one resident, in a placement group."""
 
     group: PlacementGroup
     bundle: int
     gpus: int
 
 
-class RayWorker:
+class RayResident(Generic[T]):
     """One actor, and the calls to it that are under way."""
 
     def __init__(
-        self, spec: WorkerSpec, slot: Slot, *, node: str, on_end: Callable[["RayWorker", str | None], None]
+        self,
+        spec: ResidentSpec[T],
+        slot: Slot,
+        *,
+        node: str,
+        tasks: asyncio.TaskGroup,
+        on_end: Callable[["RayResident[Any]", str | None], None],
     ) -> None:
-        """`on_end` is told once of the worker's end, and of the reason if that was a loss."""
+        """`on_end` is called once at the resident's end, with the reason if that was a loss."""
         self.slot = slot
         self._loop = asyncio.get_running_loop()
         self._spec = spec
-        self._place = WorkerPlace(node=node, pid=0)
+        self._remote: T = proxy_of(spec, self, tasks)
+        self._place = ResidentPlace(node=node, pid=0)
         self._on_end = on_end
         self._pending: set[asyncio.Future[Any]] = set()
         self._gone: str | None = None
@@ -68,27 +80,33 @@ class RayWorker:
         return self._spec.name
 
     @property
-    def place(self) -> WorkerPlace:
+    def place(self) -> ResidentPlace:
         return self._place
+
+    @property
+    def remote(self) -> T:
+        return self._remote
 
     async def start(self) -> None:
         """Waits for the process."""
         try:
             async with asyncio.timeout(START_S):
-                pid = await self._reply(self._actor.pid.remote())
+                pid = await self._reply(self._actor.process_id.remote())
         except TimeoutError:
             raise WorkerError(f"{self.name}: Ray did not start its process within {START_S:.0f} s") from None
-        self._place = WorkerPlace(node=self._place.node, pid=pid)
+        self._place = ResidentPlace(node=self._place.node, pid=pid)
 
     async def make(self) -> None:
-        """Makes the hosted object in the process; from then on its death is a loss."""
-        answer(await self._reply(self._actor.make.remote(request(self._spec.make))), whose=str(self))
-        self._actor.hold.remote().future().add_done_callback(self._threadsafe(self._died))
+        """Makes what lives there; from then on its death is a loss."""
+        answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), whose=str(self))
+        self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The channel of its proxy."""
         if self._gone is not None:
             raise WorkerError(self._gone)
-        return answer(await self._reply(self._actor.call.remote(request(method, *args))), whose=str(self))
+        asked = getattr(self._actor, method).remote(packed(*args, **kwargs))
+        return answer(await self._reply(asked), whose=str(self))
 
     async def stop(self) -> None:
         self.end("was stopped")
@@ -140,53 +158,77 @@ class RayWorker:
         return done
 
 
-class RayCluster:
-    """The processes of one run on Ray, a private one or one that runs on this machine."""
+@asynccontextmanager
+async def ray_cluster(settings: ClusterSettings, *, leases: RunLeases, residents: int) -> AsyncIterator["RayCluster"]:
+    """A cluster for the length of a block; `residents` is how many live at most at once.
 
-    def __init__(self, settings: ClusterSettings, *, leases: RunLeases, workers: int) -> None:
-        """`workers` is how many live at most at once: a private Ray has room for that many."""
+    A private Ray has room for exactly that many. Raises ConfigError if Ray cannot be started or joined.
+    """
+    async with task_block() as tasks:
+        cluster = RayCluster(settings, tasks, leases=leases, residents=residents)
+        try:
+            await cluster.open()
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+class RayCluster:
+    """The residents of one run on Ray, a private one or one that runs on this machine."""
+
+    def __init__(
+        self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int
+    ) -> None:
+        """See `ray_cluster`; proxies have their tasks in `tasks`."""
         self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
         self._leases = leases
         if settings.address == "local":
-            self._ray = PrivateRay(leases, workers=workers, accelerators=settings.device != "cpu")
+            self._ray = PrivateRay(leases, workers=residents, accelerators=settings.device != "cpu")
         else:
             self._ray = JoinedRay(leases, address=settings.address)
         self._thread = OwnThread("ray")
         self._node = ""
-        self._workers: set[RayWorker] = set()
+        self._tasks = tasks
+        self._residents: set[RayResident[Any]] = set()
         self._free: list[Slot] = []
         self._watch: asyncio.Task[None] | None = None
         self._trouble: str | None = None
         self._closed = False
 
-    async def __aenter__(self) -> "RayCluster":
+    @property
+    def crosses(self) -> bool:
+        return True
+
+    @property
+    def has_processes(self) -> bool:
+        return True
+
+    async def open(self) -> None:
+        """Starts or joins Ray."""
         logging.getLogger("ray").setLevel(logging.ERROR)
-        try:
-            await self._ask(self._ray.open, timeout=START_S)
-        except BaseException:
-            await self.close()
-            raise
+        await self._ask(self._ray.open, timeout=START_S)
         self._node = ray.util.get_node_ip_address()
-        self._watch = asyncio.create_task(self._watch_ray(), name="watch ray")
-        return self
+        self._watch = self._tasks.create_task(self._watch_ray(), name="watch ray")
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def spawn(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+    async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         if self._trouble is not None:
-            raise WorkerError(f"no new workers: {self._trouble}")
-        slots = await self._slots([int(spec.device != "cpu") for spec in specs])
-        workers = [RayWorker(*pair, node=self._node, on_end=self._ended) for pair in zip(specs, slots, strict=True)]
-        self._workers.update(workers)
+            raise WorkerError(f"no new residents: {self._trouble}")
+        for spec in specs:
+            require_one_process(spec, nodes=[self._node])
+        slots = await self._slots([spec.devices for spec in specs])
+        residents = [
+            RayResident(spec, slot, node=self._node, tasks=self._tasks, on_end=self._ended)
+            for spec, slot in zip(specs, slots, strict=True)
+        ]
+        self._residents.update(residents)
         try:
-            await all_of(worker.start() for worker in workers)
-            self._leases.add_processes(worker.place.pid for worker in workers)
-            await all_of(worker.make() for worker in workers)
+            await all_of(resident.start() for resident in residents)
+            self._leases.add_processes(resident.place.pid for resident in residents)
+            await all_of(resident.make() for resident in residents)
         except BaseException:
-            await all_of(worker.stop() for worker in workers)
+            await all_of(resident.stop() for resident in residents)
             raise
-        return list(workers)
+        return list(residents)
 
     async def close(self) -> None:
         if self._closed:
@@ -194,15 +236,15 @@ class RayCluster:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        for worker in list(self._workers):
-            worker.end("was stopped")
+        for resident in list(self._residents):
+            resident.end("was stopped")
         with suppress(WorkerError):
             await self._ask(self._ray.close, timeout=STOP_S)
         self._thread.close()
         await asyncio.to_thread(self._leases.end_processes)
 
     async def _slots(self, gpus: Sequence[int]) -> list[Slot]:
-        """Room for workers with so many accelerators: what ended ones left, and for the others a new group."""
+        """Room for residents with so many accelerators: what ended ones left, and for the others a new group."""
         found = [self._take(n) for n in gpus]
         missing = [n for n, slot in zip(gpus, found, strict=True) if slot is None]
         try:
@@ -228,36 +270,55 @@ class RayCluster:
         except TimeoutError:
             raise WorkerError(f"Ray did not answer within {timeout:.0f} s") from None
 
-    def _ended(self, worker: RayWorker, lost: str | None) -> None:
-        self._workers.discard(worker)
-        self._free.append(worker.slot)
+    def _ended(self, resident: RayResident[Any], lost: str | None) -> None:
+        self._residents.discard(resident)
+        self._free.append(resident.slot)
         if lost is not None:
-            place = worker.place
-            event = WorkerLost(name=worker.name, node=place.node, pid=place.pid, because=lost)
+            place = resident.place
+            event = WorkerLost(name=resident.name, node=place.node, pid=place.pid, because=lost)
             asyncio.get_running_loop().call_soon(self.on_lost, event)
 
     async def _watch_ray(self) -> None:
-        """Ends all workers as lost when Ray itself is gone."""
+        """Ends all residents as lost when Ray itself is gone."""
         while self._trouble is None:
             await asyncio.sleep(WATCH_S)
             self._trouble = await asyncio.to_thread(self._ray.trouble)
-        for worker in list(self._workers):
-            worker.end(f"is lost: {self._trouble}", lost=self._trouble)
+        for resident in list(self._residents):
+            resident.end(f"is lost: {self._trouble}", lost=self._trouble)
 
 
-def start_actor(spec: WorkerSpec, slot: Slot) -> Any:
-    """The actor that hosts the worker's object; it is never restarted: what it held would be gone."""
-    return HostActor.options(
-        num_cpus=1,
-        num_gpus=slot.gpus,
-        max_concurrency=CALLS_AT_ONCE,
-        enable_task_events=False,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle),
-    ).remote(path=[os.path.abspath(folder) for folder in sys.path], threads=spec.threads)
+@lru_cache
+def actor_class(contract: type) -> Any:
+    """Actors that host what keeps a contract: a `Host` with the contract's methods."""
+
+    def method(name: str) -> Callable[..., Any]:
+        async def call(self: Host, arguments: bytes) -> bytes:
+            return await self.call_method(name, arguments)
+
+        call.__name__ = name
+        return call
+
+    methods = {name: method(name) for name in methods_of(contract)}
+    return ray.remote(type(f"{contract.__name__}Actor", (Host,), methods))
+
+
+def start_actor(spec: ResidentSpec[Any], slot: Slot) -> Any:
+    """The actor that hosts a resident; it is never restarted: what it held would be gone."""
+    return (
+        actor_class(spec.contract)
+        .options(
+            num_cpus=1,
+            num_gpus=slot.gpus,
+            max_concurrency=CALLS_AT_ONCE,
+            enable_task_events=False,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle),
+        )
+        .remote(path=[os.path.abspath(folder) for folder in sys.path], threads=spec.threads)
+    )
 
 
 def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
-    """Room on this machine for workers with so many accelerators, all or none. Raises ConfigError if there is none.
+    """Room on this machine for residents with so many accelerators, all or none. Raises ConfigError if there is none.
 
     One machine, because weights travel through its memory and rows are read from its disk.
     """
@@ -265,14 +326,14 @@ def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
     here = f"node:{node}"
     has = next((one["Resources"] for one in ray.nodes() if one["Alive"] and here in one["Resources"]), {})
     if any(has.get(kind, 0.0) < amount for kind, amount in asked.items()):
-        raise ConfigError(f"no room for {len(gpus)} more workers on {node}: {shortage(asked, has)}")
+        raise ConfigError(f"no room for {len(gpus)} more residents on {node}: {shortage(asked, has)}")
     bundles = [{"CPU": 1.0, "GPU": float(n), here: 0.001} for n in gpus]
     group = placement_group([{k: v for k, v in bundle.items() if v} for bundle in bundles], strategy="STRICT_PACK")
     if not group.wait(PLACE_S):
         free = ray.available_resources()
         remove_placement_group(group)
         raise ConfigError(
-            f"no room for {len(gpus)} more workers on {node} within {PLACE_S:.0f} s: {shortage(asked, has)}; "
+            f"no room for {len(gpus)} more residents on {node} within {PLACE_S:.0f} s: {shortage(asked, has)}; "
             f"free in all of Ray now: {amounts(free)}"
         )
     return [Slot(group, bundle, n) for bundle, n in enumerate(gpus)]
@@ -282,7 +343,7 @@ def shortage(asked: Mapping[str, float], has: Mapping[str, float]) -> str:
     """What a placement needs, what there is, and what would help."""
     return (
         f"they need {amounts(asked)} (one CPU each, and with cluster.device=cuda one GPU), it has {amounts(has)}; "
-        "use fewer instances, cluster.device=cpu, or cluster.address=local, which has a CPU for every worker"
+        "use fewer instances, cluster.device=cpu, or cluster.address=local, which has a CPU for every resident"
     )
 
 

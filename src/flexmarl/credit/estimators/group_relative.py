@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,35 +12,14 @@ from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
 from flexmarl.credit.interface import CreditRow, in_order
 from flexmarl.credit.keys import Group
 from flexmarl.errors import CreditError
-from flexmarl.records import SampleId
+from flexmarl.records import CreditLine, SampleId
 
 Unit = Literal["row", "act", "trajectory_mean", "trajectory_first"]
 Centre = Literal["mean", "leave_one_out", "length_weighted"]
 Scale = Literal["none", "std", "mean"]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What a group makes of a row's score c: A = (c - baseline) / divisor = scale c + offset."""
-
-    baseline: float
-    divisor: float
-    """Infinite where the group teaches nothing."""
-    weight: float = 1.0
-    """Row weight of all rows of the group."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the score."""
-        return 1 / self.divisor
-
-    @property
-    def offset(self) -> float:
-        """What is added to every row of the group."""
-        return -self.baseline / self.divisor
-
-
-NOTHING = Line(0.0, math.inf)
+NOTHING = CreditLine(0.0, math.inf)
 
 
 class GroupRelative(Grouped):
@@ -83,7 +61,7 @@ class GroupRelative(Grouped):
             for row, score in zip(members, self._observe(members)[0], strict=True)
         }
 
-    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, Line]:
+    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, CreditLine]:
         """What each complete group makes of its scores; only if `linear`."""
         return {group: self._line_of(group, members) for group, members in self.groups(in_order(rows)).items()}
 
@@ -103,10 +81,14 @@ class GroupRelative(Grouped):
             return len(members)
         return len(places_of_acts(members)) if self.unit == "act" else len({row.episode for row in members})
 
-    def _line_of(self, group: Group, members: Sequence[CreditRow]) -> Line:
+    def _line_of(self, group: Group, members: Sequence[CreditRow]) -> CreditLine:
         if self.num_observations(members) > 1:
             return self._line(members)
-        fates = {"raw": Line(0.0, self._raw_divisor), "zero": NOTHING, "drop": Line(0.0, math.inf, weight=0.0)}
+        fates = {
+            "raw": CreditLine(0.0, self._raw_divisor),
+            "zero": NOTHING,
+            "drop": CreditLine(0.0, math.inf, weight=0.0),
+        }
         return fates[self.fate(group, all_alone=False)]
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
@@ -120,13 +102,13 @@ class GroupRelative(Grouped):
     def _raw_divisor(self) -> float:
         return 1.0 + self.eps if self.scale == "std" else 1.0
 
-    def _line(self, members: Sequence[CreditRow]) -> Line:
+    def _line(self, members: Sequence[CreditRow]) -> CreditLine:
         _, x, lengths = self._observe(members)
         n = len(x)
         baseline = _mean(x, lengths if self.centre == "length_weighted" else None)
         divisor = self._divisor(x)
         # c less the mean of the others, as a line: n / (n - 1) times c less the mean of all.
-        return Line(baseline, divisor * (n - 1) / n if self.centre == "leave_one_out" else divisor)
+        return CreditLine(baseline, divisor * (n - 1) / n if self.centre == "leave_one_out" else divisor)
 
     def _divisor(self, x: Scores) -> float:
         match self.scale:

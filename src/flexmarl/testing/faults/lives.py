@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any
 
 from flexmarl.agents import Team
 from flexmarl.assemble.run import failure_told
+from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
+from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.interface import ObjectStore
 from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.orchestrator.sealed_folder import MANIFEST
 from flexmarl.records import GenerationRequest, PolicyName, Task
@@ -35,8 +36,9 @@ from flexmarl.testing.faults.mutations import SOUND, Mutation
 from flexmarl.testing.faults.parts import BreakableEngine, MortalJournal, Pulse
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.run import ScriptedRun
-from flexmarl.training.residency import Residency
+from flexmarl.testing.run import ScriptedResidents, ScriptedRun
+from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
 
 LIMIT_S = 3000.0
 """Of one life, in virtual seconds; a step takes some ten, and with everything timing out some hundred."""
@@ -141,24 +143,23 @@ class MortalRun(ScriptedRun):
         )
         self._schedule, self._injection, self._mutation = schedule, injection, mutation
         self._pulse, self._hung, self._torn = Pulse(), False, torn
-        self.kept = self.world.store
+        self.kept = self.store
         """The store itself, which outlives this life."""
         self.journal = MortalJournal(self._pulse)
         self.breakable: dict[str, BreakableEngine] = {}
         """By instance."""
-        objects = self.world.objects
+        objects = self.objects
         self.made = {
             policy: mutation.trainer(policy, objects, injection, sample_s=schedule.sample_s) for policy in self.trainers
         }
         self.trainers |= self.made
-        slow = mutation.store(
+        self.store = mutation.store(
             self.kept,
             injection,
             self._pulse,
             longest_s=schedule.store_s,
             random=Random(f"store {schedule.seed}"),
         )
-        self.world = replace(self.world, store=slow, pool=self._pool(objects))
         self.blueprint = replace(
             self.blueprint,
             source=FaultySource(self.blueprint.source, injection),
@@ -208,33 +209,50 @@ class MortalRun(ScriptedRun):
                 self._injection.note(self._torn)
             limit = asyncio.timeout(LIMIT_S)
             try:
-                async with limit, self._residency() as residency:
-                    self.world = replace(self.world, residency=residency)
+                async with limit:
                     await super()._play(beside)
             finally:
                 self._hung = limit.expired()
 
-    def _residency(self) -> Residency:
-        groups = {policy: SimulatedProcessGroup(trainer) for policy, trainer in self.made.items()}
-        return Residency(groups, self.settings.process_groups)
+    def residents(self) -> Residents:
+        """Engines that break and are replaced, trainers that share devices."""
+        return MortalResidents(self)
 
-    def _pool(self, objects: ObjectStore) -> InferencePool:
-        def make(name: str) -> BreakableEngine:
-            engine = BreakableEngine(
-                name, lambda prompt, request: say(request, self._schedule), objects, self._injection, SECONDS_PER_TOKEN
-            )
-            self.breakable[name] = engine
-            return engine
+    def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
+        """The pool, with the rule that a mutation breaks."""
+        return self._mutation.pool(*instances, **how)
 
-        async def respawn(policy: PolicyName, name: str) -> BreakableEngine:
-            await asyncio.sleep(1.0)
-            return make(name)
+    def make_engine(self, name: str) -> BreakableEngine:
+        """An engine that breaks as planned."""
+        engine = BreakableEngine(
+            name,
+            lambda prompt, request: say(request, self._schedule),
+            self.objects,
+            self._injection,
+            SECONDS_PER_TOKEN,
+        )
+        self.breakable[name] = engine
+        return engine
 
-        engines = {
-            PolicyName(policy): [make(f"{policy}/{n}") for n in range(count)]
-            for policy, count in self._schedule.instances.items()
-        }
-        return self._mutation.pool(engines, self.settings.pool, respawn=respawn)
+
+class MortalResidents(ScriptedResidents):
+    """Engines that break and are replaced, trainers that share devices."""
+
+    def __init__(self, run: MortalRun) -> None:
+        super().__init__(run.objects, {}, run.trainers)
+        self._run = run
+
+    def make_engine(self, policy: PolicyName, instance: str) -> WeightedEngine:
+        """A new one."""
+        return self._run.make_engine(instance)
+
+    def replacement_s(self, policy: PolicyName) -> float | None:
+        """A second."""
+        return 1.0
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """All of them share devices."""
+        return {policy: SimulatedProcessGroup(trainer) for policy, trainer in self._run.made.items()}
 
 
 async def _strike(run: ScriptedRun) -> None:

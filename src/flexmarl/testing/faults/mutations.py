@@ -75,17 +75,17 @@ class _KeepsRows(SlowStore):
 
 
 class _AccumulatesTwice(BreakableTrainer):
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
+    async def _accumulate(self, batch: MicroBatch) -> LossReport:
         samples = tuple(replace(sample, advantage=2 * sample.advantage) for sample in batch.samples)
-        return await super().accumulate(replace(batch, samples=samples))
+        return await super()._accumulate(replace(batch, samples=samples))
 
 
 class _LosesReusedIds(BreakableTrainer):
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
+    async def _accumulate(self, batch: MicroBatch) -> LossReport:
         if not self._cached.get(batch.micro_batch_id, batch):  # All of its rows were dropped.
             samples = tuple(replace(sample, advantage=0.0) for sample in batch.samples)
             batch = replace(batch, samples=samples)
-        return await super().accumulate(batch)
+        return await super()._accumulate(batch)
 
 
 class _PublishesWithoutWaiting(InferencePool):

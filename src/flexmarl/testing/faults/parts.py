@@ -9,12 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import EngineError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import (
+    CreditLine,
     Divisors,
     EngineUse,
     Generation,
@@ -33,6 +33,7 @@ from flexmarl.simulator.injection import Injection
 from flexmarl.testing.agents import Script
 from flexmarl.testing.run import ServedEngine
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.interface import UpdateReport
 
 
 class Killed(BaseException):
@@ -200,7 +201,7 @@ class BreakableTrainer(FakeTrainer):
         self._injection = injection
         self._skew_s = 0.0
 
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
+    async def _accumulate(self, batch: MicroBatch) -> LossReport:
         """Accumulates, unless it dies meanwhile."""
         if fault := self._injection.occurs(FaultKind.CLOCK_SKEW, self.policy):
             self._skew_s = fault.amount
@@ -209,7 +210,7 @@ class BreakableTrainer(FakeTrainer):
             asyncio.get_running_loop().call_later(half_s, self.fail, "as planned")
             await asyncio.sleep(half_s)
         known = batch.micro_batch_id in self._reports
-        report = await super().accumulate(batch)
+        report = await super()._accumulate(batch)
         if not known:  # Else nothing was added. An id whose rows were all dropped is known no longer.
             if batch.micro_batch_id in self._cached:
                 self.reused.add(batch.micro_batch_id)
@@ -222,7 +223,7 @@ class BreakableTrainer(FakeTrainer):
             self._cached = {}
         return replace(report, duration_s=report.duration_s + self._skew_s)
 
-    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+    async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Closes, and forgets the samples of what is dropped."""
         closed = await super().close_groups(lines)
         dropped = {name for name, line in lines.items() if line is None}
@@ -232,11 +233,11 @@ class BreakableTrainer(FakeTrainer):
         }
         return closed
 
-    async def step(self, divisors: Divisors) -> Version:
+    async def step(self, divisors: Divisors) -> UpdateReport:
         """Updates, and remembers from what."""
-        version = await super().step(divisors)
-        self.updates[version], self._cached = self._cached, {}
-        return version
+        update = await super().step(divisors)
+        self.updates[update.version], self._cached = self._cached, {}
+        return update
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
         """Publishes, and remembers what."""

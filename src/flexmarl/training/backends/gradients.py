@@ -12,8 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from flexmarl.credit.estimators.group_relative import Line
-from flexmarl.records import LossReport
+from flexmarl.records import CreditLine, LossReport
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,13 +39,13 @@ class OpenSums:
         self.sums = {name: value + more.sums.get(name, 0.0) for name, value in {**more.sums, **self.sums}.items()}
         self.scored_loss += more.scored_loss
 
-    def gradients(self, line: Line) -> list[Tensor]:
+    def gradients(self, line: CreditLine) -> list[Tensor]:
         """scale x scored + offset x plain, in the memory of `scored`."""
         torch._foreach_mul_(self.scored, line.scale)
         torch._foreach_add_(self.scored, self.plain, alpha=line.offset)
         return self.scored
 
-    def report(self, name: str, line: Line) -> LossReport:
+    def report(self, name: str, line: CreditLine) -> LossReport:
         """What a micro-batch of the same rows would have reported, had their advantages been known."""
         loss = line.scale * self.scored_loss + line.offset * self.sums["loss"]
         return LossReport(
@@ -80,7 +79,7 @@ class GradientCache:
             else:
                 self.open[name] = of_group
 
-    def close(self, name: str, line: Line | None) -> LossReport | None:
+    def close(self, name: str, line: CreditLine | None) -> LossReport | None:
         """Adds what the line makes of an open group's sums, or drops them; None: there is nothing to report."""
         of_group = self.open.pop(name, None)
         if of_group is None or line is None:

@@ -1,5 +1,6 @@
 """Trainer on one device in this process: a Hugging Face causal LM and AdamW."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,10 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.device_thread import DeviceThread
-from flexmarl.credit.estimators.group_relative import Line
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import Divisors, FloatArray, LossReport, MicroBatch, PolicyName, Sample, Version
+from flexmarl.records import (
+    CreditLine,
+    Divisors,
+    FloatArray,
+    LossReport,
+    MicroBatch,
+    PolicyName,
+    Sample,
+    SampleId,
+    Version,
+)
 from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.backward import Backward, Weighted
 from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
@@ -25,6 +35,7 @@ from flexmarl.training.backends.network import Network
 from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.objective import Objective
+from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.figures import tree_figures
 from flexmarl.training.tree.merge import PrefixTree
@@ -66,8 +77,12 @@ class SingleProcessTrainer:
         version: int = 0,
         seed: int = 0,
         deterministic: bool = False,
+        rows: RowReader | None = None,
     ) -> None:
-        """`seed` is of what a new adapter begins with; `deterministic`: equal rows give equal bits, on CUDA too."""
+        """`rows` is where `accumulate` reads; without it, batches are given to `accumulate_batch`.
+
+        A new adapter begins from `seed`. With `deterministic`, equal rows give equal bits, on CUDA too.
+        """
         self._policy = policy
         self._settings = settings
         self._objects = objects
@@ -82,7 +97,9 @@ class SingleProcessTrainer:
         self._version = Version(version)
         self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
-        self._last_update: UpdateReport | None = None
+        self._rows = rows
+        self._turn = asyncio.Lock()
+        """Held by the one call that is worked on; the others get it in their order."""
         self._ruined = ""
         """Why the weights are no longer those of any version; empty while they are."""
 
@@ -91,12 +108,26 @@ class SingleProcessTrainer:
         """How many updates the weights have had."""
         return self._version
 
-    @property
-    def last_update(self) -> UpdateReport | None:
-        """The latest update of this process."""
-        return self._last_update
+    async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
+        """Reads the rows, also while others are worked on, and accumulates them."""
+        if self._rows is None:
+            raise TrainingError(f"{self._where}: it has no rows to read {micro_batch_id} from; give it `rows`")
+        reading = asyncio.create_task(self._rows.read(ids), name=f"read-{micro_batch_id}")
+        try:
+            async with self._turn:
+                samples = await reading
+                return await self._accumulate(
+                    MicroBatch(micro_batch_id=micro_batch_id, policy=self._policy, samples=samples)
+                )
+        finally:
+            reading.cancel()
 
-    async def accumulate(self, batch: MicroBatch) -> LossReport:
+    async def accumulate_batch(self, batch: MicroBatch) -> LossReport:
+        """As `accumulate`, of rows that are here already."""
+        async with self._turn:
+            return await self._accumulate(batch)
+
+    async def _accumulate(self, batch: MicroBatch) -> LossReport:
         """Adds the batch's gradient sums to the cache, one forward pass after the other.
 
         Each pass is its own piece of work for the device thread: an engine's decode steps get in between.
@@ -124,29 +155,37 @@ class SingleProcessTrainer:
             opened = await self._open_sums([pair for pair in weighted if pair[0].open_group])
             return await self._run(self._commit, batch, gradients, opened, sums, started)
 
-    async def close_groups(self, lines: Mapping[str, Line | None]) -> float:
+    async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Two sums per parameter become one, and join the others."""
-        return await self._run(self._close_groups, lines)
+        async with self._turn:
+            return await self._run(self._close_groups, lines)
 
-    async def step(self, divisors: Divisors) -> Version:
+    async def step(self, divisors: Divisors) -> UpdateReport:
         """Divides by kappa D, clips, and updates."""
-        return await self._run(self._step, divisors)
+        async with self._turn:
+            return await self._run(self._step, divisors)
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
         """Sets `weights/{policy}/{version}`: the model's state dict by its own names, without tied duplicates."""
-        if version != self._version:
-            raise TrainingError(f"{self._where}: asked to publish version {version}, the weights are {self._version}")
-        self._require_sound()
-        tensors = await self._run(self._published)
+        async with self._turn:
+            if version != self._version:
+                raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
+            self._require_sound()
+            tensors = await self._run(self._published)
         meta = await self._objects.set(ObjectKey(f"weights/{self._policy}/{version}"), tensors)
         return meta.key, meta.checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""
-        return await self._per_sample(batch.samples, self._network.logprobs)
+        async with self._turn:
+            return await self._per_sample(batch.samples, self._network.logprobs)
 
     async def appraise(self, batch: MicroBatch) -> list[Appraised]:
         """Forward passes of the weights as they are for values, of the initial ones for the reference."""
+        async with self._turn:
+            return await self._appraise(batch)
+
+    async def _appraise(self, batch: MicroBatch) -> list[Appraised]:
         with boundary(TrainingError, f"{self._where}: appraising {batch.micro_batch_id}"):
             network, nothing = self._network, [None] * len(batch.samples)
             values = await self._per_sample(batch.samples, network.values) if network.has_values else nothing
@@ -157,23 +196,26 @@ class SingleProcessTrainer:
 
     async def save(self, path: Path) -> None:
         """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
-        self._require_sound()
-        with boundary(CheckpointError, f"{self._where}: saving to {path}"):
-            await self._run(self._save, path)
+        async with self._turn:
+            self._require_sound()
+            with boundary(CheckpointError, f"{self._where}: saving to {path}"):
+                await self._run(self._save, path)
 
     async def load(self, path: Path) -> Version:
         """Restores what `save` wrote, the gradient cache included."""
-        with boundary(CheckpointError, f"{self._where}: loading {path}"):
-            await self._run(self._load, path)
-        return self._version
+        async with self._turn:
+            with boundary(CheckpointError, f"{self._where}: loading {path}"):
+                await self._run(self._load, path)
+            return self._version
 
     async def export(self, path: Path) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
-        self._require_sound()
-        with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
-            await self._run(self._network.export, path)
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(str(path))
+        async with self._turn:
+            self._require_sound()
+            with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
+                await self._run(self._network.export, path)
+                if self._tokenizer is not None:
+                    self._tokenizer.save_pretrained(str(path))
 
     def _require_sound(self) -> None:
         if self._ruined:
@@ -209,7 +251,7 @@ class SingleProcessTrainer:
                     found[name] = more
         return found
 
-    def _close_groups(self, lines: Mapping[str, Line | None]) -> float:
+    def _close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         reports = [report for name, line in lines.items() if (report := self._cache.close(name, line))]
         self._reports |= {report.micro_batch_id: report for report in reports}
         if not self._cache.open and not any(report.num_tokens for report in self._reports.values()):
@@ -236,7 +278,7 @@ class SingleProcessTrainer:
         self._reports[batch.micro_batch_id] = report
         return report
 
-    def _step(self, divisors: Divisors) -> Version:
+    def _step(self, divisors: Divisors) -> UpdateReport:
         self._require_sound()
         if self._cache.open:
             raise TrainingError(
@@ -257,10 +299,10 @@ class SingleProcessTrainer:
             self._ruined = str(error) if unbounded(self._updater.parameters) else ""
             raise
         self._version = Version(self._version + 1)
-        self._last_update = self._report(total, norm, learning_rate)
+        update = self._report(total, norm, learning_rate)
         self._cache.clear()
         self._reports = {}
-        return self._version
+        return update
 
     def _report(self, total: float, norm: float, learning_rate: float) -> UpdateReport:
         reports = self._reports.values()

@@ -1,0 +1,219 @@
+"""Residents of real runs: engines and trainers in this process, or each in a process of its own on Ray.
+
+engine/{policy}/{n}     one inference instance each; gets weights from the object store
+trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+"""
+
+import gc
+import pkgutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from flexmarl.agents import ChatRenderer
+from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.inproc import inproc_cluster
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.priority import give_way
+from flexmarl.config import RunSettings
+from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
+from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.interface import ExperienceStore
+from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import WeightedEngine
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.interface import ObjectStore
+from flexmarl.records import PolicyName
+from flexmarl.training.backends.causal_lm import load_model
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.rows import StoreRows
+
+RESUME = "go on from the last checkpoint with --resume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What residents are made of, picklable where they live in processes of their own."""
+
+    settings: RunSettings
+    objects: ObjectStore
+    device: str
+    """As torch names it where the resident lives."""
+    store: ExperienceStore | Path
+    """The run's store, or its file, which a process of its own joins."""
+    thread: DeviceThread | None = None
+    """The one thread for torch of this process; None: each resident has a process, and a thread, of its own."""
+
+    def make_engine(self, policy: PolicyName) -> WeightedEngine:
+        """An engine with its model. Raises EngineError, or ConfigError naming what is wrong with the model."""
+        with boundary(EngineError, f"policies.{policy}.engine: making an engine on {self.device}"):
+            self._begin()
+            parts = EngineParts(
+                policy=policy,
+                make_model=partial(load_model, model_source(self.settings, policy)),
+                decode=ChatRenderer(load_tokenizer(self.settings, policy)).decode,
+                store=self.objects,
+                thread=self.thread or DeviceThread(f"engine-{policy}"),
+                device=self.device,
+                deterministic=self.settings.deterministic,
+            )
+            # Who needs weights of its own implements the whole of WeightedEngine; see `capabilities`.
+            engine: Any = make_engine(self.settings.policies[policy].engine, parts)
+            self._made()
+            return engine
+
+    def make_trainer(self, policy: PolicyName) -> SingleProcessTrainer:
+        """A trainer with its model, beside a client of the store. Raises TrainingError or ConfigError."""
+        settings = self.settings
+        with boundary(TrainingError, f"policies.{policy}.training: making a trainer"):
+            self._begin()
+            store = DurableStore.join(self.store) if isinstance(self.store, Path) else self.store
+            trainer = SingleProcessTrainer(
+                policy,
+                load_model(model_source(settings, policy)),
+                settings.policies[policy].training,
+                self.objects,
+                thread=self.thread or DeviceThread(f"trainer-{policy}"),
+                tokenizer=load_tokenizer(settings, policy),
+                device=self.device,
+                seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
+                deterministic=settings.deterministic,
+                rows=StoreRows(store),
+            )
+            self._made()
+            if self.thread is None and self.device == "cpu":
+                give_way()  # Only now: until it is made, the whole run waits for it.
+            return trainer
+
+    def _begin(self) -> None:
+        transformers_logging.disable_progress_bar()
+        if self.thread is None:
+            torch.manual_seed(self.settings.seed)
+
+    def _made(self) -> None:
+        if self.thread is None:
+            settle_memory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealResidents:
+    """Engines and trainers that compute."""
+
+    materials: Materials
+    open_cluster: Callable[[int], AbstractAsyncContextManager[Cluster]]
+    """Given how many residents live at a time."""
+
+    @property
+    def objects(self) -> ObjectStore:
+        """Where weights are."""
+        return self.materials.objects
+
+    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+        """Ray, or this process."""
+        return self.open_cluster(residents)
+
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+        """One inference instance."""
+        return ResidentSpec(
+            name=f"{ResidentKind.ENGINE}/{instance}",
+            kind=ResidentKind.ENGINE,
+            contract=WeightedEngine,
+            make=partial(self.materials.make_engine, policy),
+            error=EngineError,
+            devices=self._devices,
+            threads=getattr(self.materials.settings.policies[policy].engine, "threads", None) or self._threads,
+        )
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """The trainer of a policy."""
+        return ResidentSpec(
+            name=f"{ResidentKind.TRAINER}/{policy}",
+            kind=ResidentKind.TRAINER,
+            contract=Trainer,
+            make=partial(self.materials.make_trainer, policy),
+            error=TrainingError,
+            advice=RESUME,
+            devices=self._devices,
+            threads=self._threads,
+        )
+
+    def replacement_s(self, policy: PolicyName) -> float:
+        """Starting takes what it takes."""
+        return 0.0
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """Every trainer has its own device."""
+        return {}
+
+    @property
+    def _devices(self) -> int:
+        return int(self.materials.settings.cluster.device != "cpu")
+
+    @property
+    def _threads(self) -> int:
+        return self.materials.settings.cluster.threads or 1
+
+
+@contextmanager
+def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealResidents]:
+    """Everything in this process: for debugging, and where there is only one device."""
+    settings, cluster = blueprint.settings, blueprint.settings.cluster
+    if cluster.threads is not None:
+        torch.set_num_threads(cluster.threads)
+    torch.manual_seed(settings.seed)
+    thread = DeviceThread()
+    try:
+        materials = Materials(
+            settings=settings, objects=InlineObjectStore(), device=cluster.device, store=store, thread=thread
+        )
+        yield RealResidents(materials=materials, open_cluster=lambda residents: inproc_cluster())
+    finally:
+        thread.close()
+
+
+@contextmanager
+def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
+    """Each in a process of its own on this machine, weights in the shared memory between them."""
+    settings = blueprint.settings
+    ray_cluster = ray_or_refuse()
+    with RunLeases(settings.name) as leases:
+        objects = ShmObjectStore(leases.shared_memory())
+        objects.create()
+        device = "cpu" if settings.cluster.device == "cpu" else "cuda:0"  # Of accelerators, each sees its own.
+        yield RealResidents(
+            # Absolute: other processes may have another working directory.
+            materials=Materials(settings=settings, objects=objects, device=device, store=path.absolute()),
+            open_cluster=lambda residents: ray_cluster(settings.cluster, leases=leases, residents=residents),
+        )
+
+
+def ray_or_refuse() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
+    """What opens a cluster on Ray; imported only here, so that runs without Ray work. Raises ConfigError without it."""
+    try:
+        return pkgutil.resolve_name("flexmarl.cluster.backends.ray:ray_cluster")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"cluster.backend is 'ray', which needs the package '{error.name}', and that is not installed: pip "
+            f"install {error.name}, or use cluster.backend=inline"
+        ) from error
+
+
+def settle_memory() -> None:
+    """Leaves what has been loaded out of every later garbage collection.
+
+    A full one would walk all that torch and transformers loaded: 0.1 s in which nothing is dispatched.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,191 @@
+"""Host of one resident: makes what lives there and answers calls, in any process; calls and replies are bytes.
+
+controller                     process of the resident
+proxy ── call ───────────────► Host ─► one method of what lives there
+proxy ── open, shut ─────────► Host ─► a reader for each stream ─► items gather
+      ◄── collect, again ─────        and cross together, as many as there are
+"""
+
+import asyncio
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexmarl.errors import FlexmarlError
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """A call of a method that returns an async iterator."""
+
+    number: int
+    """Unique among the streams of one proxy."""
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class StreamNews:
+    """What one stream has brought since the last collection."""
+
+    number: int
+    items: list[Any] = field(default_factory=list)
+    """In the order of the iterator."""
+    ended: bool = False
+    error: Exception | None = None
+    """What the iterator raised at its end."""
+
+
+class Host:
+    """Makes one object, calls its methods and reads its streams, on the event loop of its process.
+
+    >>> host = Host()
+    >>> answer(asyncio.run(host.make_hosted(packed(list, "abc"))))
+    >>> answer(asyncio.run(host.call_method("index", packed("b"))))
+    1
+    """
+
+    def __init__(self, *, path: Sequence[str] = (), threads: int | None = None) -> None:
+        """Sets where modules are found and how many threads torch gets; must come before anything imports torch."""
+        sys.path.extend(folder for folder in path if folder not in sys.path)
+        if threads is not None:
+            os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+        self.hosted: Any = None
+        """What lives here."""
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        self._gathered: dict[int, StreamNews] = {}
+        self._has_news = asyncio.Event()
+
+    async def process_id(self) -> int:
+        """Process that this is."""
+        return os.getpid()
+
+    async def hold_on(self) -> None:
+        """Never returns: it fails when the process dies, and so whoever waits for it learns of the death."""
+        await asyncio.Event().wait()
+
+    async def make_hosted(self, make: bytes) -> bytes:
+        """Makes what lives here: the first of the packed arguments is called with the others."""
+        return await replied(lambda: self._make(*pickle.loads(make)[0]))
+
+    async def call_method(self, method: str, arguments: bytes) -> bytes:
+        """Answers a call of a method, async or not."""
+        return await replied(lambda: self._call(method, *pickle.loads(arguments)))
+
+    async def open_streams(self, streams: bytes) -> bytes:
+        """Begins to read streams (one `OpenStream` for each packed argument); their items are collected."""
+        return await replied(lambda: self._open(*pickle.loads(streams)[0]))
+
+    async def shut_streams(self, numbers: bytes) -> bytes:
+        """Stops reading streams, whose iterators are closed by that; nothing of them is collected any more."""
+        return await replied(lambda: self._shut(*pickle.loads(numbers)[0]))
+
+    async def collect_streams(self, nothing: bytes) -> bytes:
+        """Waits until a stream has news or none is open; brings what all of them have: a list of `StreamNews`."""
+        return await replied(self._collect)
+
+    def _make(self, make: Callable[..., Any], *args: Any) -> None:
+        self.hosted = make(*args)
+
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(self.hosted, method)(*args, **kwargs)
+
+    def _open(self, *streams: OpenStream) -> None:
+        for stream in streams:
+            reader = asyncio.create_task(self._read(stream), name=f"read-{stream.method}-{stream.number}")
+            self._readers[stream.number] = reader
+            reader.add_done_callback(lambda _, number=stream.number: self._readers.pop(number, None))
+
+    def _shut(self, *numbers: int) -> None:
+        for number in numbers:
+            self._gathered.pop(number, None)
+            if reader := self._readers.pop(number, None):
+                reader.cancel()
+        self._has_news.set()
+
+    async def _collect(self) -> list[StreamNews]:
+        while not self._gathered and self._readers:
+            self._has_news.clear()
+            await self._has_news.wait()
+            await asyncio.sleep(0)  # What else comes in this turn of the event loop goes along, ends of streams too.
+        gathered, self._gathered = self._gathered, {}
+        return list(gathered.values())
+
+    async def _read(self, stream: OpenStream) -> None:
+        error = None
+        try:
+            async for item in self._call(stream.method, stream.args, stream.kwargs):
+                self._news_of(stream.number).items.append(item)
+        except Exception as raised:
+            error = portable(raised)
+        news = self._news_of(stream.number)
+        news.ended, news.error = True, error
+
+    def _news_of(self, number: int) -> StreamNews:
+        """The news of a stream, which are about to grow."""
+        self._has_news.set()
+        return self._gathered.setdefault(number, StreamNews(number))
+
+
+def packed(*args: Any, **kwargs: Any) -> bytes:
+    """Arguments as `Host` reads them. Plain pickle, in one piece: arrays arrive writable, unlike in Ray's messages."""
+    return pickle.dumps((args, kwargs), protocol=5)
+
+
+def answer(reply: bytes, *, whose: str = "") -> Any:
+    """The result in a reply; raises the error in it, with the traceback of its process as a note."""
+    result, error, origin = pickle.loads(reply)
+    if error is None:
+        return result
+    error.add_note(f"in {whose or 'a resident'}:\n{origin}")
+    raise error
+
+
+async def replied(work: Callable[[], Any]) -> bytes:
+    """Result or error of the work, async or not, as `answer` reads it."""
+    try:
+        result = work()
+        if inspect.isawaitable(result):
+            result = await result
+        return pickle.dumps((result, None, ""), protocol=5)
+    except Exception as error:
+        return pickle.dumps((None, portable(error), traceback.format_exc()), protocol=5)
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else the nearest thing to it that does."""
+    for candidate in (error, Bare(error)):
+        try:
+            back = pickle.loads(pickle.dumps(candidate))
+        except Exception:  # whatever its own __init__ raises, the next form is tried
+            continue
+        if type(back) is type(error):
+            return candidate
+    kind = FlexmarlError if isinstance(error, FlexmarlError) else RuntimeError
+    return kind(f"{type(error).__name__}: {error}")
+
+
+class Bare(Exception):
+    """Pickles as another error that is rebuilt without its `__init__`, for one with arguments of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self._error), self._error.args, self._error.__dict__)
+
+
+def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    """An error of this class with these arguments and attributes, its `__init__` not called."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

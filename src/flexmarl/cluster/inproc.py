@@ -1,0 +1,222 @@
+"""Cluster in this process: residents are objects here, on nodes that are names. On a virtual clock, the virtual one.
+
+A resident's `remote` is what lives there itself. With `crosses`, it is the proxy that residents of other processes
+have, and what goes through it is copied: for tests of everything that crosses.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from flexmarl.cluster.host import Host, answer, packed
+from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
+from flexmarl.cluster.proxy import methods_of, proxy_of
+from flexmarl.cluster.task_block import task_block
+from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.records import WorkerLost
+
+T = TypeVar("T")
+HERE = "here"
+"""The one node of a cluster that is given none."""
+FIRST_PID = 1000
+"""Pids only tell residents apart."""
+NO_LIMIT = 2**31
+
+
+class InprocResident(Generic[T]):
+    """One object of this process."""
+
+    def __init__(
+        self,
+        spec: ResidentSpec[T],
+        place: ResidentPlace,
+        *,
+        on_end: Callable[["InprocResident[Any]", str], None],
+        latency_s: float,
+    ) -> None:
+        """`on_end` is called once at its end, with the reason if that was a loss. A crossing takes two latencies."""
+        self.spec, self.place = spec, place
+        self.crossings: list[str] = []
+        """Methods that were asked for through a crossing, in order."""
+        self._on_end, self._latency_s = on_end, latency_s
+        self._host = Host()
+        self._remote: Any = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._hangs = False
+        self._work_under_way: set[asyncio.Task[bytes]] = set()
+
+    @property
+    def name(self) -> str:
+        """As in its spec."""
+        return self.spec.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has neither been stopped nor died."""
+        return not self._ended.done()
+
+    @property
+    def hosted(self) -> T:
+        """What lives here, for tests and for faults."""
+        return self._host.hosted
+
+    @property
+    def remote(self) -> T:
+        """What lives here, or its proxy."""
+        return self._remote
+
+    def make(self) -> None:
+        """Makes what lives here; `make` is not copied, so that residents can share what they are made of."""
+        self._remote = self._host.hosted = self.spec.make()
+
+    def cross_with(self, tasks: asyncio.TaskGroup) -> None:
+        """From now on `remote` is a proxy, whose tasks run in `tasks`."""
+        self._remote = proxy_of(self.spec, self, tasks)
+
+    async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The channel of its proxy."""
+        self.crossings.append(method)
+        if self.alive:
+            work = asyncio.create_task(self._work(method, packed(*args, **kwargs)), name=f"{self.name}.{method}")
+            self._work_under_way.add(work)
+            work.add_done_callback(self._work_under_way.discard)
+            # Not cancelled with the caller, whose wait is over while the work goes on.
+            await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if self.alive:
+                return answer(work.result(), whose=self.name)
+        raise WorkerError(f"{self.name} {self._ended.result()}")
+
+    async def stop(self) -> None:
+        """Ends it, and closes what lives here if that can be closed."""
+        if self.alive:
+            self.end("was stopped", "")
+            if self._remote is self._host.hosted and "close" in methods_of(self.spec.contract):
+                await self._remote.close()
+
+    def die(self, because: str = "was killed") -> None:
+        """A fault: ends it as a crash would. What it was doing is not finished, and the loss is reported."""
+        self.end(f"died: {because}", because)
+
+    def hang(self) -> None:
+        """A fault: from now on no call comes back."""
+        self._hangs = True
+
+    def end(self, how: str, because: str) -> None:
+        """Ends it, unless it has ended; `because` is empty where that is no loss."""
+        if self.alive:
+            self._ended.set_result(how)
+            for work in list(self._work_under_way):
+                work.cancel()
+            self._on_end(self, because)
+
+    async def _work(self, method: str, arguments: bytes) -> bytes:
+        await asyncio.sleep(self._latency_s)
+        own = getattr(self._host, method, None)
+        reply = await (own(arguments) if own else self._host.call_method(method, arguments))
+        await asyncio.sleep(self._latency_s)
+        if self._hangs:
+            await asyncio.Event().wait()
+        return reply
+
+
+@asynccontextmanager
+async def inproc_cluster(
+    nodes: Mapping[str, int] | None = None, *, start_s: float = 0.0, crosses: bool = False, latency_s: float = 0.0
+) -> AsyncIterator["InprocCluster"]:
+    """A cluster for the length of a block.
+
+    `nodes` says how many residents each node has room for; None: one node without a limit. A start takes `start_s`.
+    With `crosses`, calls are copied and take `latency_s` each way.
+    """
+    async with task_block() as tasks:
+        cluster = InprocCluster(tasks, nodes or {HERE: NO_LIMIT}, start_s=start_s, crosses=crosses, latency_s=latency_s)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
+
+
+class InprocCluster:
+    """`Cluster` of objects in this process.
+
+    async with inproc_cluster({"node-0": 8}, start_s=30.0) as cluster:
+        (resident,) = await cluster.spawn([spec])
+        cluster.kill(resident.name, "its node lost power")
+    """
+
+    def __init__(
+        self, tasks: asyncio.TaskGroup, nodes: Mapping[str, int], *, start_s: float, crosses: bool, latency_s: float
+    ) -> None:
+        """See `inproc_cluster`; proxies have their tasks in `tasks`."""
+        self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
+        self.residents: list[InprocResident[Any]] = []
+        """All that were made, in order, ended ones included."""
+        self._tasks = tasks
+        self._free = dict(nodes)
+        self._start_s, self._crosses, self._latency_s = start_s, crosses, latency_s
+        self._pids = itertools.count(FIRST_PID)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether calls are copied."""
+        return self._crosses
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether it has nodes, on which every resident is taken for a process."""
+        return HERE not in self._free
+
+    async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
+        """Each on the node with most room."""
+        if len(specs) > (free := sum(self._free.values())):
+            raise ConfigError(f"the cluster has room for {free} more residents, got {len(specs)}; give it more nodes")
+        for spec in specs:
+            require_one_process(spec, nodes=list(self._free))
+        residents = [self._place(spec) for spec in specs]
+        self.residents.extend(residents)
+        try:
+            if self._start_s:
+                await asyncio.sleep(self._start_s)
+            for resident in residents:
+                resident.make()
+        except BaseException:
+            for resident in residents:
+                resident.end("was stopped", "")
+            raise
+        if self._crosses:
+            for resident in residents:
+                resident.cross_with(self._tasks)
+        return list(residents)
+
+    async def close(self) -> None:
+        """Stops every resident, the youngest first."""
+        for resident in reversed(self.residents):
+            await resident.stop()
+
+    def kill(self, name: str, because: str = "was killed") -> None:
+        """A fault: the live resident of this name dies. Raises KeyError if there is none."""
+        live = {resident.name: resident for resident in self.residents if resident.alive}
+        live[name].die(because)
+
+    def kill_node(self, node: str, because: str = "its node was lost") -> list[str]:
+        """A fault: every live resident on a node dies, and nothing starts there any more; returns their names."""
+        self._free.pop(node, None)
+        dying = [resident for resident in self.residents if resident.alive and resident.place.node == node]
+        for resident in dying:
+            resident.die(because)
+        return [resident.name for resident in dying]
+
+    def _place(self, spec: ResidentSpec[T]) -> InprocResident[T]:
+        node = spec.node or max(self._free, key=lambda name: self._free[name])
+        self._free[node] -= 1
+        place = ResidentPlace(node=node, pid=next(self._pids))
+        return InprocResident(spec, place, on_end=self._ended, latency_s=self._latency_s)
+
+    def _ended(self, resident: InprocResident[Any], because: str) -> None:
+        place = resident.place
+        if place.node in self._free:
+            self._free[place.node] += 1
+        if because:
+            self.on_lost(WorkerLost(name=resident.name, node=place.node, pid=place.pid, because=because))

@@ -1,0 +1,200 @@
+"""Proxy of what lives in a resident: an object with the methods of its contract, each of which crosses to it.
+
+    method ───────────────► one crossing, in the order of the calls
+    method that streams ──► Streams ──► open, collect: crossings shared by all streams
+    close ────────────────► the method there, then the end of the resident
+
+A contract is a Protocol all of whose methods are `async def`, or return an AsyncIterator. Two marks on its methods say
+what a cancelled call means: see `alters` and `restores`.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar, get_origin, get_type_hints
+
+from flexmarl.cluster.interface import ResidentSpec
+from flexmarl.cluster.streams import Streams
+from flexmarl.errors import FlexmarlError, WorkerError
+
+CLOSE_TIMEOUT_S = 10.0
+"""For what is still under way when a resident is closed: one that hangs is ended without it."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Channel(Protocol):
+    """The way to one resident, as its cluster makes it."""
+
+    async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of what lives there, or one of its host's own.
+
+        Calls arrive in their order. Raises the method's error, or WorkerError if the resident is lost.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Ends the resident."""
+        ...
+
+
+def alters(method: F) -> F:
+    """Marks a method of a contract that changes a state which must stay known.
+
+    If a call of it is cancelled, the work goes on unseen. Later calls are refused, rather than made on a state of which
+    nobody knows whether it holds that work; until a method that `restores` is called.
+    """
+    method.__dict__["alters_state"] = True
+    return method
+
+
+def restores(method: F) -> F:
+    """Marks a method of a contract that replaces the whole state, whatever it was."""
+    method.__dict__["restores_state"] = True
+    return alters(method)
+
+
+class Crossings:
+    """What all methods of one proxy share."""
+
+    def __init__(self, spec: ResidentSpec[Any], channel: Channel, tasks: asyncio.TaskGroup) -> None:
+        """Tasks that carry streams run in `tasks`."""
+        self.spec = spec
+        self._channel = channel
+        self._streams = Streams(channel, tasks, name=spec.name)
+        self._abandoned = ""
+        self._closing = False
+
+    async def call(self, mark: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One call of the contract's method `mark`."""
+        method = mark.__name__
+        if hasattr(mark, "restores_state"):
+            self._abandoned = ""
+        if self._abandoned:
+            raise self._error(
+                f"{self._abandoned} was cancelled while it was worked on, so the state there is no longer known"
+            )
+        try:
+            await self._streams.sent()
+            return await self._channel.cross(method, *args, **kwargs)
+        except asyncio.CancelledError:
+            if hasattr(mark, "alters_state"):
+                self._abandoned = described_call(method, args)
+            raise
+        except WorkerError as error:
+            raise self._error(f"it was lost in '{method}': {error}") from error
+
+    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """The items of one stream; closing the iterator closes the one there."""
+        items = self._streams.open(method, args, kwargs)
+        try:
+            async for item in items:
+                yield item
+        except WorkerError as error:
+            raise self._error(f"it was lost in '{method}': {error}") from error
+        finally:
+            await items.aclose()
+
+    async def close(self) -> None:
+        """Closes what lives there, as far as it still answers, and ends the resident. Calling it twice is allowed."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            with suppress(FlexmarlError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._streams.sent()
+                    await self._channel.cross("close")
+                    await self._streams.ended()
+        finally:
+            self._streams.lose(WorkerError(f"{self.spec.name} is closed"))
+            await self._channel.stop()
+
+    def _error(self, what: str) -> FlexmarlError:
+        advice = f"; {self.spec.advice}" if self.spec.advice else ""
+        return self.spec.error(f"{self.spec.name}: {what}{advice}")
+
+
+class Proxy(Generic[F]):
+    """Base of all proxies; its subclasses have the methods of one contract."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        self._crossings = crossings
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._crossings.spec.name}>"
+
+
+def proxy_of(spec: ResidentSpec[Any], channel: Channel, tasks: asyncio.TaskGroup) -> Any:
+    """An object with the methods of the spec's contract, which cross the channel."""
+    return proxy_class(spec.contract)(Crossings(spec, channel, tasks))
+
+
+@lru_cache
+def proxy_class(contract: type) -> type[Proxy[Any]]:
+    """The class of all proxies of a contract. Raises TypeError for a contract with a method that is not async."""
+    methods = {name: forwarded(method) for name, method in methods_of(contract).items()}
+    return type(f"{contract.__name__}Proxy", (Proxy,), {"__doc__": contract.__doc__, **methods})
+
+
+@lru_cache
+def methods_of(contract: type) -> dict[str, Callable[..., Any]]:
+    """The methods of a contract by name, those it inherits included.
+
+    >>> class Greeter(Protocol):
+    ...     async def greet(self, name: str) -> str: ...
+    >>> list(methods_of(Greeter))
+    ['greet']
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(contract.__mro__):
+        if base in (object, Protocol, Generic):
+            continue
+        for name, member in vars(base).items():
+            if name.startswith("_"):
+                continue
+            if not inspect.isfunction(member) or not (inspect.iscoroutinefunction(member) or streams(member)):
+                raise TypeError(f"{contract.__name__}.{name} is no `async def` and returns no AsyncIterator")
+            found[name] = member
+    return found
+
+
+def streams(method: Callable[..., Any]) -> bool:
+    """Whether a method of a contract returns an async iterator."""
+    return get_origin(get_type_hints(method).get("return")) is AsyncIterator
+
+
+def forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a proxy in place of a contract's method."""
+    if method.__name__ == "close":
+
+        async def close(self: Proxy[Any]) -> None:
+            await self._crossings.close()
+
+        return _like(close, method)
+    if streams(method):
+
+        def stream(self: Proxy[Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            return self._crossings.stream(method.__name__, *args, **kwargs)
+
+        return _like(stream, method)
+
+    async def call(self: Proxy[Any], *args: Any, **kwargs: Any) -> Any:
+        return await self._crossings.call(method, *args, **kwargs)
+
+    return _like(call, method)
+
+
+def _like(forward: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    forward.__name__, forward.__doc__ = method.__name__, method.__doc__
+    return forward
+
+
+def described_call(method: str, args: tuple[Any, ...]) -> str:
+    """A call in few words: its method, and its first argument where that is a name.
+
+    >>> described_call("accumulate", ("solver/0/1", ["..."]))
+    "'accumulate' of solver/0/1"
+    """
+    return f"'{method}' of {args[0]}" if args and isinstance(args[0], str) else f"'{method}'"

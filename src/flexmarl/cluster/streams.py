@@ -1,0 +1,140 @@
+"""Runs the streams of one proxy: opens them there, and hands out their items, in crossings that they share.
+
+    open ──► outbox ──► open ──►.                .──► queue of each stream ──► its reader
+    close ─► outbox ──► shut ──►+─ the resident ─+
+                                '─── collect ────'  again and again, while a stream is open
+
+consumes      streams to open and to close; those that come while a crossing is under way go together in the next
+waits for     the resident
+produces      the items of each stream, in the batches in which the resident has them
+unblocked by  a stream; the two tasks exist only while there is something to send or to wait for
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from flexmarl.cluster.host import OpenStream, StreamNews
+from flexmarl.errors import WorkerError
+
+
+class Crosses(Protocol):
+    """The way to one resident."""
+
+    async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """As `Channel` has it."""
+        ...
+
+
+class Streams:
+    """The open streams of one resident, seen from the controller."""
+
+    def __init__(self, channel: Crosses, tasks: asyncio.TaskGroup, *, name: str) -> None:
+        """Its two tasks run in `tasks`, and are called `send-{name}` and `collect-{name}`."""
+        self._channel, self._tasks, self._name = channel, tasks, name
+        self._numbers = itertools.count()
+        self._queues: dict[int, asyncio.Queue[StreamNews]] = {}
+        """Of every stream that somebody reads."""
+        self._outbox: dict[int, OpenStream] = {}
+        self._to_shut: list[int] = []
+        self._there: set[int] = set()
+        """Streams that are open there, or about to be."""
+        self._sender: asyncio.Task[None] | None = None
+        self._collector: asyncio.Task[None] | None = None
+        self._lost: WorkerError | None = None
+
+    async def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """The items of a new stream. Raises what its iterator raises there, or WorkerError if the resident is lost."""
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._numbers)
+        queue = self._queues[number] = asyncio.Queue[StreamNews]()
+        self._outbox[number] = OpenStream(number, method, args, kwargs)
+        self._go_on()
+        try:
+            while True:
+                news = await queue.get()
+                for item in news.items:
+                    yield item
+                if news.error is not None:
+                    raise news.error
+                if news.ended:
+                    return
+        finally:
+            self._leave(number)
+
+    async def sent(self) -> None:
+        """Returns when every stream that was opened or closed before is so there."""
+        while self._sender is not None and not self._sender.done():
+            await asyncio.wait([self._sender])
+
+    async def ended(self) -> None:
+        """Returns when no stream is open there."""
+        while self._collector is not None and not self._collector.done():
+            await asyncio.wait([self._collector])
+
+    def lose(self, error: WorkerError) -> None:
+        """Every reader that waits, and every later one, raises the error."""
+        self._lost = self._lost or error
+        for number, queue in self._queues.items():
+            queue.put_nowait(StreamNews(number, ended=True, error=self._lost))
+        self._queues.clear()
+        self._outbox.clear()
+        self._to_shut.clear()
+        self._there.clear()
+        for task in (self._sender, self._collector):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    def _leave(self, number: int) -> None:
+        """Nobody reads the stream any more."""
+        self._queues.pop(number, None)
+        self._outbox.pop(number, None)
+        if number in self._there:
+            self._to_shut.append(number)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if (self._outbox or self._to_shut) and (self._sender is None or self._sender.done()):
+            self._sender = self._tasks.create_task(self._send(), name=f"send-{self._name}")
+
+    async def _send(self) -> None:
+        """One crossing after the other, so that no stream is shut before it is open."""
+        try:
+            while self._outbox or self._to_shut:
+                outbox, self._outbox = self._outbox, {}
+                if outbox:
+                    self._there.update(outbox)
+                    await self._channel.cross("open_streams", *outbox.values())
+                    if self._collector is None or self._collector.done():
+                        self._collector = self._tasks.create_task(self._collect(), name=f"collect-{self._name}")
+                to_shut, self._to_shut = self._to_shut, []
+                if to_shut:
+                    await self._channel.cross("shut_streams", *to_shut)
+                    self._there.difference_update(to_shut)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    async def _collect(self) -> None:
+        """Hands out items until no stream is open."""
+        try:
+            while self._there:
+                found: list[StreamNews] = await self._channel.cross("collect_streams")
+                if not found:  # Nothing is open there, or not yet.
+                    await self.sent()
+                for news in found:
+                    if news.ended:
+                        self._there.discard(news.number)
+                    if queue := self._queues.get(news.number):
+                        queue.put_nowait(news)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Whatever a crossing raises, it is the resident that is lost; a cancellation means that its cluster ends."""
+        self.lose(error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,89 @@
+"""Residents of simulated runs: modelled devices in virtual time; nothing is computed.
+
+engine/{policy}/{n}     a cost model; its answers come from a responder, or from a recorded run
+trainer/{policy}        a cost model, with one number for weights
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from flexmarl.cluster.inproc import inproc_cluster
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
+from flexmarl.errors import EngineError, TrainingError
+from flexmarl.inference.interface import WeightedEngine
+from flexmarl.objects.interface import ObjectStore
+from flexmarl.records import PolicyName
+from flexmarl.simulator.costs import CostSettings
+from flexmarl.simulator.engine import SimulatedEngine
+from flexmarl.simulator.host import Host
+from flexmarl.simulator.replies import Responder
+from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
+from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.rows import RowReader
+
+NODE = "simulated"
+"""Where all residents are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledResidents:
+    """What each modelled process holds."""
+
+    costs: Callable[[PolicyName], CostSettings]
+    """Of a policy's devices."""
+    objects: ObjectStore
+    rows: RowReader
+    host: Host
+    respond: Responder
+    spare: int
+    """Replacements that may live beside those that they replace."""
+
+    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+        """One node with room for all of them."""
+        return inproc_cluster({NODE: residents + self.spare})
+
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+        """One inference instance, which may be moved to another policy."""
+        make = partial(
+            SimulatedEngine,
+            policy,
+            self.costs(policy).engine,
+            respond=self.respond,
+            objects=self.objects,
+            host=self.host,
+            costs_of=lambda other: self.costs(other).engine,
+        )
+        return ResidentSpec(
+            name=f"{ResidentKind.ENGINE}/{instance}",
+            kind=ResidentKind.ENGINE,
+            contract=WeightedEngine,
+            make=make,
+            error=EngineError,
+        )
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """The trainer of a policy."""
+        return ResidentSpec(
+            name=f"{ResidentKind.TRAINER}/{policy}",
+            kind=ResidentKind.TRAINER,
+            contract=Trainer,
+            make=partial(
+                SimulatedTrainer, policy, self.costs(policy).trainer, self.objects, host=self.host, rows=self.rows
+            ),
+            error=TrainingError,
+        )
+
+    def replacement_s(self, policy: PolicyName) -> float:
+        """Only replacements take their time to start."""
+        return self.costs(policy).engine.start_s
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """All of them: who shares devices with whom is the residency's business."""
+        return {
+            policy: SimulatedProcessGroup(trainer)
+            for policy, trainer in trainers.items()
+            if isinstance(trainer, SimulatedTrainer)
+        }

@@ -1,0 +1,79 @@
+"""Residents that are objects of this process keep the laws of a cluster; places, starts, deaths are modelled."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from flexmarl.cluster.inproc import InprocResident, inproc_cluster
+from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
+from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.cluster import Losses, check_cluster, make_nothing, probe
+
+
+def kill(resident: Resident[Any]) -> None:
+    assert isinstance(resident, InprocResident)
+    resident.die()
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.5])
+def test_it_keeps_the_laws_of_a_cluster(latency_s: float) -> None:
+    async def scenario() -> None:
+        async with inproc_cluster({"node-0": 3}, start_s=2.0, crosses=True, latency_s=latency_s) as cluster:
+            await check_cluster(cluster, kill)
+
+    run_virtual(scenario())
+
+
+def test_residents_go_where_most_room_is_and_leave_it_when_they_end() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster({"a": 2, "b": 1}, start_s=30.0) as cluster:
+            residents = await cluster.spawn([probe("one"), probe("two"), probe("three")])
+            assert asyncio.get_running_loop().time() == 30.0
+            assert [resident.place.node for resident in residents] == ["a", "a", "b"]
+            assert len({resident.place.pid for resident in residents}) == 3
+            with pytest.raises(ConfigError, match="room for 0 more residents, got 1; give it more nodes"):
+                await cluster.spawn([probe("four")])
+            await residents[2].stop()
+            (again,) = await cluster.spawn([probe("four")])
+            assert again.place.node == "b"
+            await residents[0].stop()
+            with pytest.raises(ConfigError, match=r"probe\.size"):
+                await cluster.spawn([probe("five", make_nothing)])
+            await cluster.spawn([probe("six")])
+
+    run_virtual(scenario())
+
+
+def test_a_kill_is_told_once_and_ends_the_live_resident_of_that_name() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster({"a": 2}, crosses=True) as cluster:
+            cluster.on_lost = losses = Losses()
+            (first,) = await cluster.spawn([probe("engine/solver/0")])
+            cluster.kill("engine/solver/0", "its node lost power")
+            (second,) = await cluster.spawn([probe("engine/solver/0")])
+            cluster.kill("engine/solver/0")
+            assert [(lost.pid, lost.because) for lost in losses.told] == [
+                (first.place.pid, "its node lost power"),
+                (second.place.pid, "was killed"),
+            ]
+            with pytest.raises(WorkerError, match="engine/solver/0 died: its node lost power"):
+                await first.remote.echo(1)
+            with pytest.raises(KeyError):
+                cluster.kill("engine/solver/0")
+
+    run_virtual(scenario())
+
+
+def test_what_is_hosted_shares_what_it_simulates() -> None:
+    async def scenario() -> None:
+        shared: list[int] = []
+        async with inproc_cluster({"a": 1}) as cluster:
+            make = partial(dict, shared=shared)
+            spec = ResidentSpec(name="list", kind=ResidentKind.TRAINER, contract=object, make=make)
+            (resident,) = await cluster.spawn([spec])
+            assert resident.remote["shared"] is shared
+
+    run_virtual(scenario())
