@@ -99,7 +99,12 @@ def described(error: BaseException) -> str:
     >>> described(KeyError("answer"))
     "KeyError: 'answer'"
     """
-    return text_of(error) if isinstance(error, FlexmarlError) else f"{type(error).__name__}: {text_of(error)}"
+    return text_of(error) if isinstance(error, FlexmarlError) else f"{_type_name(error)}: {text_of(error)}"
+
+
+def _type_name(error: BaseException) -> str:
+    """Name of an error's type, whatever its metaclass makes of `__name__`."""
+    return writable(type.__dict__["__name__"].__get__(type(error)))
 
 
 def text_of(error: BaseException) -> str:
@@ -109,7 +114,7 @@ def text_of(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as broken:  # The text of somebody else's exception is code of theirs.
-        return f"(its __str__ raised {type(broken).__name__})"
+        return f"(its __str__ raised {_type_name(broken)})"
 
 
 def writable(text: str) -> str:

@@ -154,6 +154,20 @@ def test_a_workflow_that_always_fails_ends_the_run_with_its_reason(flexmarl, con
     assert "none of its 4 groups had a finished episode" in lines[-1]
 
 
+def test_a_workflow_that_cancels_all_tasks_of_the_loop_ends_the_command_in_words(flexmarl, config, tmp_path):
+    code = (
+        "import asyncio\nfrom flexmarl.agents import workflow\n"
+        "@workflow('cancels_all')\n"
+        "async def cancel_all(task, team):\n    [one.cancel() for one in asyncio.all_tasks()]\n"
+    )
+    (tmp_path / "cancel.py").write_text(code)
+    files = f"code=[tasks.py, {tmp_path / 'cancel.py'}]"
+    for command in ("train", "eval"):
+        said = flexmarl(command, config, files, "team.workflow={type: custom, name: cancels_all}", code=1)
+        assert "asyncio.all_tasks()" in said[-1]
+        assert not any("Traceback" in line for line in said)
+
+
 @contextmanager
 def live_run(config: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in a process of its own that has saved something and goes on for ever."""

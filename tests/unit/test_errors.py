@@ -40,6 +40,18 @@ def test_an_error_whose_text_raises_is_described_by_its_type(broken):
     assert str(raised.value) == f"playing: {said}"
 
 
+def test_an_error_whose_type_has_no_name_for_who_asks_is_described_all_the_same():
+    class Nameless(type):
+        @property
+        def __name__(cls):
+            raise SystemExit("no name")
+
+    class Odd(Exception, metaclass=Nameless):
+        pass
+
+    assert described(Odd("x")) == "Odd: x"
+
+
 def test_the_cause_of_groups_in_groups_is_found_however_deep():
     error = ExceptionGroup("", [ValueError("torn"), EngineError("lost")])
     for _ in range(5000):

@@ -62,7 +62,8 @@ class WorkflowTasks:
             ended = workflow.done()
             if not ended:
                 for guarded in list(self.live):
-                    if guarded.task.cancelling():
+                    # One that calls `uncancel` has, by its count, not been cancelled; the workflow has.
+                    if guarded.task is workflow or guarded.task.cancelling():
                         guarded.give_up()
         return ended
 

@@ -4,6 +4,7 @@ Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, s
 the output has gone (`| head`), but for `train` and `simulate`, which go on.
 """
 
+import asyncio
 import sys
 import threading
 
@@ -19,6 +20,11 @@ from flexmarl.cli.terminal import outlets, say
 from flexmarl.cli.train import train
 from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
+
+CANCELLED = (
+    "the run was cancelled, though not by Ctrl-C or SIGTERM: code of yours cancels tasks that it has not made; in a "
+    "workflow or a tool, cancel your own tasks, and not those of asyncio.all_tasks()"
+)
 
 app = typer.Typer(
     name="flexmarl",
@@ -56,6 +62,9 @@ def _run_command() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except asyncio.CancelledError:
+        say(f"flexmarl: {CANCELLED}", err=True)
+        sys.exit(1)
     except Exception as error:
         ours = own_errors(error)
         if not ours:

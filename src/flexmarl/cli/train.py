@@ -1,5 +1,6 @@
 """`flexmarl train`: trains a team, live on screen."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ def train(
         except KeyboardInterrupt:
             say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
             raise typer.Exit(130) from None
-        except Exception:
+        except (Exception, asyncio.CancelledError, SystemExit):  # The last two of code that runs in it.
             say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
             raise
         say(str(run.folder))

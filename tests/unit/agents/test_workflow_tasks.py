@@ -78,6 +78,29 @@ def test_what_is_given_up_is_never_resumed(parallel):
     assert not woke
 
 
+def test_a_workflow_that_takes_its_cancellation_back_is_given_up_all_the_same():
+    woke: list[float] = []
+
+    async def workflow():
+        while True:
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError:
+                asyncio.current_task().uncancel()
+            woke.append(asyncio.get_running_loop().time())
+
+    async def scenario():
+        tasks, task = started(workflow)
+        await asyncio.sleep(5.5)
+        assert not await tasks.end(task, grace_s=2)
+        woke.clear()
+        await asyncio.sleep(100)
+        assert task.cancelled()
+
+    run_virtual(scenario())
+    assert not woke
+
+
 def test_a_task_that_nobody_has_cancelled_survives_its_workflow():
     """Others may use it: a connection, say, that the first episode opened."""
     woke: list[float] = []
