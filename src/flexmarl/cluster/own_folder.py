@@ -149,6 +149,10 @@ def check_not_planted(path: Path, setting: str) -> None:
             status = entry.lstat()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}: '{path}' cannot be a folder: {error.strerror}; use a folder of your own"
+            ) from None
         if here.stat().st_mode & stat.S_IWOTH and status.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"{setting}: '{entry}' belongs to user {status.st_uid}, not to us (user {os.getuid()}), and lies in "

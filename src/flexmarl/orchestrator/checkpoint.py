@@ -13,6 +13,7 @@ What a checkpoint need not hold: a call's seed is computed from the run's seed a
 """
 
 import asyncio
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -234,8 +235,26 @@ def _read_state(path: Path) -> RunState:
     with boundary(CheckpointError, f"{path / 'state.json'} is not a state of this version of flexmarl"):
         raw = parse_json((path / "state.json").read_bytes())
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
-        memory = _floats(raw.pop("memory", {}))
-        return RunState(**raw, memory=memory, before=_evaluation_of(before) if before else None, admission=admission)
+        memory, versions = _floats(raw.pop("memory", {})), dict(raw.pop("versions"))
+        for policy, version in versions.items():
+            _check_count(version, f"versions.{policy}")
+        state = RunState(
+            **raw,
+            versions=versions,
+            memory=memory,
+            before=_evaluation_of(before) if before else None,
+            admission=admission,
+        )
+        _check_count(state.step, "step")
+        if type(state.wall_s) not in (int, float) or not 0 <= state.wall_s < math.inf:
+            raise ValueError(f"wall_s must be a number from 0, got {state.wall_s!r}")
+        return state
+
+
+def _check_count(value: object, name: str) -> None:
+    """Raises ValueError for what is no whole number that a run may have counted to."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be a whole number from 0, got {value!r}")
 
 
 def _evaluation_of(raw: dict[str, Any]) -> Evaluation:
@@ -251,4 +270,13 @@ def _floats(raw: Mapping[str, float | str]) -> dict[Any, float]:
 def _admission_of(raw: dict[str, Any]) -> AdmissionState:
     active = tuple(ActiveGroup(**one) for one in raw.pop("active"))
     expiries = tuple((position, count) for position, count in raw.pop("expiries", ()))
-    return AdmissionState(again=tuple(raw.pop("again")), active=active, expiries=expiries, **raw)
+    state = AdmissionState(again=tuple(raw.pop("again")), active=active, expiries=expiries, **raw)
+    counts = {"next_group": [state.next_group], "next_position": [state.next_position], "again": state.again}
+    counts |= {f"active.{name}": [getattr(one, name) for one in active] for name in ("group", "position", "attempt")}
+    counts |= {"expiries": [number for pair in expiries for number in pair]}
+    for name, values in counts.items():
+        for value in values:
+            _check_count(value, f"admission.{name}")
+    if unknown := [one.group for one in active if one.group >= state.next_group]:
+        raise ValueError(f"admission.active.group must be below next_group={state.next_group}, got {unknown[0]}")
+    return state

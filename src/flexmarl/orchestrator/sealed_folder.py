@@ -80,6 +80,10 @@ def _manifest(folder: Path) -> dict[str, SealedFile]:
         raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}")
     with boundary(CheckpointError, f"{manifest} is damaged"):
         sealed = json.loads(manifest.read_bytes())
+        if not sealed:
+            raise ValueError("it names no file")
+        for name in sealed:
+            (folder / name).is_file()  # Of a name that no file can have: an OSError.
         return {name: SealedFile(bytes=told["bytes"], blake2b=told["blake2b"]) for name, told in sealed.items()}
 
 

@@ -159,6 +159,13 @@ def test_a_place_that_another_user_planted_in_a_folder_of_everyones_is_refused(
     check_not_planted(stranger.folder / "ours" / "not there yet", "out")
 
 
+@pytest.mark.parametrize("name", ["file/x", "x" * 300])
+def test_a_place_that_no_folder_can_have_is_refused_by_setting_and_path(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"out: '{tmp_path / name}' cannot be a folder"):
+        check_not_planted(tmp_path / name, "out")
+
+
 def test_links_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")

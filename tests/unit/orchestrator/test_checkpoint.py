@@ -215,13 +215,26 @@ def tear_the_manifest(folder):
     return "MANIFEST.json is damaged"
 
 
+def empty_the_manifest(folder):
+    (folder / "MANIFEST.json").write_text("{}")
+    return "MANIFEST.json is damaged: ValueError: it names no file"
+
+
+def name_what_no_file_is_called(folder):
+    (folder / "MANIFEST.json").write_text(json.dumps({"x" * 400: {"bytes": 1, "blake2b": ""}}))
+    return "MANIFEST.json is damaged"
+
+
 def lose_everything(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     return "is not complete: it has no MANIFEST.json"
 
 
-HARMS = [tear, flip_a_bit, lose_a_file, lose_the_manifest, tear_the_manifest, lose_everything]
+HARMS = [
+    *(tear, flip_a_bit, lose_a_file, lose_everything),
+    *(lose_the_manifest, tear_the_manifest, empty_the_manifest, name_what_no_file_is_called),
+]
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -325,6 +338,37 @@ def test_versions_that_disagree_are_an_error(tmp_path):
     run_virtual(checkpoints.save(state(5), trainers(version=4)))
     with pytest.raises(CheckpointError, match="'solver' is at version 4, not 5"):
         run_virtual(checkpoints.load(trainers()))
+
+
+ACTIVE = {"group": 1, "position": 0, "attempt": 0}
+
+
+@pytest.mark.parametrize(
+    ("harm", "field"),
+    [
+        *(({"step": value}, "step") for value in ("4", None, 4.5, True, -1, 10**30)),
+        *(({"wall_s": value}, "wall_s") for value in ("1", None, True, -1.0)),
+        ({"versions": None}, "state.json"),
+        *(({"versions": {"solver": value, "verifier": 4}}, "versions.solver") for value in ("4", 4.0, None, -1)),
+        *(({"admission": {"next_group": value}}, "admission.next_group") for value in ("8", None, 8.5, -3)),
+        *(({"admission": {"next_position": value}}, "admission.next_position") for value in ("8", -3)),
+        *(({"admission": {"again": value}}, "admission.again") for value in ("ab", [None], [-1])),
+        *(({"admission": {"expiries": [value]}}, "admission.expiries") for value in (["a", 1], [1, None])),
+        *(({"admission": {"active": [ACTIVE | {name: "a"}]}}, f"admission.active.{name}") for name in ACTIVE),
+        ({"admission": {"active": [ACTIVE | {"group": 99}]}}, "admission.active.group"),
+    ],
+)
+def test_a_state_with_a_value_of_another_kind_is_refused_by_file_and_field(tmp_path, harm, field):
+    checkpoints = save(tmp_path, 4)
+    folder = tmp_path / "step-00004"
+    written = json.loads((folder / "state.json").read_text())
+    harm = {**harm, "admission": written["admission"] | harm.get("admission", {})}
+    (folder / "state.json").write_text(json.dumps(written | harm))
+    (folder / MANIFEST).unlink()
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"state\.json") as refused:
+        run_virtual(checkpoints.load(trainers()))
+    assert field in str(refused.value)
 
 
 def test_a_process_killed_at_any_moment_of_saving_leaves_a_newest_checkpoint_that_is_whole(tmp_path):
