@@ -121,6 +121,16 @@ class CreditRow:
             )
         return self.tags[name]
 
+    def number(self, name: str) -> int | float:
+        """A tag that says how much. Raises CreditError for a text."""
+        value = self.tag(name)
+        if isinstance(value, str):
+            raise CreditError(
+                f"the tag '{name}' of sample {self.sample_id} of agent {self.agent} must be a number, got {value!r}; a "
+                f"workflow gives it with `seat.act(text, {name}=...)`"
+            )
+        return value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:

@@ -26,6 +26,7 @@ from tests.conftest import everything_in
 HOSTILE = '{"run": "theirs", "paths": ["%s"], "processes": [[%d, %r]]}'
 PLANTED = {
     "a folder of theirs": 'mkdir -m 777 root; mkdir root/k3x9q2; printf "%s" "$record" > root/k3x9q2/leases.json',
+    "a folder of theirs that others only read": "mkdir -m 755 root; mkdir root/k3x9q2",
     "a link to a folder of ours": 'ln -s "$ours" root',
     "a link to a folder of theirs": "mkdir -m 777 theirs; ln -s theirs root",
     "a link to nothing": "ln -s nowhere root",

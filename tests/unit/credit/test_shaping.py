@@ -151,6 +151,14 @@ def test_without_the_tag_of_a_tree_the_tree_term_says_so():
         rewards([credit_row(1.0)], "tree")
 
 
+@pytest.mark.parametrize(("tag", "term"), [("turn", "turn_discount"), ("turn", "turn_weighted"), ("potential",) * 2])
+@pytest.mark.parametrize("text", ["first", "", "1"])
+def test_a_text_where_a_term_reads_a_number_is_an_error_that_names_tag_and_sample(tag, term, text):
+    row = credit_row(1.0, tags={tag: text})
+    with pytest.raises(CreditError, match=f"the tag '{tag}' of sample {row.sample_id} .* must be a number, got"):
+        rewards([row], term)
+
+
 @pytest.mark.parametrize(("solved", "earned"), [((0, 0), 0.0), ((1, 0), 1.0), ((1, 1), 0.0), ((1, 0, 0, 0), 0.75)])
 def test_s1_a_proposer_earns_most_for_what_is_solved_half_of_the_time(solved, earned):
     proposal = credit_row(0.0, agent="proposer")

@@ -90,4 +90,4 @@ def by_episode(rows: Sequence[CreditRow]) -> Mapping[str, list[CreditRow]]:
 
 def turn_of(row: CreditRow) -> int:
     """k: index of the team's turn, from 0."""
-    return int(row.tag("turn"))
+    return int(row.number("turn"))

@@ -47,7 +47,7 @@ class Potential(AddedTerm):
         return earned
 
     def _level(self, row: CreditRow) -> float:
-        level = float(row.tag(self.tag))
+        level = float(row.number(self.tag))
         if not abs(level) <= LARGEST_REWARD:
             raise CreditError(
                 f"sample {row.sample_id} of agent {row.agent} has {self.tag} {level:g}; a potential must be finite, "
