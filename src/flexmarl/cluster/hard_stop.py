@@ -3,6 +3,7 @@
     SIGTERM ──► the run is cancelled ──► it ends by itself, within seconds          as nearly always
                     └──► STOP_WITHIN_S later it still runs ──► the process is ended, and says where it stood
     the command has ended ──► a thread of a workflow does not ──► it is waited for LEAVE_WITHIN_S, and left
+                          ──► an asynchronous generator does not ──► it is waited for as long, and cancelled
 
 A process that is ended so leaves what one leaves that was killed: the warden ends its workers, and the run can be
 resumed.
@@ -59,13 +60,19 @@ class HardStop:
 
 
 def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, which waits for every thread that a workflow began with `asyncio.to_thread`, for ever."""
+    """As `asyncio.run`, which waits for ever for threads that a workflow began with `asyncio.to_thread`, and for the
+    `finally` blocks of asynchronous generators that it left.
+    """
 
     async def running() -> T:
         try:
             return await main
         finally:
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+            # What does not end in time is cancelled by `asyncio.run`, as every task is.
+            closing = loop.create_task(loop.shutdown_asyncgens(), name="close-generators")
+            await asyncio.wait([closing], timeout=LEAVE_WITHIN_S)
 
     return asyncio.run(running())
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexmarl.cli.clean import cleaned
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.own_folder import check_not_planted, check_ours, own_folder
-from flexmarl.cluster.remains import Leases, abandoned, live_processes, parse_leases, release, strangers
+from flexmarl.cluster.remains import Leases, abandoned, live_processes, parse_leases, release, strangers, writers
 from flexmarl.errors import ConfigError
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import ObjectError
@@ -113,10 +113,13 @@ def test_what_lies_in_our_root_and_is_no_run_of_ours_stays_and_is_named(stranger
     os.mkfifo(root / "pipe")
     (root / "odd").mkdir()
     os.mkfifo(root / "odd" / "leases.json")
-    before = {name: everything_in(root / name) for name in ("theirs", "plain", "empty", "odd")}
+    (root / "given").mkdir()
+    (root / "given" / "leases.json").write_text("{}")
+    os.chown(root / "given" / "leases.json", 65534, 65534)
+    before = {name: everything_in(root / name) for name in ("theirs", "plain", "empty", "odd", "given")}
     said = list(cleaned(root, dry_run=False))
     assert {line.split("'")[1] for line in said if line.startswith("left as it is")} == {
-        str(root / name) for name in ("theirs", "link", "plain", "empty", "pipe", "odd")
+        str(root / name) for name in ("theirs", "link", "plain", "empty", "pipe", "odd", "given")
     }
     assert before == {name: everything_in(root / name) for name in before}
     assert not dead.exists(), "witness: what was a run's is gone"
@@ -254,6 +257,28 @@ def test_only_processes_of_ours_that_started_when_the_record_says_are_found(reco
     assert all(1 < pid < 2**31 for pid, _ in found.processes)
     live = live_processes(found)
     assert all(abs(process.create_time() - dict(found.processes)[process.pid]) < 2 for process in live)
+
+
+def test_a_process_that_began_at_another_time_has_only_the_same_number(victim: psutil.Process) -> None:
+    began = victim.create_time()
+    found = {shift: live_processes(Leases(run="?", processes=((victim.pid, began + shift),))) for shift in (-60, 0, 60)}
+    assert found == {-60: [], 0: [victim], 60: []}
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1, 2**31])
+def test_no_record_names_a_process_group_or_the_first_process(pid: int) -> None:
+    assert parse_leases(json.dumps({"run": "x", "processes": [[pid, 1.5]]}).encode()).processes == ()
+
+
+def test_a_process_of_another_users_that_writes_in_our_folder_is_left_alone(stranger: Any, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        with subprocess.Popen(asleep, stdout=file) as ours:
+            with subprocess.Popen(["sleep", "600"], stdout=file, user=65534, group=65534, extra_groups=[]) as theirs:
+                found = [process.pid for process in writers(tmp_path)]
+                theirs.kill()
+            ours.kill()
+    assert (ours.pid in found, theirs.pid in found) == (True, False)
 
 
 def test_a_process_of_another_users_is_none_of_ours(stranger: Any, victim: psutil.Process) -> None:
