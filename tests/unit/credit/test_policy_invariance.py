@@ -166,6 +166,13 @@ def test_in_any_composition_of_terms_a_potential_is_refused_by_name_or_changes_n
     assert gradient(chosen, p, phi, agents=agents) == pytest.approx(without, abs=1e-9)
 
 
+@pytest.mark.parametrize("in_baseline", [False, True])
+def test_a_potential_is_refused_where_calls_are_left_out_of_what_is_added_up(in_baseline):
+    credit = configured(STEPS, POTENTIAL, untrained_finish=["length"], untrained_in_baseline=in_baseline)
+    refused = list(potentials_cancel(credit, [AgentName("even")]))
+    assert ["credit.untrained_finish leaves calls out" in line for line in refused] == ([] if in_baseline else [True])
+
+
 def test_calls_that_said_nothing_are_no_step_of_a_potential():
     (first, second, third) = rows_of((False, True, True), 0, (1.0, 5.0), agents=["even"])
     silent = [first, replace(second, num_tokens=0, values=()), third]
