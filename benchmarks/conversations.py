@@ -2,10 +2,9 @@
 
     python benchmarks/conversations.py --json
 
-Four conversations of 80 calls that end at 60 000 tokens each are put into a store on a file, call by call as a run does
-(prompt, then response with log-probabilities), and read back call by call. Half of the new tokens of a call are
-sampled. Every prompt that was read is compared with the one that was written, bit by bit. Bytes are those of the closed
-file, all columns and indexes included.
+Four conversations of 80 calls that end at 60 000 tokens each are put into a store on a file, call by call as a run puts
+them, and read back call by call. Half of the new tokens of a call are sampled. Every prompt that was read is compared
+with the one that was written, bit by bit. Bytes are those of the closed file, all columns and indexes included.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ import numpy as np
 from common import interleaved_rates, median_ratio, parser, report
 
 from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.rows import TURN_COLUMNS, prompt_row, response_row
+from flexmarl.experience.rows import TURN_COLUMNS, response_row
 from flexmarl.records import (
     AgentName,
     EpisodeId,
@@ -82,7 +81,6 @@ async def measure(path: Path, *, linked: bool) -> Measured:
     try:
         began = time.perf_counter()
         for turn in calls:
-            await store.put(SOLVER, [prompt_row(turn.sample_id, POLICY, turn.prompt_ids, parent=turn.parent)])
             await store.put(SOLVER, [response_row(turn)])
         put = time.perf_counter()
         for turn in calls:

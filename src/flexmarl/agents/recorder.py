@@ -27,7 +27,9 @@ class Recorder(Protocol):
         parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """A call is about to be sent. Its prompt begins with prompt and response of the turn `parent`, if any."""
+        """A call is about to be sent, and does not wait for a disk. Its prompt begins with prompt and response of the
+        turn `parent`, if any.
+        """
         ...
 
     async def turn(self, turn: Turn) -> None:

@@ -1,7 +1,7 @@
 """Decides how a turn becomes a row and a row a turn: what rollout writes is, bit for bit, what training reads.
 
-prompt_row      before the call      opens the row: a call that never answers is seen, and never trained
-response_row    after it             the whole turn; where a prompt row was put, the two must agree
+response_row    after the call       opens the row with the whole turn
+prompt_row      after the episode    opens the row of a call that was never answered: it is seen, and never trained
 closing_row     after the episode    a reward that is missing is a missing column, never 0.0
 open_row        after the episode    where rows train before their group is complete: a score, and the credit group
 credit_row      with the group       advantage and weight; then the row is settled READY, if it was not open
@@ -53,7 +53,7 @@ PER_TOKEN = ("advantages", "returns", "values")
 def prompt_row(
     sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray, *, parent: SampleId | None = None
 ) -> PartialRow:
-    """Opens the row of a call that is about to be made; the turn must carry the same prompt and parent."""
+    """Opens the row of a call without an answer; a turn that is put later must carry the same prompt and parent."""
     return PartialRow(sample_id=sample_id, policy=policy, values={"prompt_ids": _prompt(prompt_ids, parent)})
 
 

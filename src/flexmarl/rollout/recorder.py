@@ -1,12 +1,14 @@
-"""Recorder on the experience store: each turn is there as it happens, prompt first, then response, then reward.
+"""Recorder on the experience store: a turn's row is there as soon as it was answered, its reward when the episode ends.
 
-What engines sampled of a call that failed, was aborted or left by the workflow is in its row too, which ends FAILED.
+A call under way has no row yet: a resumed run plays its episode again, so nothing would read it. A call that ended
+without an answer gets its row at the end of the episode. What engines sampled of a call that failed, was aborted or
+left by the workflow is in its row too, which ends FAILED.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from flexmarl.agents.recorder import TurnOf
@@ -19,6 +21,20 @@ from flexmarl.rollout.calls import refuse_late
 UNENDED = "the call did not end"
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A call of which the store has nothing yet."""
+
+    agent: AgentName
+    policy: PolicyName
+    prompt_ids: IntArray
+    parent: SampleId | None
+
+    def row(self, sample_id: SampleId) -> PartialRow:
+        """What there is of it if it is never answered."""
+        return prompt_row(sample_id, self.policy, self.prompt_ids, parent=self.parent)
+
+
 class StoreRecorder:
     """Writes one episode's turns into its agents' tables, and closes their rows when the episode ends.
 
@@ -29,7 +45,10 @@ class StoreRecorder:
         """`agents` in the team's order: the store refers to them by index."""
         self._store = store
         self._agents = tuple(agents)
-        self._opened: list[SampleId] = []
+        self._calls: list[SampleId] = []
+        """All of the episode, in the order in which they were sent."""
+        self._unwritten: dict[SampleId, _Sent] = {}
+        """Those of which the store has nothing."""
         self._writing: dict[SampleId, tuple[AgentName, PartialRow]] = {}
         """What is on its way into the store, or was when its writer was interrupted."""
         self._failed: dict[SampleId, str] = {}
@@ -49,20 +68,20 @@ class StoreRecorder:
         parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """Opens the row, before the call is sent. Raises EpisodeError if the episode has ended."""
+        """Notes a call that is about to be sent. Raises EpisodeError if the episode has ended."""
         if self._ended:
             await refuse_late(sample_id)
-        self._opened.append(sample_id)
-        await self._write(agent, prompt_row(sample_id, policy, prompt_ids, parent=parent))
+        self._calls.append(sample_id)
+        self._unwritten[sample_id] = _Sent(agent, policy, prompt_ids, parent)
 
     async def turn(self, turn: Turn) -> None:
-        """Adds what was sampled, with its version. Raises EpisodeError if the episode has ended."""
+        """Writes the row, durably: prompt, response and version. Raises EpisodeError if the episode has ended."""
         if self._ended:
             await refuse_late(turn.sample_id)
         await self._write(turn.agent, response_row(turn))
 
     async def failed(self, turn: Turn, because: str) -> None:
-        """Adds what was sampled, if anything was; the row ends FAILED, whatever becomes of the episode."""
+        """Writes what was sampled, if anything was; the row ends FAILED, whatever becomes of the episode."""
         if self._ended:
             return
         self._failed[turn.sample_id] = because
@@ -80,16 +99,15 @@ class StoreRecorder:
         `untrained` says why rows of a finished one are never trained: they end FILTERED at once.
         """
         self._ended = True
-        for agent, row in [*self._writing.values(), *await self._late_answers()]:
-            # Interrupted, or still on its way: whether the row is there is unknown, and putting it twice is no error.
-            await self._store.put(agent, [row])
+        for agent, rows in (await self._left_over()).items():
+            await self._store.put(agent, rows)
         if not episode.finished:
-            await self._store.settle(self._opened, Outcome(state=ends, reason=episode.reason))
+            await self._store.settle(self._calls, Outcome(state=ends, reason=episode.reason))
             return
         for agent, rows in self._closing_rows(episode).items():
             await self._store.put(agent, rows)
         unfinished: dict[str, list[SampleId]] = defaultdict(list)
-        for sample_id in self._opened:
+        for sample_id in self._calls:
             if sample_id not in episode.rewards:
                 unfinished[self._failed.get(sample_id, UNENDED)].append(sample_id)
         for because, ids in unfinished.items():
@@ -99,9 +117,23 @@ class StoreRecorder:
 
     async def _write(self, agent: AgentName, row: PartialRow) -> None:
         self._writing[row.sample_id] = (agent, row)
-        with self._noting_loss():
+        try:
             await self._store.put(agent, [row])
+        except StoreError as error:
+            self.lost = error
+            raise
         del self._writing[row.sample_id]
+        self._unwritten.pop(row.sample_id, None)
+
+    async def _left_over(self) -> Mapping[AgentName, Sequence[PartialRow]]:
+        """Rows that the store may lack: whose writing was interrupted, whose answers came late, or never."""
+        found = {sample_id: (one.agent, one.row(sample_id)) for sample_id, one in self._unwritten.items()}
+        found |= {row.sample_id: (agent, row) for agent, row in await self._late_answers()}
+        found |= self._writing  # Whether the store has it is unknown, and putting it twice is no error.
+        rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
+        for agent, row in found.values():
+            rows[agent].append(row)
+        return rows
 
     async def _late_answers(self) -> list[tuple[AgentName, PartialRow]]:
         """The rows of what was sampled of the calls that the workflow left."""
@@ -114,14 +146,6 @@ class StoreRecorder:
             if len(turn.response_ids):
                 rows.append((turn.agent, response_row(turn)))
         return rows
-
-    @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreError as error:
-            self.lost = error
-            raise
 
     def _closing_rows(self, episode: Episode) -> Mapping[AgentName, Sequence[PartialRow]]:
         """What each turn came to: its reward, if it got one, and the agent of the call that followed it."""

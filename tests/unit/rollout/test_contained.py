@@ -126,7 +126,7 @@ def test_a_turn_whose_writing_was_interrupted_is_whole_at_the_end_of_its_episode
 
         async def put(self, agent, partial):
             self.puts += 1
-            await asyncio.sleep(5 if self.puts == 2 else 0)  # The second put is the answer's.
+            await asyncio.sleep(5 if self.puts == 1 else 0)  # The first put is the answer's.
             await self.store.put(agent, partial)
 
     async def impatient(task, team):
