@@ -73,10 +73,11 @@ class Appraisal:
             for row in rows
         ]
 
-    def end_batch(self, memory: Memory) -> Memory:
-        """The memory for the next batch, with the coefficients that follow from this one."""
+    def end_batch(self, memory: Memory, of: PolicyName | None = None) -> Memory:
+        """The memory for the next batch, with the coefficients that follow from this one: `of` a policy, or of all."""
         after = dict(memory)
-        for policy, kls in sorted(self._seen.items()):
+        for policy in [one for one in sorted(self._seen) if of in (None, one)]:
+            kls = self._seen.pop(policy)
             settings, coef = self._in_reward[policy], self._coef(policy, memory)
             kl = fsum(kls) / len(kls)  # Exact, so that the order in which rows came leaves no trace.
             following = settings.adapted(coef, kl, len(kls))
@@ -91,7 +92,6 @@ class Appraisal:
                 next_coef=following,
                 because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
             )
-        self._seen.clear()
         return after
 
     async def _ask(self, policy: PolicyName, turns: Sequence[Turn]) -> Mapping[SampleId, Appraised]:

@@ -163,10 +163,10 @@ class Crediting:
             credited.append(Credited(group.group, samples))
         return credited
 
-    def end_batch(self) -> None:
-        """Notes that all groups of a batch have been credited."""
+    def end_batch(self, policy: PolicyName | None = None) -> None:
+        """Notes that all groups of a batch have been credited: of one policy, or of all where they share batches."""
         if self._appraisal:
-            self.memory = self._appraisal.end_batch(self.memory)
+            self.memory = self._appraisal.end_batch(self.memory, policy)
 
     async def make_ready(self, samples: Sequence[Sample]) -> None:
         """Puts the credit into the rows, and makes them READY."""

@@ -142,7 +142,7 @@ class PerPolicy:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.accumulate(), name=f"accumulate/{policy}")
                 groups, divisors = await self._fill(policy)
-                self._parts.crediting.end_batch()
+                self._parts.crediting.end_batch(policy)
                 self._parts.journal.event("batch_filled", policy=policy, version=session.version, groups=groups)
                 session.close_step()
             weights = await update(self._parts, policy, divisors)

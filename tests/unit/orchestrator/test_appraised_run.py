@@ -1,12 +1,14 @@
 """Whole runs that ask their trainers before credit: in every mode, and across a resume."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flexmarl.records import MicroBatch, PolicyName, RowState
+from flexmarl.agents import Team
+from flexmarl.records import MicroBatch, PolicyName, RowState, Task
 from flexmarl.testing.run import ScriptedRun
 from flexmarl.training.interface import Appraised
 
@@ -58,6 +60,33 @@ def test_rewards_pay_more_from_batch_to_batch_while_the_divergence_is_above_its_
     assert coefs == sorted(coefs)
     assert coefs[0] > 0.1
     assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.EXPIRED}
+
+
+def test_the_batch_of_a_policy_ends_for_that_policy_alone(tmp_path: Path) -> None:
+    """A coefficient must not depend on the pace of other policies: it adapts once per batch of its own."""
+
+    async def writer_is_rare(task: Task, team: Team) -> None:
+        rare = int(task.prompt.split()[1]) % 4 == 0
+        for reply in await asyncio.gather(*(seat.act(task.prompt) for seat in (team.solver, team.writer)[: 1 + rare])):
+            reply.reward(1.0)
+
+    run = ScriptedRun(
+        writer_is_rare,
+        mode="async",
+        agents={"solver": "solver", "writer": "writer"},
+        pipeline={"lag": 3, "updates": "per_policy"},
+        steps=6,
+        credit={"filter": None, "estimator": {"type": "reinforce"}},
+        policies={policy: {"training": {"kl": KL}} for policy in ("solver", "writer")},
+    )
+    for trainer in run.trainers.values():
+        trainer.appraise = opinion
+    run.play()
+    for policy, other in (("solver", "writer"), ("writer", "solver")):
+        ended = [event["event"] for event in run.events() if event.get("policy") == policy]
+        steps = [event for event in ended if event in ("kl_in_reward", "batch_filled")]
+        assert len(steps) >= 4, "or nothing was seen"
+        assert steps == ["kl_in_reward", "batch_filled"] * (len(steps) // 2), f"{other} ended a batch of {policy}"
 
 
 def test_the_divergence_and_its_price_are_figures_of_the_step(tmp_path: Path) -> None:
