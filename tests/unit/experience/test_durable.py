@@ -6,7 +6,7 @@ import pytest
 
 from flexmarl.experience.backends.durable import DurableStore
 from flexmarl.experience.backends.store_file import connect_file
-from flexmarl.records import GroupId
+from flexmarl.records import GroupId, RowState
 from flexmarl.testing.experience import AGENTS, CHECKS, COLUMNS, READY, SHARED, SOLVER, partial, sample, train
 
 
@@ -80,3 +80,58 @@ def test_a_store_that_was_pruned_grows_no_further(tmp_path: Path):
 
     assert 4 * budget < 60 * 160_000
     assert asyncio.run(life()) < 2 * budget
+
+
+def test_puts_of_one_moment_are_written_as_one_and_each_fails_alone(tmp_path: Path):
+    """A row that is filled, one that contradicts itself, and one that another table has."""
+    rows = [
+        (SOLVER, partial(sample(0), int=1)),
+        (AGENTS[1], partial(sample(1), int=2)),
+        (SOLVER, partial(sample(2), int=3)),
+        (SOLVER, partial(sample(0), text="later")),
+        (SOLVER, partial(sample(2), int=4)),
+        (SOLVER, partial(sample(1), int=2)),
+        (SOLVER, partial(sample(3), tensor=np.arange(3))),
+    ]
+
+    async def life() -> None:
+        store = created(tmp_path / "experience.sqlite")
+        ends = await asyncio.gather(*(store.put(agent, [row]) for agent, row in rows), return_exceptions=True)
+        assert [end for end in ends if end is None] == [None] * 5
+        assert "int is 3 and cannot become 4" in str(ends[4])
+        assert f"is in table '{AGENTS[1]}' already" in str(ends[5])
+        read = await store.get([sample(number) for number in range(4)])
+        assert [(row.agent, row.values.get("int"), row.values.get("text")) for row in read] == [
+            (SOLVER, 1, "later"),
+            (AGENTS[1], 2, None),
+            (SOLVER, 3, None),
+            (SOLVER, None, None),
+        ]
+        assert read[3].values["tensor"].tolist() == [0, 1, 2]
+        assert await store.counts(SHARED) == {RowState.OPEN: 4}
+        await store.close()
+
+    asyncio.run(life())
+
+
+def test_puts_of_one_moment_leave_what_they_would_leave_one_after_the_other(tmp_path: Path):
+    """Two tables, rows that are opened and rows that are filled."""
+    rng = np.random.default_rng(0)
+    first = [(AGENTS[n % 2], partial(sample(n), tensor=rng.integers(0, 9, 5), int=n)) for n in range(8)]
+    then = [(AGENTS[n % 2], partial(sample(n), text=f"row {n}", json=[n])) for n in range(12)]
+
+    async def life(path: Path, *, together: bool) -> list[tuple[object, ...]]:
+        store = created(path)
+        for puts in (first, then):
+            if together:
+                await asyncio.gather(*(store.put(agent, [row]) for agent, row in puts))
+            else:
+                for agent, row in puts:
+                    await store.put(agent, [row])
+        read = await store.get([sample(n) for n in range(12)])
+        counted = await store.counts(SHARED)
+        await store.close()
+        return [(row.agent, row.state, {k: str(v) for k, v in row.values.items()}, counted) for row in read]
+
+    whole = asyncio.run(life(tmp_path / "whole.sqlite", together=False))
+    assert asyncio.run(life(tmp_path / "joined.sqlite", together=True)) == whole

@@ -4,14 +4,18 @@ consumes    calls: functions of a connection, at most `MAX_WAITING` of them; a c
 waits for   the disk: one sync per transaction, and other processes' write locks
 produces    each call's result or its own error, once the transaction that holds it is durable
 unblocked by the next call; all that came while a transaction ran share the next one
+
+Calls of one tick of the loop are handed over together: a thread that wakes for each of them fights for the interpreter.
 """
 
 import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 from flexmarl.errors import StoreError
@@ -24,6 +28,18 @@ MAX_WAITING = 1024
 """Calls that may wait for the thread; more would only hold memory."""
 MAX_TOGETHER = 256
 """Calls in one transaction: the sync is shared by enough, and no other process waits long for the lock."""
+
+
+class Joinable(ABC):
+    """Work without a result, several of which are faster done as one."""
+
+    @abstractmethod
+    def __call__(self, db: sqlite3.Connection) -> None:
+        """Does it alone."""
+
+    @abstractmethod
+    def all_of(self, works: "Sequence[Joinable]") -> Work:
+        """Does all of these, itself among them, to the same effect as one after the other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +61,8 @@ class CallThread:
         self._db = db
         self._together = together
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._gathered: list[Call] = []
+        """What came in this tick of the loop."""
         self._room = asyncio.Semaphore(MAX_WAITING)
         self._last: Call | None = None
         """The call that closes; none comes after it."""
@@ -54,7 +72,7 @@ class CallThread:
     @property
     def waiting(self) -> int:
         """How many calls have come and are not begun; at most `MAX_WAITING`."""
-        return self._calls.qsize()
+        return self._calls.qsize() + len(self._gathered)
 
     async def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """The result of `work`, once it is durable. If the caller is cancelled, the work may have been done or not."""
@@ -74,8 +92,15 @@ class CallThread:
         await self._queue(self._last)
 
     def _queue(self, call: Call) -> asyncio.Future[Any]:
-        self._calls.put(call)
+        if not self._gathered:
+            call.future.get_loop().call_soon(self._hand_over)
+        self._gathered.append(call)
         return call.future
+
+    def _hand_over(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        for call in gathered:
+            self._calls.put(call)
 
     def _serve(self) -> None:
         ended = False
@@ -114,8 +139,10 @@ def commit_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
         return
     try:
         with transaction(db):
-            for call in calls:
-                _attempt(db, call)
+            for together in _joined(calls):
+                if len(together) == 1 or not _attempt_all(db, together):
+                    for call in together:
+                        call.result, call.error = _attempt(db, call.work)
     except Exception as error:  # the transaction did not become durable, so none of them did
         for call in calls:
             call.error = call.error or error
@@ -135,13 +162,31 @@ def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
             call.error = call.error or error
 
 
-def _attempt(db: sqlite3.Connection, call: Call) -> None:
+def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+    """The calls in order; those that follow each other and can be joined come together."""
+    for joinable, together in groupby(calls, lambda call: isinstance(call.work, Joinable)):
+        if joinable:
+            yield list(together)
+        else:
+            yield from ([call] for call in together)
+
+
+def _attempt_all(db: sqlite3.Connection, calls: Sequence[Call]) -> bool:
+    """Whether all of these could be done as one; if not, nothing was done."""
+    works = [call.work for call in calls if isinstance(call.work, Joinable)]
+    return _attempt(db, works[0].all_of(works))[1] is None
+
+
+def _attempt(db: sqlite3.Connection, work: Work) -> tuple[Any, Exception | None]:
+    """The result of the work, or its error; then it has changed nothing."""
+    result, failed = None, None
     db.execute("SAVEPOINT one_call")
     try:
-        call.result = call.work(db)
+        result = work(db)
     except Exception as error:
-        call.error = error
+        failed = error
         if not db.in_transaction:  # SQLite gave up the whole transaction: a full disk, a failing one
             raise
         db.execute("ROLLBACK TO one_call")
     db.execute("RELEASE one_call")
+    return result, failed

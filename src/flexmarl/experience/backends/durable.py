@@ -6,10 +6,11 @@ SQLite's locks order the writers of several processes, and readers never wait fo
 
 import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from flexmarl.experience.backends.call_thread import CallThread, commit_together, read_together
+from flexmarl.experience.backends.call_thread import CallThread, Joinable, commit_together, read_together
 from flexmarl.experience.backends.store_file import (
     LOCK_WAIT_S,
     Ownership,
@@ -21,11 +22,32 @@ from flexmarl.experience.backends.store_file import (
     refuse_file,
     require_file,
 )
-from flexmarl.experience.backends.tables import Tables, query
+from flexmarl.experience.backends.tables import EncodedRows, Tables, joined_rows, query
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Put(Joinable):
+    """A put on its way to the writer: the turns of one moment are written as one."""
+
+    tables: Tables
+    rows: EncodedRows
+
+    def __call__(self, db: sqlite3.Connection) -> None:
+        """Puts these rows."""
+        self.tables.put(db, self.rows)
+
+    def all_of(self, works: Sequence[Joinable]) -> Callable[[sqlite3.Connection], None]:
+        """Puts the rows of all of these, table by table."""
+
+        def put(db: sqlite3.Connection) -> None:
+            for rows in joined_rows([work.rows for work in works if isinstance(work, Put)]):
+                self.tables.put(db, rows)
+
+        return put
 
 
 class DurableStore:
@@ -87,7 +109,7 @@ class DurableStore:
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
         """Opens or fills rows in the agent's table."""
         encoded = self._tables.encode(agent, rows)
-        await self._write(f"putting rows into table {agent!r}", lambda db: self._tables.put(db, encoded))
+        await self._write(f"putting rows into table {agent!r}", Put(self._tables, encoded))
 
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
         """Leases up to n READY rows of the policy to `holder`."""

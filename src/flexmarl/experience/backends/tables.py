@@ -42,10 +42,26 @@ class EncodedRows:
     """Rows of one table as the database takes them, each sample id once."""
 
     agent: AgentName
-    policies: Mapping[SampleId, PolicyName]
-    cells: Mapping[SampleId, Mapping[str, Stored]]
-    extended: Mapping[tuple[SampleId, str], Extended] = field(default_factory=dict)
+    policies: dict[SampleId, PolicyName]
+    cells: dict[SampleId, Mapping[str, Stored]]
+    extended: dict[tuple[SampleId, str], Extended] = field(default_factory=dict)
     """By sample id and column: the tensors in `cells` of which only the end has to be kept."""
+
+
+def joined_rows(puts: Sequence[EncodedRows]) -> list[EncodedRows]:
+    """The same puts as fewer: those of one table are one, as long as no row comes in two of them."""
+    joined: list[EncodedRows] = []
+    newest: dict[AgentName, int] = {}
+    for rows in puts:
+        at = newest.get(rows.agent)
+        if at is not None and joined[at].cells.keys().isdisjoint(rows.cells):
+            joined[at].policies.update(rows.policies)
+            joined[at].cells.update(rows.cells)
+            joined[at].extended.update(rows.extended)
+        else:
+            newest[rows.agent] = len(joined)
+            joined.append(EncodedRows(rows.agent, {**rows.policies}, {**rows.cells}, {**rows.extended}))
+    return joined
 
 
 class Tables:
@@ -68,15 +84,17 @@ class Tables:
         """What `put` writes; refuses what no table of this store takes. Needs no connection."""
         self._table(agent)
         policies: dict[SampleId, PolicyName] = {}
-        cells: dict[SampleId, dict[str, Stored]] = {}
+        cells: dict[SampleId, Mapping[str, Stored]] = {}
         extended: dict[tuple[SampleId, str], Extended] = {}
         for row in rows:
             sample_id, given = row.sample_id, self._encode(agent, row)
             if sample_id in cells:
                 set_once(agent, sample_id, {"policy": policies[sample_id]}, {"policy": row.policy})
-                given = set_once(agent, sample_id, cells[sample_id], given) | cells[sample_id]
+                given = {**set_once(agent, sample_id, cells[sample_id], given), **cells[sample_id]}
             policies[sample_id], cells[sample_id] = row.policy, given
-            extended |= {(sample_id, name): value for name, value in row.values.items() if isinstance(value, Extended)}
+            for name, value in row.values.items():
+                if isinstance(value, Extended):
+                    extended[sample_id, name] = value
         check_extended(agent, extended)
         return EncodedRows(agent, policies, cells, extended)
 
