@@ -57,8 +57,8 @@ def claim_order(sample_id: SampleId) -> ClaimOrder:
             f"sample id {sample_id!r} must be input, hop and trajectory, as in 'mul-7_2_g12e3a0', without NUL "
             f"characters; make_sample_id makes such ids"
         )
-    hop, group, episode, attempt = map(int, match.groups())
-    return ClaimOrder(group, episode, attempt, hop)
+    hop, group, episode, attempt = match.groups()
+    return ClaimOrder(int(group), int(episode), int(attempt), int(hop))
 
 
 def set_once(

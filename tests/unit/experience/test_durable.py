@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.store_file import connect_file
+from flexmarl.experience.backends.store_file import MERGE_BYTES, connect_file
 from flexmarl.records import GroupId, RowState
 from flexmarl.testing.experience import AGENTS, CHECKS, COLUMNS, READY, SHARED, SOLVER, partial, sample, train
 
@@ -80,6 +80,24 @@ def test_a_store_that_was_pruned_grows_no_further(tmp_path: Path):
 
     assert 4 * budget < 60 * 160_000
     assert asyncio.run(life()) < 2 * budget
+
+
+def test_the_write_ahead_log_is_merged_beside_the_writer_and_nothing_is_lost(tmp_path: Path):
+    """The writer's own merge comes at 32 MB: of less, what is in the file was merged by another thread."""
+    path, tensor = tmp_path / "experience.sqlite", np.arange(200_000)
+
+    async def life() -> None:
+        store = created(path)
+        empty = path.stat().st_size
+        for group in range(12):
+            await store.put(SOLVER, [partial(sample(group), tensor=tensor + group)])
+        while path.stat().st_size < empty + MERGE_BYTES // 2:  # noqa: ASYNC110  (written by another thread)
+            await asyncio.sleep(0.01)
+        rows = await store.get([sample(group) for group in range(12)])
+        assert [int(row.values["tensor"][0]) for row in rows] == [*range(12)]
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(life(), 30))
 
 
 def test_puts_of_one_moment_are_written_as_one_and_each_fails_alone(tmp_path: Path):

@@ -76,11 +76,15 @@ class CallThread:
 
     async def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """The result of `work`, once it is durable. If the caller is cancelled, the work may have been done or not."""
+        return await (await self.begin(work))
+
+    async def begin(self, work: Callable[[sqlite3.Connection], Result]) -> "asyncio.Future[Result]":
+        """The future of the result of `work`; returns when there is room for it."""
         await self._room.acquire()
         if self._last is not None:
             self._room.release()
             raise StoreError("the experience store is closed; open a new one")
-        return await self._queue(Call(work, asyncio.get_running_loop().create_future()))
+        return self._queue(Call(work, asyncio.get_running_loop().create_future()))
 
     async def close(self) -> None:
         """Closes the connection, after all calls that came before; calling it twice is no error."""
@@ -160,6 +164,15 @@ def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
     except Exception as error:
         for call in calls:
             call.error = call.error or error
+
+
+def run_alone(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
+    """Runs the calls one after the other, in no transaction."""
+    for call in calls:
+        try:
+            call.result = call.work(db)
+        except Exception as error:
+            call.error = error
 
 
 def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:

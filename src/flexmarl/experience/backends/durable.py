@@ -1,23 +1,27 @@
 """SQLite on a file with full sync: the experience store of real runs; what it acknowledged survives kill -9.
 
 One process owns it (`create`, or `open` to resume), others join. In each process one thread writes and one reads;
-SQLite's locks order the writers of several processes, and readers never wait for them.
+SQLite's locks order the writers of several processes, and readers never wait for them. A third one merges the -wal file
+in while the writer goes on.
 """
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from flexmarl.experience.backends.call_thread import CallThread, Joinable, commit_together, read_together
+from flexmarl.experience.backends.call_thread import CallThread, Joinable, commit_together, read_together, run_alone
 from flexmarl.experience.backends.store_file import (
     LOCK_WAIT_S,
+    MERGE_BYTES,
     Ownership,
     check_file,
     connect_file,
     explained,
     make_file,
+    merge,
     read_layout,
     refuse_file,
     require_file,
@@ -57,9 +61,13 @@ class DurableStore:
         self._path = path
         self._tables = tables
         self._owner = owner
+        self._merged_bytes = 0
+        """How many had been put when the last merge began."""
+        self._merging: asyncio.Future[None] | None = None
         with explained(path, "opening the experience store"):
             self._writer = CallThread("store/write", connect_file(path, wait_s=lock_wait_s), commit_together)
             self._reader = CallThread("store/read", connect_file(path, wait_s=lock_wait_s), read_together)
+            self._merger = CallThread("store/merge", connect_file(path, wait_s=lock_wait_s), run_alone)
 
     @classmethod
     def create(
@@ -110,6 +118,9 @@ class DurableStore:
         """Opens or fills rows in the agent's table."""
         encoded = self._tables.encode(agent, rows)
         await self._write(f"putting rows into table {agent!r}", Put(self._tables, encoded))
+        if self._tables.bytes_put > self._merged_bytes + MERGE_BYTES and (not self._merging or self._merging.done()):
+            self._merged_bytes = self._tables.bytes_put
+            self._merging = await self._merger.begin(merge)
 
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
         """Leases up to n READY rows of the policy to `holder`."""
@@ -157,6 +168,7 @@ class DurableStore:
         """Ends it once all calls have; calling it twice is no error."""
         try:
             await self._reader.close()
+            await self._merger.close()
             await self._writer.close()
         finally:
             if self._owner is not None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 from urllib.parse import quote
@@ -32,6 +32,9 @@ puts of one row more than they save."""
 WAL_PAGES = 2000
 """Merge the -wal file at 32 MB: a merge costs a sync of its own, and pages that are written often are merged once.
 Later is no better: writing over the file is faster than letting it grow."""
+MERGE_BYTES = 8_000_000
+"""Merge the -wal file beside the writer after so many bytes of payloads: what is merged when its 32 MB are full costs
+the writer nothing then. Less would sync the file more often for the same pages."""
 LOCK_WAIT_S = 30.0
 """Other processes hold the write lock for one commit, which is milliseconds; half a minute means that one hangs."""
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -47,6 +50,12 @@ def connect_file(path: Path, *, wait_s: float = LOCK_WAIT_S, mode: str = "rw") -
     db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
     db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * PAGE_BYTES}")
     return db
+
+
+def merge(db: sqlite3.Connection) -> None:
+    """Merges as much of the -wal file in as can be while others read and write; no row is more durable by it."""
+    with suppress(sqlite3.Error):  # Of a full disk the writer hears itself, when it writes.
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 def make_file(path: Path, tables: Tables) -> None:

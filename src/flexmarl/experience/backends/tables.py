@@ -74,6 +74,8 @@ class Tables:
         self._references = {column.name for column in columns if CODECS[column.kind].by_reference}
         self._tables = {agent: Statements(agent, columns) for agent in agents}
         self._claimable = claimable(agents)
+        self.bytes_put = 0
+        """Of all strings, lists and tensors that were put through these tables."""
 
     def lay_out(self, db: sqlite3.Connection) -> None:
         """Makes the tables, in a transaction."""
@@ -87,14 +89,11 @@ class Tables:
         cells: dict[SampleId, Mapping[str, Stored]] = {}
         extended: dict[tuple[SampleId, str], Extended] = {}
         for row in rows:
-            sample_id, given = row.sample_id, self._encode(agent, row)
+            sample_id, given = row.sample_id, self._encode(agent, row, extended)
             if sample_id in cells:
                 set_once(agent, sample_id, {"policy": policies[sample_id]}, {"policy": row.policy})
                 given = {**set_once(agent, sample_id, cells[sample_id], given), **cells[sample_id]}
             policies[sample_id], cells[sample_id] = row.policy, given
-            for name, value in row.values.items():
-                if isinstance(value, Extended):
-                    extended[sample_id, name] = value
         check_extended(agent, extended)
         return EncodedRows(agent, policies, cells, extended)
 
@@ -105,7 +104,7 @@ class Tables:
         for sample_id in known:
             self._fill(db, payloads, chains, rows, sample_id)
         self._open(db, payloads, chains, rows, [sample_id for sample_id in rows.cells if sample_id not in known])
-        payloads.write()
+        self.bytes_put += payloads.write()
 
     def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, Place]) -> None:
         """New rows from another store, wherever they are in their life."""
@@ -196,7 +195,10 @@ class Tables:
         except KeyError:
             raise StoreError(f"there is no table {agent!r}; there are: {', '.join(self._tables)}") from None
 
-    def _encode(self, agent: AgentName, row: PartialRow) -> dict[str, Stored]:
+    def _encode(
+        self, agent: AgentName, row: PartialRow, extended: dict[tuple[SampleId, str], Extended]
+    ) -> dict[str, Stored]:
+        """The cells of a row; notes in `extended` which of them are."""
         cells: dict[str, Stored] = {}
         if row.version is not None:
             cells["policy_version"] = int(row.version)
@@ -206,7 +208,11 @@ class Tables:
             column = self.columns.get(name)
             if column is None:
                 raise StoreError(f"table {agent!r} has no column {name!r}; there are: {', '.join(self.columns)}")
-            cells[name] = encode(agent, column, value.value if isinstance(value, Extended) else value)
+            if isinstance(value, Extended):
+                extended[row.sample_id, name] = value
+                cells[name] = encode(agent, column, value.value)
+            else:
+                cells[name] = encode(agent, column, value)
         return cells
 
     def _known(self, db: sqlite3.Connection, rows: EncodedRows) -> list[SampleId]:
@@ -245,7 +251,9 @@ class Tables:
         table = self._table(rows.agent)
         opened: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
         for sample_id in new:
-            given = self._shortened(db, chains, rows, sample_id, rows.cells[sample_id])
+            given = rows.cells[sample_id]
+            if rows.extended:
+                given = self._shortened(db, chains, rows, sample_id, given)
             meta = (sample_id, *claim_order(sample_id), rows.policies[sample_id])
             opened[tuple(given)].append((*meta, *payloads.by_reference(given)))
         for names, cells in opened.items():
@@ -313,20 +321,25 @@ class _Payloads:
     def __init__(self, db: sqlite3.Connection, references: Container[str]) -> None:
         self._db = db
         self._references = references
-        self._values: list[Stored] = []
+        self._values: list[str | bytes] = []
         ((self._first_key,),) = db.execute("SELECT coalesce(max(key), 0) + 1 FROM payloads")
 
     def by_reference(self, cells: Mapping[str, Stored]) -> list[Stored]:
         """The cells, with keys in place of strings, lists and tensors."""
-        return [self._keep(cell) if name in self._references else cell for name, cell in cells.items()]
+        row: list[Stored] = []
+        for name, cell in cells.items():
+            if name in self._references:
+                assert isinstance(cell, str | bytes)
+                row.append(self._first_key + len(self._values))
+                self._values.append(cell)
+            else:
+                row.append(cell)
+        return row
 
-    def write(self) -> None:
-        """Writes what the keys stand for."""
+    def write(self) -> int:
+        """Writes what the keys stand for; returns how many bytes that is."""
         self._db.executemany("INSERT INTO payloads VALUES (?, ?)", enumerate(self._values, self._first_key))
-
-    def _keep(self, value: Stored) -> int:
-        self._values.append(value)
-        return self._first_key + len(self._values) - 1
+        return sum(map(len, self._values))
 
 
 def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
