@@ -31,6 +31,7 @@ class ChatRenderer:
     """Prompt ids of conversations on one tokenizer. Stateless apart from a cache; shared by all agents of a policy."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.chat_template:
             raise ConfigError(f"the tokenizer {name!r} has no chat template; set `tokenizer.chat_template` and save it")
@@ -57,6 +58,10 @@ class ChatRenderer:
             raise ConfigError(f"the tokenizer {name!r} has no end token; set its `eos_token`")
         self._prompt = lru_cache(REMEMBERED)(self._render)
         self._suffix = lru_cache(REMEMBERED)(self._render_suffix)
+
+    def __reduce__(self) -> "tuple[type[ChatRenderer], tuple[PreTrainedTokenizerBase]]":
+        """Another process makes it anew from the tokenizer."""
+        return ChatRenderer, (self._tokenizer,)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; control tokens written in it become their ids, none is added."""

@@ -1,7 +1,9 @@
 """TeamSpec: the team of a run; seats one Team per episode."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexmarl.agents.caller import AgentSpec
@@ -10,6 +12,7 @@ from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.parsers import PARSERS
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team
+from flexmarl.agents.user_code import load_code
 from flexmarl.agents.workflow import Workflow
 from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName, Task
@@ -27,7 +30,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
-    """The agents, the policy of each, and the workflow they play."""
+    """The agents, the policy of each, and the workflow they play. Can be sent to another process by pickle."""
 
     agents: Mapping[AgentName, AgentSpec]
     trained: frozenset[PolicyName]
@@ -37,6 +40,12 @@ class TeamSpec:
     """Policies that learn an adapter on one base, the same for all of them."""
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment of one episode, if the run has one."""
+    code: tuple[Path, ...] = ()
+    """The user's files in which workflows, tools and parsers are defined; another process imports them first."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        contents = {one.name: getattr(self, one.name) for one in fields(self)}
+        return _received, (self.code, pickle.dumps(contents, protocol=5))
 
     @classmethod
     def build(
@@ -45,6 +54,8 @@ class TeamSpec:
         renderers: Mapping[PolicyName, ChatRenderer],
         trained: Collection[PolicyName],
         adapters: Collection[PolicyName] = (),
+        *,
+        code: Sequence[Path] = (),
     ) -> "TeamSpec":
         """Joins the settings with the policies that there are. ConfigError if one is missing."""
         agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
@@ -57,6 +68,7 @@ class TeamSpec:
             run=settings.workflow.resolve(),
             adapters=frozenset(adapters),
             environment=environment,
+            code=tuple(code),
         )
 
     @property
@@ -82,6 +94,13 @@ class TeamSpec:
     def seat(self, context: EpisodeContext) -> Team:
         """The team at the table of one episode."""
         return Team(self.agents, context)
+
+
+def _received(code: Sequence[Path], contents: bytes) -> TeamSpec:
+    """A team in the process that it was sent to."""
+    for path in code:
+        load_code(path)
+    return TeamSpec(**pickle.loads(contents))
 
 
 def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, ChatRenderer]) -> AgentSpec:

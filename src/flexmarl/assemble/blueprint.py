@@ -79,7 +79,8 @@ def seat_team(settings: RunSettings) -> TeamSpec:
     trained = [PolicyName(name) for name in settings.trained]
     adapters = [name for name in trained if settings.policies[name].training.lora is not None]
     one_base = len({settings.policies[name].model for name in adapters}) == 1
-    return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else ())
+    code = [settings.path(path).absolute() for path in settings.code]
+    return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else (), code=code)
 
 
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
