@@ -1,8 +1,8 @@
 """Wires a run: the only place that names backends. In: settings. Out: a run that trains, evaluates or exports.
 
 settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
-         ──► world.py       objects, store, pool, trainers          (exists while a command runs)
-               inline_world.py, ray_world.py, simulated_world.py    (the three ways to make them)
+         ──► world.py       residents of a cluster, the pool around them    (exists while a command runs)
+               residents.py                                         (engines and trainers that compute)
          ──► parts.py       feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
          ──► wiring.py      the orchestrator that joins them, and the journal
          ──► run.py         train, evaluate, export
