@@ -47,7 +47,7 @@ async def seconds_of(number: int) -> float:
         return [*renderer.encode("7"), renderer.stop_ids[0]]
 
     engine = ScriptedEngine(say, encode=renderer.encode, decode=renderer.decode)
-    async with InferencePool({POLICY: [engine]}) as pool:
+    async with InferencePool({POLICY: [engine]}).open() as pool:
         player = Player(team=team_of(number), generate=pool.generate, run_seed=0, timeout_s=3600.0)
         group = GroupRecord(group=GroupId(0), task=Task(input_id="sum", prompt="3+4"), step=0)
         began = time.process_time()

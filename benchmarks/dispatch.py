@@ -142,7 +142,7 @@ async def measure(first: int, *, step_s: float, profile: bool = False) -> Taken:
     with tempfile.TemporaryDirectory() as folder:
         agents = [AgentName(name) for name in POLICIES]
         store = DurableStore.create(Path(folder) / "experience.sqlite", agents=agents, columns=TURN_COLUMNS)
-        async with InferencePool({policy: [Answering(step_s)] for policy in POLICIES}) as pool:
+        async with InferencePool({policy: [Answering(step_s)] for policy in POLICIES}).open() as pool:
             player = Player(team=team_of_two(), generate=pool.generate, run_seed=0, timeout_s=3600.0, store=store)
             await play(player, first + GROUPS)
             began, writer = time.process_time(), seconds_of(WRITER)

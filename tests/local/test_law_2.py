@@ -181,7 +181,7 @@ async def _record() -> tuple[tuple[GroupRecord, ...], ...]:
             group = admission.admit()
             yield GroupRecord(group=group, task=tasks.train(group), step=step)
 
-    async with InferencePool({SOLVER: [engine]}) as pool:  # type: ignore[dict-item]
+    async with InferencePool({SOLVER: [engine]}).open() as pool:  # type: ignore[dict-item]
         player = Player(team=replace(team, run=answer_and_criticise), generate=pool.generate, run_seed=0, timeout_s=60)
         rollout = Rollout(
             player=player,

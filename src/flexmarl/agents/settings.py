@@ -37,6 +37,11 @@ class SamplingSettings(Settings):
             raise ValueError("stop: '' would end every message at once; leave it out")
         return stop
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution."""
+        return (self.temperature, self.top_p, self.top_k, self.min_p) == (1.0, 1.0, 0, 0.0)
+
     def record(self) -> Sampling:
         """What a call carries."""
         return Sampling(**self.model_dump())

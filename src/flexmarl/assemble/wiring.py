@@ -10,6 +10,7 @@ from flexmarl.assemble.parts import initial_versions, make_parts, release_of
 from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import ResidentKind, ResidentPlace
 from flexmarl.config import RunSettings
+from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import TrainingError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.observability.journal import Journal
@@ -45,6 +46,7 @@ def wire(
 ) -> tuple[Orchestrator, Monitor]:
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings = blueprint.settings
+    check_engines(settings, world.pool.capabilities)
     journal_world(world, journal)
     if start:
         journal_resumption(start, journal)

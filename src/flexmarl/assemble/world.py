@@ -146,8 +146,10 @@ async def world_of(
         yield World(
             objects=residents.objects,
             store=store,
-            residency=await stack.enter_async_context(Residency(groups, settings.process_groups)) if groups else None,
-            pool=await stack.enter_async_context(pool),
+            residency=await stack.enter_async_context(Residency(groups, settings.process_groups).open())
+            if groups
+            else None,
+            pool=await stack.enter_async_context(pool.open()),
             trainers=of_policies,
             cluster=cluster,
             processes=processes,

@@ -43,6 +43,10 @@ class Places:
         """Those that are held."""
         return tuple(self._leases.values())
 
+    def of(self, holder: PolicyName) -> Lease:
+        """The lease of a policy that holds a place."""
+        return self._leases[holder]
+
     def lease(self, holder: PolicyName) -> Lease | None:
         """A place for a policy that holds none; None if none is free. First choice is where it was last."""
         assert holder not in self._leases, f"policy '{holder}' holds place {self._leases[holder].place} already"

@@ -22,7 +22,7 @@ from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.observed import PoolObservers
 from flexmarl.records import FinishReason, Generation, unserved
 
-NOT_OPEN = "the pool is not open; requests need `async with pool:` around them"
+NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around them"
 
 
 class Dispatch:

@@ -2,10 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import cast
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.engines import FIRST_VERSION
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import Generation, Version
 
@@ -24,14 +25,16 @@ class Instance:
     """One replica, and the tasks that wait for it."""
 
     name: str
-    engine: WeightedEngine
+    engine: InferenceEngine
+    capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
+    """Its engine's, once the pool has asked it."""
     version: Version = FIRST_VERSION
     """The newest that it has acknowledged."""
     holds: Weights | None = None
     checksum: Checksum | None = None
     """Its own, of what it holds."""
-    loading: asyncio.Task[None] | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    loading: asyncio.Future[None] | None = None
+    tasks: set[asyncio.Future[None]] = field(default_factory=set)
     """Cancelled when it is lost."""
     running: set[str] = field(default_factory=set)
     """Ids of the requests that it was given and has not answered."""
@@ -39,7 +42,12 @@ class Instance:
     """Its requests go on elsewhere, as soon as they have ended here."""
     lost: bool = False
 
-    def watch(self, task: asyncio.Task[None]) -> None:
+    @property
+    def weighted(self) -> WeightedEngine:
+        """The engine, for a call that its capabilities allow."""
+        return cast(WeightedEngine, self.engine)
+
+    def watch(self, task: asyncio.Future[None]) -> None:
         """The task waits for this instance."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

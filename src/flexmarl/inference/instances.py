@@ -22,17 +22,17 @@ from typing import Any
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.instance import Instance, Weights
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.observed import LoadRecord, PoolObservers
 from flexmarl.inference.routing import Router
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import PolicyName
 
-Respawn = Callable[[PolicyName, str], Awaitable[WeightedEngine]]
+Respawn = Callable[[PolicyName, str], Awaitable[InferenceEngine]]
 """Starts an engine for a new instance, whose name was never used before; the lost one is closed by then."""
-Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-"""Starts a named task that ends with the pool."""
+Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Future[None]]
+"""Starts a named task that ends with the pool; a cancelled future comes back from a pool that is closed."""
 
 
 class Instances:
@@ -41,7 +41,7 @@ class Instances:
     def __init__(
         self,
         policy: PolicyName,
-        engines: Sequence[WeightedEngine],
+        engines: Sequence[InferenceEngine],
         settings: PoolSettings,
         *,
         respawn: Respawn | None,
@@ -87,9 +87,18 @@ class Instances:
         return self._newest is not None
 
     @property
+    def continues(self) -> bool:
+        """Whether its instances go on with responses that others of them began."""
+        return all(instance.capabilities.continues for instance in self.live.values())
+
+    @property
     def bereft(self) -> bool:
         """Whether none is live and none is on its way."""
         return not self.live and not self._coming
+
+    async def ask(self) -> None:
+        """Asks every engine what it can do; one that fails in this, or is too slow, is lost."""
+        await asyncio.gather(*(self._ask_live(instance) for instance in list(self.live.values())))
 
     async def load(self, weights: Weights) -> dict[str, Checksum]:
         """Every live instance loads; returns what each one that serves now holds. One load at a time.
@@ -176,12 +185,12 @@ class Instances:
             self.arrivals.discard(arrival)
             arrival.set_result(None)
 
-    async def take_in(self, engine: WeightedEngine, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+    async def take_in(self, moved: Instance, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
         """A moved engine under a name of this policy, live once it holds the newest weights: (name, why it failed).
 
         If `unless` holds by then, nothing comes of it, and there is neither.
         """
-        instance = Instance(f"{self.policy}/{next(self._numbers)}", engine)
+        instance = Instance(f"{self.policy}/{next(self._numbers)}", moved.engine, moved.capabilities)
         if failure := await self._join(instance, unless):
             self._note_loss(instance.name, failure)
             self.replace(instance)
@@ -192,17 +201,28 @@ class Instances:
         """Why there is no other instance."""
         return "; ".join(f"{name}: {because}" for name, because in self.lost.items())
 
+    async def _ask_live(self, instance: Instance) -> None:
+        patience_s = self._settings.start_timeout_s
+        deadline = asyncio.timeout(patience_s)
+        try:
+            async with deadline:
+                instance.capabilities = await instance.engine.capabilities()
+        except (EngineError, TimeoutError) as error:
+            self.lose(instance.name, f"asking what it can do {_how(error, deadline, patience_s)}")
+
     async def _reload(self, instance: Instance, weights: Weights) -> None:
         if failure := await self._load(instance, weights):
             self.lose(instance.name, failure)
 
     async def _load(self, instance: Instance, weights: Weights) -> str:
         """Has the instance load; returns why it does not hold the weights, or nothing."""
+        if not instance.capabilities.loads_weights:
+            return f"version {weights.version} was published, but its engine does not load weights"
         clock, what = asyncio.get_running_loop().time, f"version {weights.version}"
         began, deadline = clock(), asyncio.timeout(self._settings.load_timeout_s)
         try:
             async with deadline:
-                held = await instance.engine.load_weights(self.policy, weights.version, weights.key)
+                held = await instance.weighted.load_weights(self.policy, weights.version, weights.key)
         except Exception as error:
             # Whatever an engine raises, it is the engine that is lost, not the run.
             return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"
@@ -246,10 +266,14 @@ class Instances:
         """Starts an instance, live as soon as it holds the newest weights; returns why it failed, or nothing."""
         assert self._respawn is not None
         deadline = asyncio.timeout(self._settings.start_timeout_s)
+        engine: InferenceEngine | None = None
         try:
             async with deadline:
-                instance = Instance(name, await self._respawn(self.policy, name))
+                engine = await self._respawn(self.policy, name)
+                instance = Instance(name, engine, await engine.capabilities())
         except Exception as error:
+            if engine is not None:
+                await self._close(engine)
             return f"starting it {_how(error, deadline, self._settings.start_timeout_s)}"
         return await self._join(instance)
 
@@ -266,7 +290,7 @@ class Instances:
             self.router.add(instance.name)
         return ""
 
-    async def _close(self, engine: WeightedEngine) -> None:
+    async def _close(self, engine: InferenceEngine) -> None:
         """Closes a lost engine. Why it was lost is known; how it ends, if it does, changes nothing for the run."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._settings.close_timeout_s):

@@ -37,7 +37,7 @@ class Move:
         with target.expecting():
             await self._empty()
             if not self._cannot_go():
-                self.became, self.failure = await target.take_in(instance.engine, unless=self._cannot_go)
+                self.became, self.failure = await target.take_in(instance, unless=self._cannot_go)
             if self.became:
                 source.left(instance)
             elif instance.lost:
@@ -54,7 +54,7 @@ class Move:
         source = self._source
         with source.expecting():
             source.left(self._instance)
-            self.became, self.failure = await source.take_in(self._instance.engine)
+            self.became, self.failure = await source.take_in(self._instance)
         self.failure = self.failure or f"'{source.policy}' has lost its other instances meanwhile, so it stays"
 
     async def _empty(self) -> None:
@@ -62,7 +62,7 @@ class Move:
         instance = self._instance
         if instance.loading is not None:
             await asyncio.wait([instance.loading])
-        if self._settings.on_move == "continue":
+        if self._settings.on_move == "continue" and self._source.continues:
             await self._hand_over()
         while instance.tasks:
             await asyncio.wait(instance.tasks)

@@ -13,16 +13,18 @@ unblocked by: an answer, a timeout, the loss of an instance, a new or moved one,
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
+from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import EngineError
 from flexmarl.inference.calls import Call
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
 from flexmarl.inference.instance import Instance, Weights
 from flexmarl.inference.instances import Instances, Respawn
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import Move
 from flexmarl.inference.observed import MoveRecord, PoolObservers
 from flexmarl.inference.settings import PoolSettings
@@ -31,14 +33,14 @@ from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyNam
 
 
 class InferencePool(PoolObservers):
-    """All instances of all policies behind one call. An async context manager: leaving it ends its tasks.
+    """All instances of all policies behind one call. It serves inside `async with pool.open():`.
 
     Who made an engine closes it when the run ends, replacements too; a lost one is closed as soon as it is lost.
     """
 
     def __init__(
         self,
-        instances: Mapping[PolicyName, Sequence[WeightedEngine]],
+        instances: Mapping[PolicyName, Sequence[InferenceEngine]],
         settings: PoolSettings | None = None,
         *,
         respawn: Respawn | None = None,
@@ -51,7 +53,7 @@ class InferencePool(PoolObservers):
         self._asked = asyncio.Event()
         self._became: dict[str, str] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._open = False
         self._awake = asyncio.Event()
         self._awake.set()
@@ -95,15 +97,27 @@ class InferencePool(PoolObservers):
         """Requests of each policy that no instance has yet."""
         return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}
 
-    async def __aenter__(self) -> "InferencePool":
-        self._group = await asyncio.TaskGroup().__aenter__()
-        self._open = True
-        return self
+    @property
+    def capabilities(self) -> dict[PolicyName, tuple[EngineCapabilities, ...]]:
+        """What the live engines of each policy have said that they can do."""
+        return {
+            policy: tuple(instance.capabilities for instance in instances.live.values())
+            for policy, instances in self._policies.items()
+        }
 
-    async def __aexit__(self, *exc: object) -> None:
-        assert self._group is not None
-        self._close()
-        await self._group.__aexit__(None, None, None)
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        """Serves inside the block; leaving it ends the pool's tasks. Every engine is asked what it can do first.
+
+        An engine that does not answer that is lost.
+        """
+        async with task_block() as self._group:
+            self._open = True
+            try:
+                await asyncio.gather(*(instances.ask() for instances in self._policies.values()))
+                yield self
+            finally:
+                self._close()
 
     async def generate(
         self,
@@ -173,8 +187,8 @@ class InferencePool(PoolObservers):
         if that policy loses all others meanwhile.
         """
         source, target = self._instances_of(_policy_of(instance)), self._instances_of(to)
-        if source is target or not target.published or not self._awake.is_set():
-            raise EngineError(f"'{instance}' cannot be moved to '{to}': {self._hindrance(source, target)}")
+        if because_not := self._hindrance(source, target, instance):
+            raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
         move = Move(source.leave(instance), source, target, self._settings)
         await asyncio.wait([self._start(self._run_move(move, instance, to, because), f"move-{instance}")])
         if move.failure:
@@ -182,7 +196,7 @@ class InferencePool(PoolObservers):
         return move.became
 
     async def sleep(self) -> None:
-        """Has every engine give up its device memory; requests without an answer stand still, new ones wait.
+        """Has every engine that sleeps give up its device memory; what it runs stands still, new requests wait.
 
         Instances that are being started or moved arrive first. An engine that fails is lost, and replaced on waking.
         """
@@ -190,7 +204,7 @@ class InferencePool(PoolObservers):
             self._awake.clear()
             while arrivals := set[asyncio.Future[None]]().union(*(p.arrivals for p in self._policies.values())):
                 await asyncio.wait(arrivals)
-            await self._have_all("falling asleep", lambda engine: engine.sleep())
+            await self._have_all("falling asleep", lambda instance: instance.weighted.sleep())
 
     async def until_asked(self) -> None:
         """Returns when a request is under way, at once if one is."""
@@ -203,7 +217,7 @@ class InferencePool(PoolObservers):
     async def wake(self) -> None:
         """Has every engine take its device memory again, then hands out what waits. An engine that fails is lost."""
         if not self._awake.is_set():
-            await self._have_all("waking up", lambda engine: engine.wake())
+            await self._have_all("waking up", lambda instance: instance.weighted.wake())
             self._awake.set()
             for dispatch in self._dispatches.values():
                 dispatch.give_out_soon()
@@ -235,13 +249,17 @@ class InferencePool(PoolObservers):
     def _give_out(self, policy: PolicyName) -> None:
         self._dispatches[policy].give_out_soon()
 
-    def _hindrance(self, source: Instances, target: Instances) -> str:
-        """Why no instance can move now."""
+    def _hindrance(self, source: Instances, target: Instances, instance: str) -> str:
+        """Why the instance cannot move now, or nothing."""
         if source is target:
             return "it serves that policy already"
         if not target.published:
             return "that policy has published no weights that it could load"
-        return "the pool is asleep"
+        if not self._awake.is_set():
+            return "the pool is asleep"
+        if instance in source.live and not source.live[instance].capabilities.loads_weights:
+            return "its engine does not load weights"
+        return ""
 
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
         """The grace of a call that nobody waits for is over: what there is of it is all that there will be."""
@@ -275,33 +293,35 @@ class InferencePool(PoolObservers):
                 )
             )
 
-    async def _use(self, engine: WeightedEngine) -> EngineUse | None:
+    async def _use(self, engine: InferenceEngine) -> EngineUse | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.abort_grace_s):
                 return await engine.usage()
 
-    async def _have_all(self, what: str, do: Callable[[WeightedEngine], Awaitable[None]]) -> None:
-        """Every live engine does it; one that fails, or is too slow, is lost."""
+    async def _have_all(self, what: str, do: Callable[[Instance], Awaitable[None]]) -> None:
+        """Every live engine that sleeps does it; one that fails, or is too slow, is lost."""
         live = [(policy, instance) for policy in self._policies.values() for instance in policy.live.values()]
-        await asyncio.gather(*(self._have(policy, instance, what, do) for policy, instance in live))
+        sleepers = [(policy, instance) for policy, instance in live if instance.capabilities.sleeps]
+        await asyncio.gather(*(self._have(policy, instance, what, do) for policy, instance in sleepers))
 
     async def _have(
-        self, policy: Instances, instance: Instance, what: str, do: Callable[[WeightedEngine], Awaitable[None]]
+        self, policy: Instances, instance: Instance, what: str, do: Callable[[Instance], Awaitable[None]]
     ) -> None:
         patience_s = self._settings.load_timeout_s
         deadline = asyncio.timeout(patience_s)
         try:
             async with deadline:
-                await do(instance.engine)
+                await do(instance)
         except Exception as error:
             # Whatever an engine raises, it is the engine that is lost, not the run.
             late = f"took more than {patience_s} s"
             policy.lose(instance.name, f"{what} " + (late if deadline.expired() else f"failed: {error}"))
 
-    def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task that ends with the pool; in a closed pool, one that never begins."""
+    def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Future[None]:
+        """A task that ends with the pool; in a closed pool, a cancelled future in its place."""
         if not self._open:  # The group may be shutting down: it takes no task then.
-            refused = asyncio.create_task(task, name=name)
+            task.close()
+            refused = asyncio.get_running_loop().create_future()
             refused.cancel()
             return refused
         assert self._group is not None
@@ -310,7 +330,7 @@ class InferencePool(PoolObservers):
         started.add_done_callback(self._ended)
         return started
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Future[None]) -> None:
         """A task that fails takes the pool with it: its group ends all others."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
 from flexmarl.records import (
     EngineUse,
@@ -33,6 +34,10 @@ from flexmarl.simulator.health import Health
 from flexmarl.simulator.host import Host
 from flexmarl.simulator.loads import Loads
 from flexmarl.simulator.replies import Responder, reply_to
+
+ALL_CAPABILITIES = EngineCapabilities(
+    loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True
+)
 
 
 class SimulatedEngine:
@@ -113,6 +118,10 @@ class SimulatedEngine:
             tokens_per_s=len(self._batch) / self._batch.step_s if self._batch.step_s else 0.0,
             version=self.version,
         )
+
+    async def capabilities(self) -> EngineCapabilities:
+        """All of them."""
+        return ALL_CAPABILITIES
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
         """Serves these weights after `load_s`, or `move_s` if they are another policy's; decoding goes on meanwhile.

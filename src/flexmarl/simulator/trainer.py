@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
@@ -266,8 +267,8 @@ class SimulatedProcessGroup:
         """Whose it is."""
         return self._trainer.policy
 
-    async def resume(self) -> None:
-        """Takes `resume_s`."""
+    async def resume(self, lease: Lease) -> None:
+        """Takes `resume_s`, at any place."""
         await self._trainer.swap(on_devices=True)
 
     async def suspend(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, StoreError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
@@ -161,17 +162,18 @@ async def check_process_group(
     async def updated(swaps_after: Collection[int]) -> Checksum:
         trainer, group = make(InlineObjectStore(), HeldRows([s for batch in batches for s in batch.samples]))
         assert group.policy == batches[0].policy, f"the group must be of policy '{batches[0].policy}'"
-        await group.resume()
+        here, there = (Lease(place=place, holder=group.policy, because="the check") for place in range(2))
+        await group.resume(here)
         for number, batch in enumerate(batches):
             await accumulate(trainer, batch)
             if number in swaps_after:
                 await group.suspend()
                 await _refuses(TrainingError, accumulate(trainer, batches[-1]), "training without devices")
                 await _refuses(TrainingError, trainer.step(divisors), "an update without devices")
-                await group.resume()
+                await group.resume(there if number % 2 else here)
         assert (await trainer.step(divisors)).version == 1, "the gradient sums must come back with the state"
         await group.suspend()
-        await group.resume()
+        await group.resume(there)
         return (await trainer.publish(Version(1)))[1]
 
     undisturbed = await updated(())

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from flexmarl.cluster.allocation import Lease
 from flexmarl.records import PolicyName
 
 
@@ -17,10 +18,13 @@ class ProcessGroup(Protocol):
         """Whose they are."""
         ...
 
-    async def resume(self) -> None:
-        """Brings weights, optimiser state and gradient sums onto devices. Raises TrainingError."""
+    async def resume(self, lease: Lease) -> None:
+        """Brings weights, optimiser state and gradient sums onto the devices of the leased place.
+
+        They are the group's own until `suspend` returns. Raises TrainingError.
+        """
         ...
 
     async def suspend(self) -> None:
-        """Sets them aside in host memory and frees the devices. Raises TrainingError."""
+        """Sets them aside in host memory and frees the leased devices. Raises TrainingError."""
         ...

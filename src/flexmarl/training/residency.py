@@ -10,10 +10,13 @@ unblocked by   a session that needs nothing more, or leaves; a swap that has end
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Self
 
-from flexmarl.cluster.allocation import Places
+from flexmarl.cluster.allocation import Lease, Places
+from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import FlexmarlError, TrainingError, boundary
 from flexmarl.records import PolicyName
 from flexmarl.training.process_groups import ProcessGroup
@@ -39,7 +42,9 @@ def _ignore(swapped: Swapped) -> None:
 
 
 class Residency:
-    """Who is on training devices. An async context manager; a policy without a process group is always there.
+    """Who is on training devices. It swaps inside `async with residency.open():`.
+
+    A policy without a process group is always there.
 
     A swap that fails is raised by every later call, whose session is woken to make it.
 
@@ -61,19 +66,20 @@ class Residency:
         self._places = Places(min(settings.at_once or len(groups), len(groups)))
         self._standings = {policy: Standing(policy=policy) for policy in groups}
         self._wakes: dict[PolicyName, Callable[[], None]] = {}
-        self._tasks = asyncio.TaskGroup()
+        self._tasks: asyncio.TaskGroup | None = None
         self._swaps: list[asyncio.Task[None]] = []
         self._swapped = asyncio.Event()
         self._failure: FlexmarlError | None = None
 
-    async def __aenter__(self) -> "Residency":
-        await self._tasks.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for swap in self._swaps:
-            swap.cancel()
-        await self._tasks.__aexit__(None, None, None)
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        """Swaps inside the block; leaving it cancels the swaps under way."""
+        async with task_block() as self._tasks:
+            try:
+                yield self
+            finally:
+                for swap in self._swaps:
+                    swap.cancel()
 
     def join(self, policy: PolicyName, wake: Callable[[], None]) -> None:
         """Whom to wake when the policy has devices."""
@@ -167,27 +173,28 @@ class Residency:
             self._begin(swap)
 
     def _begin(self, swap: Swap) -> None:
+        assert self._tasks is not None, "policies that share devices need `async with residency.open():` around them"
         standing = self._standings[swap.policy]
         if swap.direction is Direction.RESUME:
             lease = self._places.lease(swap.policy)
             assert lease is not None, f"no place is free for '{swap.policy}'"
             standing.where = Where.COMING
         else:
+            lease = self._places.of(swap.policy)
             standing.where = Where.GOING
-        task = self._tasks.create_task(self._swap(swap, standing), name=f"{swap.direction}-{swap.policy}")
+        task = self._tasks.create_task(self._swap(swap, standing, lease), name=f"{swap.direction}-{swap.policy}")
         self._swaps.append(task)
         task.add_done_callback(self._swaps.remove)
 
-    async def _swap(self, swap: Swap, standing: Standing) -> None:
+    async def _swap(self, swap: Swap, standing: Standing, lease: Lease) -> None:
         group, began = self._groups[swap.policy], self._now()
         try:
             with boundary(TrainingError, f"policy '{swap.policy}': {swap.direction}"):
-                await (group.resume() if swap.direction is Direction.RESUME else group.suspend())
+                await (group.resume(lease) if swap.direction is Direction.RESUME else group.suspend())
         except FlexmarlError as error:
             self._fail(error)
             return
         ended = self._now()
-        (place,) = (lease.place for lease in self._places.leases if lease.holder == swap.policy)
         if swap.direction is Direction.RESUME:
             standing.where, standing.resume_s = Where.HERE, ended - began
         else:
@@ -198,7 +205,7 @@ class Residency:
             Swapped(
                 policy=swap.policy,
                 direction=swap.direction,
-                place=place,
+                place=lease.place,
                 because=swap.because,
                 began=began,
                 ended=ended,

@@ -216,7 +216,7 @@ class Forgetful(ScriptedEngine):
 def test_an_engine_that_leaves_a_request_without_an_answer_is_lost_rather_than_waited_for():
     async def scenario():
         spec = engine_spec(partial(Forgetful, say))
-        async with resident_of(spec) as resident, InferencePool({POLICY: [resident.remote]}) as pool:
+        async with resident_of(spec) as resident, InferencePool({POLICY: [resident.remote]}).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(name, max_tokens=1))) for name in "ab"]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             assert sorted(type(outcome).__name__ for outcome in outcomes) == ["EngineError", "Generation"]
@@ -262,7 +262,7 @@ def test_the_pool_moves_what_a_dead_resident_left_to_another_instance():
     async def scenario():
         async with inproc_cluster(crosses=True) as cluster:
             residents = await cluster.spawn([scripted(1.0, f"engine/solver/{n}") for n in range(2)])
-            async with InferencePool({POLICY: [resident.remote for resident in residents]}) as pool:
+            async with InferencePool({POLICY: [resident.remote for resident in residents]}).open() as pool:
                 calls = [asyncio.create_task(pool.generate(request(i, max_tokens=5))) for i in range(6)]
                 await asyncio.sleep(2.5)
                 cluster.kill("engine/solver/0")

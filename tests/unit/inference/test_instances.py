@@ -68,7 +68,7 @@ class Spare:
 async def serving(engines, *spare, start_s=10.0, **settings):
     """A pool at version 1, with spare engines."""
     respawn = Spare(*spare, start_s=start_s)
-    async with InferencePool({POLICY: engines}, PoolSettings(**settings), respawn=respawn) as pool:
+    async with InferencePool({POLICY: engines}, PoolSettings(**settings), respawn=respawn).open() as pool:
         respawn.listen(pool)
         await pool.load_weights(*V1)
         yield SimpleNamespace(pool=pool, spare=respawn)
@@ -177,7 +177,7 @@ def test_a_replacement_that_fails_counts_and_the_next_one_is_started(because):
         make = BROKEN[because]
         broken = make() if callable(make) else make
         spare = Spares(broken, Engine())
-        async with InferencePool({POLICY: [Engine()]}, PoolSettings(replacements=2), respawn=spare) as pool:
+        async with InferencePool({POLICY: [Engine()]}, PoolSettings(replacements=2), respawn=spare).open() as pool:
             spare.listen(pool)
             await pool.load_weights(*V1)
             pool.lose("solver/0", "killed")
@@ -336,7 +336,7 @@ def test_an_answer_of_a_version_with_another_checksum_is_played_again_elsewhere(
 
 def test_an_engine_that_claims_a_version_nobody_gave_it_is_lost():
     async def scenario():
-        async with InferencePool({POLICY: [Engine(version=3), Engine()]}) as pool:
+        async with InferencePool({POLICY: [Engine(version=3), Engine()]}).open() as pool:
             assert (await pool.generate(request("r"))).versions[0].version == 0
         assert pool.lost == {"solver/0": "EngineError: it answered with version 3, but has acknowledged 0"}
 

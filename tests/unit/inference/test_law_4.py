@@ -154,7 +154,7 @@ class Stage:
         self.pool.lose(name, "killed")
 
     async def play(self):
-        async with self.pool:
+        async with self.pool.open():
             await asyncio.gather(
                 *(self.publish(policy) for policy in POLICIES),
                 *(self.ask(number) for number in range(REQUESTS)),

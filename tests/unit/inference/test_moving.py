@@ -1,6 +1,7 @@
 """Instances change their policy on virtual time; every request is answered once, by its own policy."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ def play(scenario, *, solvers=2, judges=1, respawn=None, make=Movable, **setting
 
     async def main():
         engines = {SOLVER: [make(SOLVER) for _ in range(solvers)], JUDGE: [Movable(JUDGE) for _ in range(judges)]}
-        async with InferencePool(engines, PoolSettings(**settings), respawn=respawn) as pool:
+        async with InferencePool(engines, PoolSettings(**settings), respawn=respawn).open() as pool:
             at = SimpleNamespace(pool=pool, solvers=engines[SOLVER], judges=engines[JUDGE], moved=[], calls=[])
             pool.on_moved, pool.on_call = at.moved.append, at.calls.append
             await publish(pool)
@@ -93,6 +94,25 @@ def test_with_drain_the_instance_ends_first_what_it_runs():
     play(scenario, on_move="drain")
 
 
+class Finishes(Movable):
+    """Cannot go on with what another instance began."""
+
+    async def capabilities(self):
+        return replace(await super().capabilities(), continues=False)
+
+
+def test_where_no_other_engine_can_continue_its_requests_the_instance_ends_them_first():
+    async def scenario(at):
+        calls = [ask(at.pool, i) for i in range(2)]
+        await asyncio.sleep(4.5)
+        await at.pool.move("solver/1", to=JUDGE)
+        assert now() == 10.0
+        assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
+        assert all(not one.offset for one in at.solvers[0].requests)
+
+    play(scenario, make=Finishes, on_move="continue")
+
+
 def test_a_request_that_is_moved_keeps_its_patience_and_what_it_has():
     async def scenario(at):
         calls = [ask(at.pool, i, timeout_s=7.0) for i in range(2)]
@@ -138,7 +158,7 @@ def test_a_move_that_cannot_be_is_refused_and_changes_nothing(instance, to, beca
 
 def test_no_instance_moves_to_a_policy_without_weights_or_while_the_pool_sleeps():
     async def unpublished():
-        async with InferencePool({SOLVER: [Movable(SOLVER), Movable(SOLVER)], JUDGE: [Movable(JUDGE)]}) as pool:
+        async with InferencePool({SOLVER: [Movable(SOLVER), Movable(SOLVER)], JUDGE: [Movable(JUDGE)]}).open() as pool:
             await publish(pool, 1, SOLVER)
             with pytest.raises(EngineError, match="has published no weights that it could load"):
                 await pool.move("solver/0", to=JUDGE)
@@ -323,7 +343,9 @@ def test_a_move_goes_on_when_who_asked_for_it_is_gone():
 
 def test_leaving_the_pool_ends_a_move():
     async def main():
-        async with InferencePool({SOLVER: [Movable(SOLVER, load_s=5.0) for _ in "ab"], JUDGE: [Movable(JUDGE)]}) as p:
+        async with InferencePool(
+            {SOLVER: [Movable(SOLVER, load_s=5.0) for _ in "ab"], JUDGE: [Movable(JUDGE)]}
+        ).open() as p:
             await publish(p)
             moving = asyncio.create_task(p.move("solver/0", to=JUDGE))
             await asyncio.sleep(1.0)

@@ -31,7 +31,7 @@ def text(generation):
 def test_requests_of_one_tick_go_out_as_one_batch_per_instance():
     async def scenario():
         engines = [scripted(), scripted()]
-        async with InferencePool({POLICY: engines}) as pool:
+        async with InferencePool({POLICY: engines}).open() as pool:
             answers = await asyncio.gather(*(pool.generate(request(i, max_tokens=10)) for i in range(6)))
         assert [engine.batches for engine in engines] == [[3], [3]]
         assert [answer.request_id for answer in answers] == [str(i) for i in range(6)]
@@ -42,7 +42,7 @@ def test_requests_of_one_tick_go_out_as_one_batch_per_instance():
 
 def test_a_timeout_aborts_the_request_and_returns_what_it_has():
     async def scenario():
-        async with InferencePool({POLICY: [scripted()]}) as pool:
+        async with InferencePool({POLICY: [scripted()]}).open() as pool:
             slow, fast = await asyncio.gather(
                 pool.generate(request("slow", max_tokens=10), timeout_s=3.5),
                 pool.generate(request("fast", max_tokens=5)),
@@ -66,7 +66,7 @@ class Deaf(ScriptedEngine):
 def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period_and_is_lost():
     async def scenario():
         engine = Deaf(lambda one: "")
-        async with InferencePool({POLICY: [engine]}, PoolSettings(abort_grace_s=2.0)) as pool:
+        async with InferencePool({POLICY: [engine]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
             answer = await pool.generate(request("r"), timeout_s=3.0)
             assert pool.lost == {"solver/0": "it left an abort unanswered for 2 s"}
         assert (answer.finish, answer.response_ids.size, now()) == (FinishReason.ABORT, 0, 5.0)
@@ -77,7 +77,7 @@ def test_an_engine_that_does_not_even_answer_to_an_abort_costs_the_grace_period_
 
 def test_an_engine_that_keeps_what_its_caller_has_left_is_lost():
     async def scenario():
-        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)) as pool:
+        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
             left = asyncio.create_task(pool.generate(request("r")))
             await asyncio.sleep(1.0)
             left.cancel()
@@ -92,7 +92,7 @@ def test_an_engine_that_keeps_what_its_caller_has_left_is_lost():
 def test_cancelling_the_caller_aborts_its_request_and_no_other():
     async def scenario():
         engine = scripted()
-        async with InferencePool({POLICY: [engine]}) as pool:
+        async with InferencePool({POLICY: [engine]}).open() as pool:
             left = asyncio.create_task(pool.generate(request("left", max_tokens=10)))
             stays = asyncio.create_task(pool.generate(request("stays", max_tokens=4)))
             await asyncio.sleep(2.5)
@@ -108,7 +108,7 @@ def test_cancelling_the_caller_aborts_its_request_and_no_other():
 def test_requests_of_a_lost_instance_start_again_elsewhere_with_the_same_id_and_seed():
     async def scenario():
         lost, other = scripted(), scripted()
-        async with InferencePool({POLICY: [lost, other]}) as pool:
+        async with InferencePool({POLICY: [lost, other]}).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(i, seed=40 + i, max_tokens=10))) for i in range(4)]
             await asyncio.sleep(4.5)
             lost.fail("the GPU fell off the bus")
@@ -126,7 +126,7 @@ def test_requests_of_a_lost_instance_start_again_elsewhere_with_the_same_id_and_
 def test_when_the_last_instance_is_lost_every_caller_learns_why():
     async def scenario():
         engine = scripted()
-        async with InferencePool({POLICY: [engine]}) as pool:
+        async with InferencePool({POLICY: [engine]}).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(i))) for i in range(3)]
             await asyncio.sleep(1.5)
             engine.fail("power cut")
@@ -151,7 +151,7 @@ class Quitter(ScriptedEngine):
 def test_an_engine_that_breaks_the_contract_is_given_up_not_waited_for(broken):
     async def scenario():
         bad = broken(lambda one: "", checksum=lambda key: Checksum("wrong"))
-        async with InferencePool({POLICY: [bad, scripted()]}) as pool:
+        async with InferencePool({POLICY: [bad, scripted()]}).open() as pool:
             call = asyncio.create_task(pool.generate(request("r", max_tokens=10)))
             await asyncio.sleep(1)
             if broken is Deaf:
@@ -164,7 +164,7 @@ def test_an_engine_that_breaks_the_contract_is_given_up_not_waited_for(broken):
 
 def test_unknown_policies_are_named_with_those_there_are():
     async def scenario():
-        async with InferencePool({"verifier": [scripted()]}) as pool:
+        async with InferencePool({"verifier": [scripted()]}).open() as pool:
             with pytest.raises(EngineError, match=r"no policy 'solver' is served; there are: \['verifier'\]"):
                 await pool.generate(request("r"))
 
@@ -182,7 +182,7 @@ def test_a_pool_that_is_not_open_says_so():
 def test_leaving_the_pool_ends_every_waiting_call():
     async def scenario():
         engine = scripted()
-        async with InferencePool({POLICY: [engine]}) as pool:
+        async with InferencePool({POLICY: [engine]}).open() as pool:
             call = asyncio.create_task(pool.generate(request("r")))
             await asyncio.sleep(1.5)
         with pytest.raises(EngineError, match="not open"):
@@ -195,7 +195,7 @@ def test_leaving_the_pool_ends_every_waiting_call():
 @pytest.mark.parametrize("ticks", range(5))
 def test_leaving_the_pool_ends_a_call_however_far_it_has_come(ticks):
     async def scenario():
-        async with InferencePool({POLICY: [scripted()]}) as pool:
+        async with InferencePool({POLICY: [scripted()]}).open() as pool:
             call = asyncio.create_task(pool.generate(request("r")))
             for _ in range(ticks):
                 await asyncio.sleep(0)
@@ -214,7 +214,7 @@ def test_a_pool_that_is_torn_down_gives_out_nothing_more():
         raise Killed
 
     async def serve(engines, calls):
-        async with InferencePool({POLICY: engines}) as pool:
+        async with InferencePool({POLICY: engines}).open() as pool:
             pool.on_call = kill
             calls += [asyncio.create_task(pool.generate(request(i))) for i in range(6)]
             try:
@@ -241,7 +241,7 @@ def test_a_pool_that_is_torn_down_gives_out_nothing_more():
 def test_every_instance_loads_and_the_checksums_come_back():
     async def scenario():
         engines = [scripted(), scripted()]
-        async with InferencePool({POLICY: engines, "verifier": [scripted()]}) as pool:
+        async with InferencePool({POLICY: engines, "verifier": [scripted()]}).open() as pool:
             held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
             assert held == {"solver/0": "sum:k", "solver/1": "sum:k"}
             assert {name: use.version for name, use in (await pool.usage()).items()} == {
@@ -274,7 +274,7 @@ def refuse(key):
 )
 def test_an_instance_that_does_not_hold_the_version_is_deregistered_with_a_reason(make, reason):
     async def scenario():
-        async with InferencePool({POLICY: [scripted(), make()]}) as pool:
+        async with InferencePool({POLICY: [scripted(), make()]}).open() as pool:
             held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
             assert list(held) == ["solver/0"]
             assert reason in pool.lost["solver/1"]
@@ -287,7 +287,7 @@ def test_an_instance_that_does_not_hold_the_version_is_deregistered_with_a_reaso
 
 def test_a_version_that_nobody_holds_is_an_error():
     async def scenario():
-        async with InferencePool({POLICY: [scripted(checksum=refuse)]}) as pool:
+        async with InferencePool({POLICY: [scripted(checksum=refuse)]}).open() as pool:
             with pytest.raises(EngineError, match=r"no instance of 'solver' serves version 3: solver/0: .*no room"):
                 await pool.load_weights(POLICY, Version(3), ObjectKey("k"))
 
@@ -301,7 +301,7 @@ class Silent(ScriptedEngine):
 
 def test_the_load_of_an_instance_that_does_not_say_it_is_left_out():
     async def scenario():
-        async with InferencePool({POLICY: [Silent(lambda one: ""), scripted()]}) as pool:
+        async with InferencePool({POLICY: [Silent(lambda one: ""), scripted()]}).open() as pool:
             assert list(await pool.usage()) == ["solver/1"]
             assert now() == 5.0
 
@@ -315,7 +315,7 @@ def interrupted(pool, one, heard):
 def test_what_was_sampled_of_a_call_that_its_caller_left_is_told():
     async def scenario():
         heard: list[asyncio.Future] = []
-        async with InferencePool({POLICY: [scripted()]}) as pool:
+        async with InferencePool({POLICY: [scripted()]}).open() as pool:
             left = interrupted(pool, request("left", max_tokens=10), heard)
             await asyncio.sleep(2.5)
             left.cancel()
@@ -329,7 +329,7 @@ def test_what_was_sampled_of_a_call_that_its_caller_left_is_told():
 def test_of_an_engine_that_does_not_answer_to_an_abort_nothing_is_told_within_the_grace():
     async def scenario():
         heard: list[asyncio.Future] = []
-        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)) as pool:
+        async with InferencePool({POLICY: [Deaf(lambda one: "")]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
             left = interrupted(pool, request("left"), heard)
             await asyncio.sleep(1.0)
             left.cancel()
@@ -342,7 +342,7 @@ def test_of_an_engine_that_does_not_answer_to_an_abort_nothing_is_told_within_th
 def test_a_coroutine_that_is_thrown_away_aborts_its_request_too():
     async def scenario():
         heard: list[asyncio.Future] = []
-        async with InferencePool({POLICY: [scripted()]}) as pool:
+        async with InferencePool({POLICY: [scripted()]}).open() as pool:
             asking = pool.generate(request("left", max_tokens=10), interrupted=heard.append)
             asking.send(None)
             await asyncio.sleep(3.5)

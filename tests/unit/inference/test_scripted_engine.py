@@ -1,14 +1,23 @@
 """The scripted engine, and that the conformance suite notices engines which break the contract."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import FinishReason, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.inference import ScriptedEngine, check_inference_engine, utf8_text
+from flexmarl.testing.inference import (
+    FrozenEngine,
+    ScriptedEngine,
+    check_frozen_engine,
+    check_inference_engine,
+    utf8_text,
+)
 from tests.unit.inference.models import POLICY, request
 
 SCRIPT = "abcdefghijklmnop" * 4
@@ -62,6 +71,42 @@ class Dutiful(ScriptedEngine):
         return
 
 
+class Claims(ScriptedEngine):
+    """Claims what the frozen engine has not."""
+
+    load_weights = sleep = wake = None
+
+
+class Fickle(ScriptedEngine):
+    async def capabilities(self):
+        return EngineCapabilities(deterministic=not self.requests)
+
+
+class Muddled(ScriptedEngine):
+    """The company decides about the last bits."""
+
+    async def generate(self, requests):
+        async for one in super().generate(requests):
+            yield replace(one, logprobs=one.logprobs * np.float32(1 + 1e-6 * (len(requests) > 1)))
+
+
+class Restarts(ScriptedEngine):
+    """Says everything again to a request that another instance began."""
+
+    async def generate(self, requests):
+        async for one in super().generate([replace(asked, offset=0) for asked in requests]):
+            yield one
+
+
+class Shaped(ScriptedEngine):
+    """Its raw log-probabilities are those of the sampling distribution."""
+
+    async def generate(self, requests):
+        temperature = {asked.request_id: asked.sampling.temperature for asked in requests}
+        async for one in super().generate(requests):
+            yield replace(one, raw_logprobs=one.raw_logprobs / np.float32(temperature[one.request_id]))
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
@@ -71,11 +116,28 @@ class Dutiful(ScriptedEngine):
         (Immortal, "a closed engine must raise"),
         (Dutiful, "finish must be abort"),
         (Insomniac, "an abort must be heard|must not sample"),
+        (Claims, "its capabilities claim load_weights, which it does not have"),
+        (Fickle, "capabilities must be the same at every call"),
+        (Muddled, "claim that it is deterministic, but logprobs depend on the company"),
+        (Restarts, "claim that it continues what another instance began"),
+        (Shaped, "claim raw log-probabilities"),
     ],
 )
 def test_the_suite_notices_an_engine_that_breaks_the_contract(kind, complaint):
     with pytest.raises(AssertionError, match=complaint):
         run_virtual(check_inference_engine(make(kind), policy=POLICY, publish=publish))
+
+
+def test_the_frozen_engine_conforms():
+    async def make_frozen():
+        return FrozenEngine(lambda one: SCRIPT, latency_s=0.01)
+
+    run_virtual(check_frozen_engine(make_frozen, policy=POLICY, stop_text=utf8_text))
+
+
+def test_the_frozen_suite_is_not_for_an_engine_that_loads_weights():
+    with pytest.raises(AssertionError, match="must not claim that it loads weights"):
+        run_virtual(check_frozen_engine(make(), policy=POLICY))
 
 
 def test_a_load_in_the_middle_of_a_reply_is_recorded_at_its_token():

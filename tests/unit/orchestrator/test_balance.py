@@ -35,7 +35,7 @@ def play(scenario, *, rule="queue_gap", load_s=0.0, slots=4, max_running=None, *
         balance = BalanceSettings(rule=name, **changes)
         journal = MemoryJournal(asyncio.get_running_loop().time)
         engines = {SOLVER: [Movable(SOLVER) for _ in range(3)], JUDGE: [Movable(JUDGE)]}
-        async with InferencePool(engines, PoolSettings(max_running=max_running)) as pool:
+        async with InferencePool(engines, PoolSettings(max_running=max_running)).open() as pool:
             journal_pool(pool, journal)
             await publish(pool)
             for engine in engines[SOLVER]:

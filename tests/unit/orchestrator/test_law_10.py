@@ -170,7 +170,7 @@ class Stage:
             self.pool.lose(name, "its process was killed")
 
     async def play(self) -> None:
-        async with self.pool:
+        async with self.pool.open():
             await asyncio.gather(
                 self.publish(),
                 *(self.ask(number) for number in range(REQUESTS)),

@@ -249,7 +249,7 @@ def test_queues_go_into_the_journal_when_they_change():
 def test_calls_that_wait_in_the_pool_are_queued():
     async def scenario():
         journal, engines = MemoryJournal(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
-        async with InferencePool({SOLVER: engines}, PoolSettings(max_running=1)) as pool:
+        async with InferencePool({SOLVER: engines}, PoolSettings(max_running=1)).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(i))) for i in range(5)]
             await asyncio.sleep(1)
             await watched(monitor_of(Screen(), journal=journal, pool=pool), 0.1)

@@ -14,7 +14,7 @@ def waits(scenario, *, engines=1):
     async def main():
         journal = MemoryJournal(asyncio.get_running_loop().time)
         served = {SOLVER: [Movable(SOLVER) for _ in range(engines)], JUDGE: [Movable(JUDGE)]}
-        async with InferencePool(served, PoolSettings(max_running=1)) as pool:
+        async with InferencePool(served, PoolSettings(max_running=1)).open() as pool:
             journal_pool(pool, journal)
             await publish(pool)
             await scenario(pool)

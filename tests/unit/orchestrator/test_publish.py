@@ -82,7 +82,7 @@ async def train(trainer):
 def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_object_is_released():
     async def scenario():
         at = stage(ServedEngine, Late)
-        async with at.pool:
+        async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             await at.objects.get(ObjectKey("weights/solver/0"))
             await at.publisher.publish(SOLVER, await train(at.trainer))
@@ -102,7 +102,7 @@ def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instan
     async def scenario():
         await asyncio.sleep(5)
         at = stage(ServedEngine, Late)
-        async with at.pool:
+        async with at.pool.open():
             journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
             await at.pool.generate(request("r", prompt=(5, 6)))
@@ -124,7 +124,7 @@ def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instan
 def test_an_instance_that_holds_other_bytes_is_deregistered_and_the_rest_serve():
     async def scenario():
         at = stage(ServedEngine, Corrupt)
-        async with at.pool:
+        async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             assert list(await at.pool.usage()) == ["solver/0"]
         assert "but it holds torn" in at.pool.lost["solver/1"]
@@ -136,7 +136,7 @@ def test_an_instance_that_holds_other_bytes_is_deregistered_and_the_rest_serve()
 def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
     async def scenario():
         at = stage(ServedEngine, TooLate, spare={"solver/2": ServedEngine})
-        async with at.pool:
+        async with at.pool.open():
             journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
             await at.publisher.publish(SOLVER, await train(at.trainer))
@@ -160,7 +160,7 @@ def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
 def test_a_replacement_gets_the_newest_weights_however_long_ago_they_were_published():
     async def scenario():
         at = stage(ServedEngine, spare={"solver/1": ServedEngine})
-        async with at.pool:
+        async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             await at.publisher.publish(SOLVER, await train(at.trainer))
             await asyncio.sleep(10_000)
@@ -173,7 +173,7 @@ def test_a_replacement_gets_the_newest_weights_however_long_ago_they_were_publis
 def test_a_version_that_nobody_holds_is_not_acknowledged():
     async def scenario():
         at = stage(Corrupt, spare={"solver/1": Corrupt})
-        async with at.pool:
+        async with at.pool.open():
             version = await train(at.trainer)
             with pytest.raises(EngineError, match=r"no instance of .* version 1: solver/0: .* solver/1: "):
                 await at.publisher.publish(SOLVER, version)

@@ -190,7 +190,7 @@ def test_what_was_sampled_of_a_call_without_an_answer_is_in_its_row_which_ends_f
     async def scenario():
         store = new_store()
         pool, one = pool_player(team_of(workflow), store, fails=fails, timeout_s=timeout_s)
-        async with pool:
+        async with pool.open():
             episode = await one.play(GROUP, 0)
         assert episode.status is status
         (row,) = await store.get(["sum-1_1_g0e0a0"])
@@ -212,7 +212,7 @@ def test_the_answer_that_a_parser_breaks_on_is_in_its_row():
         team = team_of(answer)
         solver = replace(team.agents["solver"], parser=broken)
         pool, one = pool_player(replace(team, agents={**team.agents, "solver": solver}), store)
-        async with pool:
+        async with pool.open():
             episode = await one.play(GROUP, 0)
         assert "not what I know" in episode.reason
         (row,) = await store.get(["sum-1_0_g0e0a0"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
@@ -155,7 +156,7 @@ def test_set_aside_it_can_be_saved_but_not_trained(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="policy 'solver' holds no devices; resume its process group first"):
             await trainer.accumulate_batch(batch_of(random_samples(0)))
         await trainer.save(tmp_path)
-        await group.resume()
+        await group.resume(Lease(place=0, holder=SOLVER, because="nobody has been there"))
         assert now() == 4.0
         await trainer.accumulate_batch(batch_of([]))
         await group.suspend()

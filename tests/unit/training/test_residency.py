@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
@@ -38,11 +39,13 @@ class WatchedGroup(SimulatedProcessGroup):
         super().__init__(trainer)
         self._holders = holders
         self.most = 0
+        self.leases: list[Lease] = []
 
-    async def resume(self) -> None:
+    async def resume(self, lease: Lease) -> None:
         self._holders.append(self.policy)
         self.most = len(self._holders)
-        await super().resume()
+        self.leases.append(lease)
+        await super().resume(lease)
 
     async def suspend(self) -> None:
         await super().suspend()
@@ -163,7 +166,7 @@ def test_every_policy_updates_from_all_its_rows_whatever_shares_its_devices_and_
             for name, times in load.rows.items()
             for arrival in zip(times, rows_of(name, len(times)), strict=True)
         ]
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(arrivals[::2], closes=30.0)
             await stage.step(arrivals[1::2], closes=30.0)
             await stage.residency.suspend_all()
@@ -181,7 +184,7 @@ def test_every_policy_updates_from_all_its_rows_whatever_shares_its_devices_and_
 def test_the_state_comes_while_rows_still_arrive_so_that_the_swap_is_hidden() -> None:
     async def scenario(prefetch: bool) -> float:
         stage = Stage(["solver"], prefetch=prefetch)
-        async with stage.residency:
+        async with stage.residency.open():
             rows = rows_of("solver", 4)
             await stage.step([(float(at), sample) for at, sample in zip((0, 5, 9, 10), rows, strict=True)], closes=10.0)
         assert stage.because("solver", "resume") == [
@@ -193,10 +196,23 @@ def test_the_state_comes_while_rows_still_arrive_so_that_the_swap_is_hidden() ->
     assert run_virtual(scenario(False)) == 10 + 4.0 + 4 * 0.5 + 1 + 1
 
 
+def test_a_process_group_is_given_the_lease_of_the_place_that_the_swap_names() -> None:
+    async def scenario() -> None:
+        stage = Stage(["critic", "solver", "verifier"], at_once=2)
+        async with stage.residency.open():
+            await stage.step([*at_once(0, *(rows_of(name, 4) for name in ("critic", "solver", "verifier")))])
+        for policy, group in stage.groups.items():
+            resumed = [swap.place for swap in stage.swaps if (swap.policy, swap.direction) == (policy, "resume")]
+            assert resumed
+            assert [(lease.holder, lease.place) for lease in group.leases] == [(policy, place) for place in resumed]
+
+    run_virtual(scenario())
+
+
 def test_on_demand_a_policy_keeps_its_devices_until_another_one_needs_them() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1, prefetch=False)
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(at_once(0, rows_of("solver", 4)) + at_once(20, rows_of("verifier", 4)), closes=20.0)
         assert stage.told() == [
             ("solver", "resume", 0.0, 4.0),
@@ -214,7 +230,7 @@ def test_on_demand_a_policy_keeps_its_devices_until_another_one_needs_them() -> 
 def test_eagerly_a_policy_gives_its_devices_back_as_soon_as_nothing_is_ready() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1, suspend="eager", prefetch=False)
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(at_once(0, rows_of("solver", 4)), closes=20.0)
             assert stage.told() == [
                 ("solver", "resume", 0.0, 4.0),
@@ -233,7 +249,7 @@ def test_devices_are_left_with_the_publication_or_with_the_update_before_it(leav
 
     async def scenario() -> None:
         stage = Stage(["solver"], leave=leave, suspend="eager", prefetch=False)
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(at_once(0, rows_of("solver", 2)))
             await asyncio.sleep(5.0)
             assert stage.told()[1:] == [("solver", "suspend", left, left + 2.0)]
@@ -245,7 +261,7 @@ def test_devices_are_left_with_the_publication_or_with_the_update_before_it(leav
 def test_devices_with_nothing_on_the_way_go_to_the_policy_that_will_be_next() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1)
-        async with stage.residency:
+        async with stage.residency.open():
             verifier = rows_of("verifier", 4)
             late = [(20.0, verifier[0]), *at_once(30, verifier[1:])]
             await stage.step([*at_once(0, rows_of("solver", 4)), *late], closes=40.0)
@@ -258,7 +274,7 @@ def test_devices_with_nothing_on_the_way_go_to_the_policy_that_will_be_next() ->
 def test_a_policy_that_always_has_work_gives_way_to_one_that_has_waited_long_enough() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1)
-        async with stage.residency:
+        async with stage.residency.open():
             rows = at_once(0, rows_of("solver", 120)) + at_once(1, rows_of("verifier", 4))
             await stage.step(rows, closes=200.0)
         first = next(s for s in stage.swaps if s.policy == "verifier")
@@ -271,7 +287,7 @@ def test_a_policy_that_always_has_work_gives_way_to_one_that_has_waited_long_eno
 def test_most_ready_work_per_second_comes_first() -> None:
     async def scenario() -> None:
         stage = Stage(["critic", "solver", "verifier"], at_once=1, prefetch=False)
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(at_once(0, *(rows_of(name, 1) for name in stage.policies)))  # now all swaps are known
             stage.swaps.clear()
             await stage.step(at_once(0, rows_of("verifier", 4, 1), rows_of("solver", 12, 1), rows_of("critic", 4, 1)))
@@ -284,7 +300,7 @@ def test_most_ready_work_per_second_comes_first() -> None:
 def test_a_policy_comes_back_to_its_own_place() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=2, suspend="eager", prefetch=False)
-        async with stage.residency:
+        async with stage.residency.open():
             rows = at_once(0, rows_of("solver", 4)) + at_once(0.5, rows_of("verifier", 4))
             await stage.step(rows, closes=60.0)
         assert {(s.policy, s.place) for s in stage.swaps} == {("solver", 0), ("verifier", 1)}
@@ -295,7 +311,7 @@ def test_a_policy_comes_back_to_its_own_place() -> None:
 def test_devices_are_kept_from_the_end_of_the_step_until_the_session_leaves() -> None:
     async def scenario() -> None:
         stage = Stage(["solver", "verifier"], at_once=1)
-        async with stage.residency:
+        async with stage.residency.open():
             await stage.step(at_once(0, rows_of("solver", 4), rows_of("verifier", 4)))
         left, taken = stage.left[PolicyName("solver")], [s.began for s in stage.swaps if s.policy == "solver"]
         assert (left, taken) == (8.0, [0.0, 8.0]), "the verifier waits for the publication"
@@ -306,7 +322,7 @@ def test_devices_are_kept_from_the_end_of_the_step_until_the_session_leaves() ->
 def test_suspending_all_while_a_session_trains_is_an_error() -> None:
     async def scenario() -> None:
         stage = Stage(["solver"])
-        async with stage.residency:
+        async with stage.residency.open():
             training = asyncio.create_task(stage.step(at_once(0, rows_of("solver", 4))))
             await asyncio.sleep(5)
             with pytest.raises(TrainingError, match="policy 'solver' is holding on training devices; its session must"):
@@ -329,7 +345,7 @@ def test_a_trainer_that_is_sent_work_ahead_ends_it_before_it_gives_way() -> None
             ahead=True,
             residency=stage.residency,
         )
-        async with stage.residency:
+        async with stage.residency.open():
             rows = at_once(0, rows_of("solver", 120)) + at_once(1, rows_of("verifier", 4))
             await stage.step(rows, closes=200.0)
         assert len([s for s in stage.swaps if s.policy == "solver" and s.direction == "resume"]) > 1
@@ -340,7 +356,7 @@ def test_a_trainer_that_is_sent_work_ahead_ends_it_before_it_gives_way() -> None
 def test_a_swap_that_fails_ends_the_session_that_waits_for_it() -> None:
     async def scenario() -> None:
         stage = Stage(["solver"])
-        async with stage.residency:
+        async with stage.residency.open():
             training = asyncio.create_task(stage.step(at_once(0, rows_of("solver", 4))))
             await asyncio.sleep(2)
             stage.trainers[PolicyName("solver")].fail("the machine is gone")
@@ -355,7 +371,7 @@ def test_leaving_the_block_ends_the_swaps_under_way() -> None:
     async def scenario() -> None:
         stage = Stage(["solver"])
         with suppress(TimeoutError):
-            async with stage.residency, asyncio.timeout(1):
+            async with stage.residency.open(), asyncio.timeout(1):
                 await stage.step(at_once(0, rows_of("solver", 4)))
         assert now() == 1.0
         assert stage.swaps == []

@@ -22,6 +22,7 @@ from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.stops import Decode
 from flexmarl.inference.engines import FIRST_VERSION, EngineParts
+from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
@@ -58,6 +59,9 @@ class EmbeddedEngine:
         self._use = core.use()
         self._tokens_per_s = 0.0
         self._closed = ""
+        self._capabilities = EngineCapabilities(
+            loads_weights=True, sleeps=True, deterministic=deterministic, continues=True, raw_logprobs=True
+        )
 
     async def __aenter__(self) -> "EmbeddedEngine":
         return self
@@ -112,6 +116,10 @@ class EmbeddedEngine:
             queued_tokens=self._use.queued_tokens + sum(new),
             tokens_per_s=self._tokens_per_s,
         )
+
+    async def capabilities(self) -> EngineCapabilities:
+        """All of them; deterministic if it was made so."""
+        return self._capabilities
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
         """Gets the object and swaps the weights between two turns; returns the checksum of what is served."""
