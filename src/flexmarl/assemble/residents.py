@@ -68,6 +68,7 @@ class Materials:
                 thread=self.thread or DeviceThread(f"engine-{policy}"),
                 device=self.device,
                 deterministic=self.settings.deterministic,
+                verify=self.settings.objects.level(self.settings.cluster.device),
             )
             # Who needs weights of its own implements the whole of WeightedEngine; see `capabilities`.
             engine: Any = make_engine(self.settings.policies[policy].engine, parts)

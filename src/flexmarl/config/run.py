@@ -17,6 +17,7 @@ from flexmarl.credit.keys import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types
+from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
@@ -89,6 +90,7 @@ class RunSettings(Settings):
     pool: PoolSettings = PoolSettings()
     balance: BalanceSettings = BalanceSettings()
     process_groups: ProcessGroupSettings = ProcessGroupSettings()
+    objects: ObjectSettings = ObjectSettings()
     store: StoreSettings = StoreSettings()
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()

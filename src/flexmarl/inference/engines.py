@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 from flexmarl.cluster.device_thread import DeviceThread
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.objects.interface import ObjectStore
+from flexmarl.objects.settings import Verify
 from flexmarl.records import PolicyName, Version
 
 FIRST_VERSION = Version(0)
@@ -27,6 +28,8 @@ class EngineParts:
     """Where the model lives: `cpu`, `cuda` or `cuda:1`."""
     deterministic: bool = False
     """Whether a request must get the same bits in any company (law 6)."""
+    verify: Verify = "full"
+    """The checksum that a load returns: of every byte that is served, or of names, dtypes and shapes."""
     version: Version = FIRST_VERSION
 
 

@@ -26,7 +26,7 @@ from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.observed import LoadRecord, PoolObservers
 from flexmarl.inference.routing import Router
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum
+from flexmarl.objects.interface import Checksum, vouches
 from flexmarl.records import PolicyName
 
 Respawn = Callable[[PolicyName, str], Awaitable[InferenceEngine]]
@@ -226,7 +226,7 @@ class Instances:
         except Exception as error:
             # Whatever an engine raises, it is the engine that is lost, not the run.
             return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"
-        if weights.expected not in (None, held):
+        if weights.expected is not None and not vouches(held, weights.expected):
             return f"{what} has checksum {weights.expected}, but it holds {held}"
         instance.version, instance.holds, instance.checksum = weights.version, weights, held
         self._observers.on_loaded(

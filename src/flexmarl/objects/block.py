@@ -1,15 +1,15 @@
 """Tensors on a block of bytes, laid out by the packing rule: copied in once, viewed without copying."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 
-from flexmarl.objects.interface import TensorTree
 from flexmarl.objects.packing import Layout, TensorFacts, plan
 
 
-def layout_of(tree: TensorTree) -> Layout:
+def layout_of(tree: Mapping[str, torch.Tensor]) -> Layout:
     """The layout of a tree's tensors, wherever they live."""
     return plan(
         {
@@ -32,7 +32,14 @@ def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor
     return tree
 
 
-def copy_in(tree: TensorTree, into: TensorTree) -> None:
+def bytes_of(block: Any, offset: int, num_bytes: int) -> torch.Tensor:
+    """So many bytes of a block, without copying."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+
+def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
     """Copies every tensor to its view: straight from its device, and contiguous afterwards."""
     with torch.no_grad():
         for name, view in into.items():

@@ -1,6 +1,5 @@
 """Location-agnostic Set/Get (FlexMARL section 7): who asks does not know where the bytes are."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -8,11 +7,13 @@ from typing import NewType, Protocol
 import torch
 
 from flexmarl.errors import FlexmarlError
+from flexmarl.objects.block import layout_of
+from flexmarl.objects.digest import facts_digest, tree_sums, whole_digest
 
 ObjectKey = NewType("ObjectKey", str)
 """Names one immutable object, e.g. `weights/solver/3`."""
 Checksum = NewType("Checksum", str)
-"""Hex digest over names, dtypes, shapes and bytes of a tensor tree."""
+"""Digest of a tensor tree, in hex: `{names, dtypes and shapes}:{bytes}`, or the first part alone (digest.py)."""
 TensorTree = Mapping[str, torch.Tensor]
 
 
@@ -21,17 +22,27 @@ class ObjectError(FlexmarlError):
 
 
 def checksum(tree: TensorTree) -> Checksum:
-    """128-bit BLAKE2b over the tensors in name order, wherever they live.
+    """The whole digest of the tensors, wherever they live; equal trees have equal ones.
 
     >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2, 1)})
     False
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tree):
-        tensor = tree[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return Checksum(digest.hexdigest())
+    layout = layout_of(tree)
+    return Checksum(whole_digest(layout, tree_sums(tree, layout)))
+
+
+def names_checksum(tree: TensorTree) -> Checksum:
+    """The digest of names, dtypes and shapes alone; reads no tensor."""
+    return Checksum(facts_digest(layout_of(tree)))
+
+
+def vouches(held: Checksum, expected: Checksum) -> bool:
+    """Whether who states `held` holds what `expected` is of, as far as `held` goes.
+
+    >>> vouches(Checksum("ab"), Checksum("ab:cd")), vouches(Checksum("ab:cc"), Checksum("ab:cd"))
+    (True, False)
+    """
+    return held == expected or held == expected.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from flexmarl.errors import EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.interface import ObjectKey
+from flexmarl.objects.interface import ObjectKey, checksum
 from flexmarl.records import FinishReason, Version
 from flexmarl.testing.inference import check_inference_engine
 from tests.unit.inference import models as tiny
@@ -26,7 +27,7 @@ class World:
     def __init__(self):
         self.store, self.thread = InlineObjectStore(), DeviceThread("test")
 
-    def engine(self, *, deterministic=False, **changes):
+    def engine(self, *, deterministic=False, verify="full", **changes):
         parts = EngineParts(
             policy=POLICY,
             make_model=tiny.qwen3,
@@ -34,6 +35,7 @@ class World:
             store=self.store,
             thread=self.thread,
             deterministic=deterministic,
+            verify=verify,
         )
         engine = make_engine(tiny.settings(**changes), parts)
         assert isinstance(engine, EmbeddedEngine)
@@ -125,6 +127,21 @@ def test_weights_change_between_turns_and_running_requests_record_it():
             versions = (await reader)["r"].versions
             assert [run.version for run in versions] == [0, 1]
             assert versions[1].start >= 5
+
+    in_world(scenario)
+
+
+def test_with_verify_names_it_vouches_for_names_and_shapes_alone_and_the_pool_takes_that():
+    async def scenario(world):
+        engine = world.engine(verify="names")
+        key, published = await world.publish()
+        async with InferencePool({POLICY: [engine]}).open() as pool:
+            held = await pool.load_weights(POLICY, Version(1), key, published)
+            assert held == {"solver/0": published.partition(":")[0]}
+            other = checksum({"another": tiny.torch.zeros(1)})
+            with pytest.raises(EngineError, match="version 2 has checksum"):
+                await pool.load_weights(POLICY, Version(2), key, other)
+        await engine.close()
 
     in_world(scenario)
 

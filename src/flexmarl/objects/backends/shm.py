@@ -20,8 +20,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from flexmarl.objects.block import copy_in, layout_of, views
-from flexmarl.objects.interface import ObjectError, ObjectKey, ObjectMeta, TensorTree, checksum
+from flexmarl.objects.block import bytes_of, copy_in, layout_of, views
+from flexmarl.objects.digest import part_sums, whole_digest
+from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree
 from flexmarl.objects.packing import ALIGNMENT, Layout
 
 _LENGTH_BYTES = 8
@@ -81,9 +82,10 @@ class ShmObjectStore:
         with self._file(key, begin + layout.num_bytes) as block:
             block[:_LENGTH_BYTES] = len(index).to_bytes(_LENGTH_BYTES, "little")
             block[_LENGTH_BYTES : _LENGTH_BYTES + len(index)] = index
-            held = views(layout, block, begin)
-            copy_in(tree, held)
-            return ObjectMeta(key, layout.num_bytes, checksum(held))
+            copy_in(tree, views(layout, block, begin))
+            # Of all tensors in one piece: what lies between them is 0, as the file is new.
+            sums = part_sums(bytes_of(block, begin, layout.num_bytes), 0)
+            return ObjectMeta(key, layout.num_bytes, Checksum(whole_digest(layout, sums)))
 
     @contextmanager
     def _file(self, key: ObjectKey, num_bytes: int) -> Iterator[mmap.mmap]:

@@ -26,6 +26,7 @@ from flexmarl.inference.backends.embedded.weights import swap_weights
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, TensorTree
+from flexmarl.objects.settings import Verify
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -98,12 +99,14 @@ class EngineCore:
         deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
+        verify: Verify = "full",
     ) -> None:
         """Takes the model over: it gets `slot_attention`, the settings' dtype, and the device.
 
         `deterministic`: a request gets the same bits in any company, by fixed shapes and unbatched prefill.
         """
         self._settings = settings
+        self._verify: Verify = verify
         self._deterministic = deterministic
         self._device = device
         num_kept = settings.num_kept(deterministic=deterministic)
@@ -169,7 +172,7 @@ class EngineCore:
 
     def load(self, version: Version, tree: TensorTree) -> Checksum:
         """Swaps the weights; running requests keep their keys and values, and their version runs tell."""
-        held = swap_weights(self._model, tree)
+        held = swap_weights(self._model, tree, self._verify)
         self._kept.clear()
         self.version = version
         for row, run in enumerate(self._running):

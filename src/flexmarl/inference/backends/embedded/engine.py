@@ -25,6 +25,7 @@ from flexmarl.inference.engines import FIRST_VERSION, EngineParts
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
 _Answers = asyncio.Queue[Generation | EngineError]
@@ -45,10 +46,17 @@ class EmbeddedEngine:
         deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
+        verify: Verify = "full",
     ) -> None:
         """The model is the engine's own from here on; `decode` (ids to text) is needed for stop strings only."""
         core = EngineCore(
-            make_model(), settings, device=device, deterministic=deterministic, decode=decode, version=version
+            make_model(),
+            settings,
+            device=device,
+            deterministic=deterministic,
+            decode=decode,
+            version=version,
+            verify=verify,
         )
         self._core: EngineCore | None = core
         self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
@@ -147,7 +155,7 @@ class EmbeddedEngine:
             self._closed = f"the engine of '{self._policy}' is closed"
             self._go_on()
         if self._pump_task is not None:
-            await self._pump_task
+            await asyncio.wait([self._pump_task])  # Not the task itself: who is cancelled here would cancel it.
         self._core = None
 
     def _open_core(self) -> EngineCore:
@@ -242,4 +250,5 @@ def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngin
         deterministic=parts.deterministic,
         decode=parts.decode,
         version=parts.version,
+        verify=parts.verify,
     )

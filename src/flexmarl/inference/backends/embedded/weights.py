@@ -3,11 +3,14 @@
 import torch
 
 from flexmarl.errors import EngineError
-from flexmarl.objects.interface import Checksum, TensorTree, checksum
+from flexmarl.objects.interface import Checksum, TensorTree, checksum, names_checksum
+from flexmarl.objects.settings import Verify
 
 
-def swap_weights(model: torch.nn.Module, tree: TensorTree) -> Checksum:
+def swap_weights(model: torch.nn.Module, tree: TensorTree, verify: Verify = "full") -> Checksum:
     """Copies the tree into the model and returns the checksum of the model's own tensors under the tree's names.
+
+    With `verify: names` that of their names, dtypes and shapes, which reads no tensor.
 
     Names are those of `model.state_dict()`. Tied tensors (an `lm_head` that is the embedding) may come under one of
     their names or under all of them, then with equal values. Raises EngineError before anything is changed.
@@ -23,7 +26,8 @@ def swap_weights(model: torch.nn.Module, tree: TensorTree) -> Checksum:
     with torch.no_grad():
         for name, tensor in tree.items():
             held[name].copy_(tensor)
-    return checksum({name: held[name] for name in tree})
+    served = {name: held[name] for name in tree}
+    return checksum(served) if verify == "full" else names_checksum(served)
 
 
 def _check_names(held: TensorTree, tree: TensorTree) -> None:
@@ -46,4 +50,5 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equality that also holds for NaN; tied weights mostly share memory, and then it is free."""
     if left.data_ptr() == right.data_ptr() and left.shape == right.shape:
         return True
-    return checksum({"": left}) == checksum({"": right})
+    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(one, other)

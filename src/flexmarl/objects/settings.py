@@ -1,0 +1,31 @@
+"""What can be chosen about published weights."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from flexmarl.settings import Settings
+
+Verify = Literal["full", "names"]
+"""How much of a version an engine checks itself."""
+
+
+class ObjectSettings(Settings):
+    """How published weights are checked."""
+
+    verify: Literal["auto", "full", "names"] = Field(
+        default="auto",
+        description="What an engine checks before it serves a version. full: a digest of every byte that it holds; "
+        "names: names, dtypes and shapes, while the object store's digest vouches for the bytes that it gave out. "
+        "auto: full on a CPU, names on accelerators.",
+    )
+
+    def level(self, device: str) -> Verify:
+        """What engines on this device check.
+
+        >>> ObjectSettings().level("cpu"), ObjectSettings().level("cuda:0")
+        ('full', 'names')
+        """
+        if self.verify == "auto":
+            return "full" if device == "cpu" else "names"
+        return self.verify
