@@ -1,5 +1,7 @@
 """A team of level L2: one base, and an adapter for each agent, through the command line."""
 
+import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flexmarl import cli
+from flexmarl.experience.backends.durable import DurableStore
+
+RELAY = Path(__file__).parents[2] / "examples" / "relay" / "cpu.yaml"
 
 
 @pytest.fixture
@@ -52,3 +57,50 @@ def test_x2_each_policy_trains_its_own_adapter_and_nothing_else(run: Path, small
         merged = AutoModelForCausalLM.from_pretrained(run.parents[1] / "exported" / policy).state_dict()
         changed = {name for name, tensor in base.items() if not torch.equal(tensor, merged[name])}
         assert changed == {name for name in base if name.endswith("_proj.weight")}
+
+
+def test_a_run_that_publishes_adapters_alone_samples_and_learns_the_same_as_one_that_publishes_merged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    checksums: dict[str, dict[tuple[str, int], str]] = {}
+
+    def sampled(publish: str) -> tuple[list[tuple[str, list[int]]], dict[str, torch.Tensor]]:
+        """(sample id and sampled tokens of every call, the adapters after three updates)."""
+        training = f"{{lora: {{rank: 4}}, publish: {publish}, optimizer: {{learning_rate: 5e-2}}}}"
+        words = ["train", str(RELAY), f"policies.speaker.training={training}", f"policies.listener.training={training}"]
+        words += ["deterministic=true", "steps=3", "batch.groups=4", "batch.episodes=4", "evaluate.tasks=0"]
+        words += ["checkpoint.every=3", f"out={tmp_path / publish}", f"name={publish}"]
+        monkeypatch.setattr(sys, "argv", ["flexmarl", *words])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert not stopped.value.code
+        folder = Path(capsys.readouterr().out.splitlines()[-1])
+        events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+        checksums[publish] = {
+            (event["policy"], event["version"]): event["checksum"] for event in events if event["event"] == "published"
+        }
+        store = DurableStore.open(folder / "experience.sqlite")
+
+        async def rows() -> list[tuple[str, list[int]]]:
+            found = await store.query("SELECT sample_id FROM samples ORDER BY sample_id")
+            calls = await store.get([sample_id for (sample_id,) in found.rows])
+            await store.close()
+            return [(row.sample_id, row.values["response_ids"].tolist()) for row in calls]
+
+        step = folder / "checkpoints" / "step-00003"
+        adapters = {
+            f"{policy}/{name}": tensor
+            for policy in ("speaker", "listener")
+            for name, tensor in load_file(step / policy / "weights.safetensors").items()
+        }
+        return asyncio.run(rows()), adapters
+
+    (merged_rows, merged), (adapter_rows, adapter) = sampled("merged"), sampled("adapter")
+    assert len(merged_rows) >= 3 * 4 * 4 * 2
+    assert len(checksums["merged"]) == len(checksums["adapter"]) == 2 * 4, "versions 0 to 3 of two policies"
+    assert not {*checksums["merged"].values()} & {*checksums["adapter"].values()}, "one of them published the other's"
+    assert adapter_rows == merged_rows
+    assert all(torch.equal(adapter[name], tensor) for name, tensor in merged.items())
+    assert all(tensor.abs().sum() > 0 for name, tensor in merged.items() if "lora_B" in name)

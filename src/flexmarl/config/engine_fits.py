@@ -34,6 +34,11 @@ def _misfits(settings: RunSettings, policy: PolicyName, can: EngineCapabilities)
             f"mode is 'colocated', in which engines of trained policies give their devices up, but {engine} does not "
             f"sleep; use an engine that does (type: embedded), or mode=sync"
         )
+    if trained and settings.policies[policy].training.publish == "adapter" and not can.adapters:
+        yield (
+            f"policies.{policy}.training.publish is 'adapter', but {engine} takes whole weights only; use an engine "
+            f"that takes adapters (type: embedded), or publish=merged"
+        )
     if settings.deterministic and not can.deterministic:
         yield (
             f"deterministic is true, but {engine} does not compute a request with the same bits in any company; use "

@@ -27,6 +27,9 @@ class EngineCapabilities:
     raw_logprobs: bool = False
     """`Generation.raw_logprobs` are of the model's own distribution at any temperature and filter. Without, they are
     those of the sampling distribution, and a trained policy must be sampled at temperature 1 without filters."""
+    adapters: bool = False
+    """`load_weights` also takes an adapter alone (objects/adapter.py), over the model that the engine began with, and
+    returns the checksum of both: `training.publish: adapter` needs that."""
 
 
 class InferenceEngine(Protocol):

@@ -36,7 +36,7 @@ from flexmarl.simulator.loads import Loads
 from flexmarl.simulator.replies import Responder, reply_to
 
 ALL_CAPABILITIES = EngineCapabilities(
-    loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True
+    loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True, adapters=True
 )
 
 

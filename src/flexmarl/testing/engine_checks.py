@@ -42,12 +42,14 @@ async def check_inference_engine(
     stop_text: Callable[[Sequence[int]], str] | None = None,
     seeded: bool = True,
     publish: Publish | None = None,
+    publish_adapter: Publish | None = None,
 ) -> None:
     """Puts a fresh engine through every clause of the contract; raises AssertionError with the one it breaks.
 
     What its capabilities claim is checked too. The engine must be able to generate at least 64 tokens after `prompt`.
     `stop_text` decodes its ids, if it knows stop strings; `seeded` says that temperature-1 sampling follows the
-    request's seed; `publish` sets other weights in the engine's object store, for an engine that loads weights.
+    request's seed; `publish` sets other weights in the engine's object store, for an engine that loads weights,
+    `publish_adapter` an adapter of the weights that it began with, for one that takes adapters.
     """
     check = _Check(policy, np.asarray(prompt, np.int32), seeded=seeded)
     for clause in (
@@ -80,6 +82,13 @@ async def check_inference_engine(
         await _on_fresh(make_engine, partial(check.loads_weights, published=published))
         if can.sleeps:
             await _on_fresh(make_engine, partial(check.loads_weights_asleep, published=published))
+    if publish_adapter is not None:
+        assert can.adapters, "`publish_adapter` is for an engine whose capabilities say that it takes adapters"
+        adapter = await publish_adapter()
+        await _on_fresh(make_engine, partial(check.loads_weights, published=adapter))
+        await _on_fresh(make_engine, partial(check.takes_an_adapter_again, published=adapter))
+        if can.sleeps:
+            await _on_fresh(make_engine, partial(check.loads_weights_asleep, published=adapter))
     await check.closes(await make_engine())
 
 
@@ -288,6 +297,19 @@ class _Check:
             await weighted.load_weights(self._policy, Version(8), ObjectKey("no/such/object"))
         except (EngineError, KeyError):
             assert (await engine.usage()).version == 7, "a failed load must leave the old version"
+
+    async def takes_an_adapter_again(self, engine: InferenceEngine, published: Published) -> None:
+        """An adapter is over the base, not over the one before it: twice the same one serves the same tokens."""
+        weighted, (key, expected) = self._weighted(engine), published
+        answers: list[Generation] = []
+        for version in (1, 2):
+            held = await weighted.load_weights(self._policy, Version(version), key)
+            assert held == expected, f"the engine must hold the adapter and its base: {expected}, got {held}"
+            answers += await self._all(engine, [self._request(f"v{version}", seed=4, max_tokens=16)])
+        first, second = answers
+        once = "an adapter that is loaded twice must serve as if it were loaded once"
+        assert first.response_ids.tolist() == second.response_ids.tolist(), once
+        assert np.allclose(first.logprobs, second.logprobs, atol=1e-4), once
 
     async def sleeps(self, engine: InferenceEngine) -> None:
         """What runs stands still, what comes waits, both go on as if nothing had been; an abort is heard asleep."""

@@ -128,7 +128,7 @@ class ScriptedEngine:
     async def capabilities(self) -> EngineCapabilities:
         """All of them."""
         return EngineCapabilities(
-            loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True
+            loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True, adapters=True
         )
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:

@@ -54,6 +54,11 @@ class TrainingSettings(UpdateSettings):
     lora: LoraSettings | None = Field(
         default=None, description="Train an adapter and leave the weights as they are; null trains all of them."
     )
+    publish: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="With lora, what engines get: merged weights, whole and under the base's names; or the adapter "
+        "alone, far smaller, which the engine must take (the embedded one does) and merges itself.",
+    )
     kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")
     entropy_coef: float = Field(
         default=0.0,
@@ -88,6 +93,14 @@ class TrainingSettings(UpdateSettings):
     accumulation_scale: float = Field(
         default=1.0, gt=0, description="The constant kappa that gradient sums carry until the step divides it out."
     )
+
+    @model_validator(mode="after")
+    def _there_is_an_adapter_to_publish(self) -> Self:
+        if self.publish == "adapter" and self.lora is None:
+            raise ValueError(
+                "publish is 'adapter', but lora is null, so that there is none; use lora: {rank: 16}, or publish=merged"
+            )
+        return self
 
     @model_validator(mode="after")
     def _terms_share_a_divisor(self) -> Self:

@@ -17,7 +17,9 @@ from flexmarl.testing.inference import FrozenEngine, ScriptedEngine
 from flexmarl.testing.run import ScriptedRun, ServedEngine
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
-ALL = EngineCapabilities(loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True)
+ALL = EngineCapabilities(
+    loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True, adapters=True
+)
 
 
 class Limited(ServedEngine):
@@ -51,9 +53,8 @@ class Replacing(ScriptedRun):
 
 def run_with(policy, engine, spare=None, **sections):
     """A run of a trained solver and a frozen judge, one of which has this engine, or one that can do all but this."""
-    run = Replacing(
-        agents={"solver": "solver", "judge": "judge"}, policies={"judge": {"trainable": False}}, steps=3, **sections
-    )
+    policies = {"judge": {"trainable": False}, **sections.pop("policies", {})}
+    run = Replacing(agents={"solver": "solver", "judge": "judge"}, policies=policies, steps=3, **sections)
     run.spare = spare
     run.engines[policy] = [Limited(run.objects, **engine) if isinstance(engine, dict) else engine]
     return run
@@ -86,6 +87,11 @@ def test_a_frozen_engine_that_is_lost_is_replaced_by_another_one():
     [
         (frozen(), {}, r"policies\.solver\.trainable is true, but .* does not load weights"),
         ({"sleeps": False}, {"mode": "colocated"}, "mode is 'colocated', .* does not sleep"),
+        (
+            {"adapters": False},
+            {"policies": {"solver": {"training": {"lora": {}, "publish": "adapter"}}}},
+            r"policies\.solver\.training\.publish is 'adapter', but .* takes whole weights only",
+        ),
         ({"deterministic": False}, {"deterministic": True}, "deterministic is true, but the engine of"),
         (
             {"raw_logprobs": False},

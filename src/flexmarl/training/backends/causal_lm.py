@@ -169,10 +169,11 @@ def unbounded(tensors: Mapping[str, Tensor]) -> list[str]:
 
     One fused reduction that reads each number once: a third of the time of a fused AdamW step.
     """
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors.values()])
+    numbers = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    norms = torch._foreach_norm(list(numbers.values()))
     if not norms or torch.stack([norm.double() for norm in norms]).isfinite().all():
         return []
-    return [name for name, norm in zip(tensors, norms, strict=True) if not norm.isfinite()]
+    return [name for name, norm in zip(numbers, norms, strict=True) if not norm.isfinite()]
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:

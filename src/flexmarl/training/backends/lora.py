@@ -1,8 +1,8 @@
-"""peft's LoRA layers in a model: the adapter is trained, the base never changes, and the world sees merged weights.
+"""peft's LoRA layers in a model: the adapter is trained, and the base never changes.
 
 base W ── frozen ──────────────┐
-adapter A, B ── trained        ├──► published: W + (alpha / rank) B A, under the base's names
-  │                            │    exported:  the same, or the adapter alone
+adapter A, B ── trained        ├──► published: W + (alpha / rank) B A, under the base's names, or the adapter alone
+  │                            │    exported:  the same choice
   └── gradients, optimiser, checkpoints
 """
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.errors import ConfigError, boundary
+from flexmarl.objects.adapter import PublishedAdapter
+from flexmarl.objects.interface import Checksum, checksum
 from flexmarl.training.backends.causal_lm import unique_tensors
 from flexmarl.training.lora import LoraSettings
 
@@ -37,6 +39,7 @@ class Adapter:
         Raises ConfigError where `target_modules` fits no linear layer, or one whose weight is another's too.
         """
         self._model, self.settings = model, settings
+        self._base: Checksum | None = None
         targets = settings.target_modules
         self._config = LoraConfig(
             r=settings.rank,
@@ -68,6 +71,31 @@ class Adapter:
         for name, tensor in unique_tensors(self._model):
             if ".lora_" not in name:
                 yield name.replace(BASE, ""), _merged(layers[name]) if name in layers else tensor
+
+    def published(self) -> PublishedAdapter:
+        """The adapter alone, with the checksum of the base, which is computed once."""
+        if self._base is None:
+            tensors = unique_tensors(self._model)
+            self._base = checksum({name.replace(BASE, ""): t for name, t in tensors if ".lora_" not in name})
+        return PublishedAdapter(
+            {
+                name: (layer.get_parameter(f"lora_A.{NAME}.weight"), layer.get_parameter(f"lora_B.{NAME}.weight"))
+                for name, layer in self._layers()
+            },
+            self.settings.alpha / self.settings.rank,
+            self._base,
+        )
+
+    def overflowing(self) -> list[str]:
+        """Layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
+        most = torch.finfo(self._model.dtype).max
+        scaling = self.settings.alpha / self.settings.rank
+        found: list[str] = []
+        for name, (a, b) in self.published().layers.items():
+            bound = scaling * a.detach().double().norm() * b.detach().double().norm()
+            if not bound <= most:
+                found.append(name)
+        return found
 
     def export(self, path: Path) -> None:
         """Writes the adapter alone: `adapter_config.json` and `adapter_model.safetensors`."""

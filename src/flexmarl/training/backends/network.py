@@ -20,6 +20,7 @@ from flexmarl.training.backends.causal_lm import (
     DTYPES,
     precision,
     prepare_for_training,
+    unbounded,
     unique_tensors,
 )
 from flexmarl.training.backends.forward import Pass, TokenOutputs, plan, run
@@ -116,8 +117,17 @@ class Network:
             return run(model, samples, tree=tree).logprobs
 
     def published(self) -> dict[str, Tensor]:
-        """The weights that engines serve, by the model's own names, without tied duplicates."""
+        """The weights that engines serve, by the model's own names, without tied duplicates; or the adapter alone."""
+        if self._adapter is not None and self._settings.publish == "adapter":
+            return self._adapter.published().as_tree()
         return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self.model))
+
+    def unbounded(self, published: Mapping[str, Tensor]) -> list[str]:
+        """Names of published tensors, or of layers merged from them, that are not finite or have no finite norm."""
+        names = unbounded(published)
+        if self._adapter is not None and self._settings.publish == "adapter":
+            names = names or self._adapter.overflowing()
+        return names
 
     def export(self, path: Path) -> None:
         """Writes a Hugging Face folder: the model, or the adapter alone if its settings say so."""

@@ -223,7 +223,7 @@ class SingleProcessTrainer:
 
     def _published(self) -> dict[str, Tensor]:
         tensors = self._network.published()
-        if self._settings.lora is not None and (names := unbounded(tensors)):
+        if self._settings.lora is not None and (names := self._network.unbounded(tensors)):
             raise TrainingError(
                 f"{self._where}: with the adapter these weights are not finite, or too large for a finite norm: "
                 f"{some_of(names)}; nothing was published. The likely cause is training.optimizer.learning_rate, "

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from flexmarl.cluster.torch_device import free_unused, place
+from flexmarl.inference.backends.embedded.adapted import AdaptedWeights
 from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, SlotCache
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
@@ -25,6 +26,7 @@ from flexmarl.inference.backends.embedded.stops import Decode, StopWatch
 from flexmarl.inference.backends.embedded.weights import swap_weights
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.objects.adapter import PublishedAdapter
 from flexmarl.objects.interface import Checksum, TensorTree
 from flexmarl.objects.settings import Verify
 from flexmarl.records import (
@@ -112,6 +114,7 @@ class EngineCore:
         num_kept = settings.num_kept(deterministic=deterministic)
         place(model, device, getattr(torch, settings.dtype))
         self._model = model.eval()
+        self._adapted = AdaptedWeights(model)
         num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
         self._cache = SlotCache(model, num_rows + num_kept, settings.max_len)
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
@@ -171,8 +174,13 @@ class EngineCore:
         return ended + self._leave(dict.fromkeys(rows, (FinishReason.ABORT, "")))
 
     def load(self, version: Version, tree: TensorTree) -> Checksum:
-        """Swaps the weights; running requests keep their keys and values, and their version runs tell."""
-        held = swap_weights(self._model, tree, self._verify)
+        """Swaps the weights, or their adapter. Running requests keep keys and values; their version runs tell."""
+        adapter = PublishedAdapter.from_tree(tree)
+        if adapter is not None:
+            held = self._adapted.load(adapter, self._verify)
+        else:
+            held = swap_weights(self._model, tree, self._verify)
+            self._adapted.forget()
         self._kept.clear()
         self.version = version
         for row, run in enumerate(self._running):
@@ -188,6 +196,7 @@ class EngineCore:
         num_running = len(self._running)
         self._cache.set_aside(num_running, int(self._rows.length[:num_running].max(initial=0)))
         self._model.to("cpu")
+        self._adapted.to("cpu")
         free_unused(self._device)
         self.asleep = True
 
@@ -195,6 +204,7 @@ class EngineCore:
         """Takes the device again; the next step is the one that would have come."""
         if self.asleep:
             self._model.to(self._device)
+            self._adapted.to(self._device)
             self._cache.bring_back()
             self.asleep = False
 

@@ -68,7 +68,12 @@ class EmbeddedEngine:
         self._tokens_per_s = 0.0
         self._closed = ""
         self._capabilities = EngineCapabilities(
-            loads_weights=True, sleeps=True, deterministic=deterministic, continues=True, raw_logprobs=True
+            loads_weights=True,
+            sleeps=True,
+            deterministic=deterministic,
+            continues=True,
+            raw_logprobs=True,
+            adapters=True,
         )
 
     async def __aenter__(self) -> "EmbeddedEngine":

@@ -1,0 +1,257 @@
+"""A policy that publishes its adapter alone, and the engine that serves it as the merged weights would be."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import PreTrainedModel
+
+from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.errors import EngineError, TrainingError
+from flexmarl.experience.divisors import divisors_of
+from flexmarl.inference.backends.embedded.core import EngineCore
+from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.objects.adapter import PublishedAdapter
+from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree, checksum, names_checksum
+from flexmarl.records import Generation, GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
+from flexmarl.testing.inference import check_inference_engine
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.settings import TrainingSettings
+
+SOLVER = PolicyName("solver")
+Model = Callable[..., PreTrainedModel]
+Samples = Callable[..., list[Sample]]
+
+
+def trainer_of(make_model: Model, make_samples: Samples, updates: int, **more: Any) -> SingleProcessTrainer:
+    """A trainer with an adapter, after so many updates."""
+    keys = {"dtype": "float32", "lora": {"rank": 4, "alpha": 6}, "optimizer": {"learning_rate": 1e-2}}
+    settings = TrainingSettings.model_validate(keys | more)
+    trainer = SingleProcessTrainer(SOLVER, make_model(), settings, InlineObjectStore(), seed=5)
+
+    async def train() -> None:
+        for number in range(updates):
+            samples = make_samples(number, version=number)
+            await trainer.accumulate_batch(MicroBatch(micro_batch_id="mb", policy=SOLVER, samples=tuple(samples)))
+            await trainer.step(divisors_of(samples))
+
+    asyncio.run(train())
+    return trainer
+
+
+async def object_of(trainer: SingleProcessTrainer) -> tuple[TensorTree, Checksum]:
+    """What a trainer publishes, and the checksum that it says."""
+    objects = InlineObjectStore()
+    trainer._objects = objects
+    key, said = await trainer.publish(trainer.version)
+    return await objects.get(key), said
+
+
+def published(trainer: SingleProcessTrainer) -> tuple[TensorTree, Checksum]:
+    return asyncio.run(object_of(trainer))
+
+
+def both(make_model: Model, make_samples: Samples, updates: int, **more: Any) -> tuple[TensorTree, TensorTree]:
+    """What equal trainers publish: (merged, adapter)."""
+    merged, adapter = (
+        published(trainer_of(make_model, make_samples, updates, publish=publish, **more))[0]
+        for publish in ("merged", "adapter")
+    )
+    return merged, adapter
+
+
+def core_of(model: PreTrainedModel, **more: Any) -> EngineCore:
+    return EngineCore(model, EmbeddedSettings(slots=4, max_len=64, **more))
+
+
+def ask(seed: int, max_tokens: int = 12) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=str(seed), policy=SOLVER, prompt_ids=np.arange(1, 6, dtype=np.int32),
+        sampling=Sampling(max_tokens=max_tokens), seed=seed,
+    )  # fmt: skip
+
+
+def answers(core: EngineCore, seeds: Sequence[int] = range(4), before: int = 0) -> list[Generation]:
+    for seed in seeds:
+        core.add(ask(seed))
+    found = [generation for _ in range(before) for generation in core.step()]
+    while not core.idle:
+        found += core.step()
+    return sorted(found, key=lambda generation: generation.request_id)
+
+
+def assert_equal(found: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        assert np.array_equal(one.raw_logprobs, other.raw_logprobs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_with_the_adapter_samples_every_bit_that_one_with_the_merged_weights_does(
+    make_model: Model, make_samples: Samples, dtype: str
+) -> None:
+    whole, small = core_of(make_model(), dtype=dtype), core_of(make_model(), dtype=dtype)
+    for version in (0, 1, 3, 2):
+        merged, adapter = both(make_model, make_samples, version, dtype=dtype)
+        whole.load(Version(version), merged)
+        small.load(Version(version), adapter)
+        assert_equal(answers(small), answers(whole))
+
+
+def test_it_is_far_smaller_and_holds_nothing_of_the_base(make_model: Model, make_samples: Samples) -> None:
+    merged, adapter = both(make_model, make_samples, 1, lora={"rank": 1})
+    sizes = [sum(tensor.nbytes for tensor in tree.values()) for tree in (merged, adapter)]
+    print(f"merged {sizes[0]} bytes, adapter {sizes[1]} bytes")
+    assert sizes[1] < sizes[0] / 5
+    assert not adapter.keys() & merged.keys()
+
+
+def test_the_checksum_is_of_the_adapter_and_the_base_as_the_engine_holds_them(
+    make_model: Model, make_samples: Samples
+) -> None:
+    tree, said = published(trainer_of(make_model, make_samples, 2, publish="adapter"))
+    assert said == checksum(tree)
+    model = make_model()
+    core = core_of(model)
+    assert core.load(Version(1), tree) == said
+    assert core.load(Version(2), tree) == said, "over the base, not over what was merged before"
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    with pytest.raises(EngineError, match="the adapter is of a base with checksum"):
+        core.load(Version(3), tree)
+    assert core.version == 2
+
+
+def test_with_verify_names_only_names_and_shapes_of_the_base_are_compared(
+    make_model: Model, make_samples: Samples
+) -> None:
+    tree, said = published(trainer_of(make_model, make_samples, 1, publish="adapter"))
+    core = EngineCore(make_model(), EmbeddedSettings(slots=4, max_len=64), verify="names")
+    assert core.load(Version(1), tree) == names_checksum(tree) == said.partition(":")[0]
+
+
+def test_an_adapter_of_another_base_or_for_other_layers_changes_nothing(
+    make_model: Model, make_samples: Samples
+) -> None:
+    tree, _ = published(trainer_of(make_model, make_samples, 1, publish="adapter"))
+    adapter = PublishedAdapter.from_tree(tree)
+    assert adapter is not None
+    core = core_of(make_model())
+    before = answers(core)
+    (layer, (a, b)), *_ = adapter.layers.items()
+    misfits = [
+        (PublishedAdapter(adapter.layers, adapter.scaling, Checksum("ab:cd")), "is of a base with checksum ab:cd"),
+        (PublishedAdapter({"nowhere": (a, b)}, 1.0, adapter.base), "no weight 'nowhere.weight'"),
+        (PublishedAdapter({layer: (a[:, 1:], b)}, 1.0, adapter.base), "but the adapter's A and B for it are"),
+        (PublishedAdapter({layer: (a.double(), b.double())}, 1.0, adapter.base), "float32, but the adapter's"),
+    ]
+    for misfit, complaint in misfits:
+        with pytest.raises(EngineError, match=complaint):
+            core.load(Version(1), misfit.as_tree())
+    assert_equal(answers(core), before)
+    assert core.version == 0
+
+
+def test_a_version_is_swapped_in_between_two_tokens_of_a_running_request(
+    make_model: Model, make_samples: Samples
+) -> None:
+    merged, adapter = both(make_model, make_samples, 2)
+    found: list[Generation] = []
+    for tree in (merged, adapter):
+        core = core_of(make_model())
+        core.add(ask(7, max_tokens=20))
+        for _ in range(6):
+            core.step()
+        core.load(Version(2), tree)
+        found += answers(core, ())
+    assert_equal(found[1:], found[:1])
+    assert [(run.start, run.version) for run in found[1].versions] == [(0, 0), (6, 2)]
+
+
+def test_asleep_it_keeps_the_adapter_and_takes_another_one(make_model: Model, make_samples: Samples) -> None:
+    (first, adapter), (second, other) = (both(make_model, make_samples, updates) for updates in (1, 2))
+    core, expected = core_of(make_model()), core_of(make_model())
+    core.load(Version(1), adapter)
+    expected.load(Version(1), first)
+    core.sleep()
+    core.wake()
+    assert_equal(answers(core), answers(expected))
+    core.sleep()
+    core.load(Version(2), other)
+    core.wake()
+    expected.load(Version(2), second)
+    assert_equal(answers(core), answers(expected))
+
+
+def test_layers_that_the_next_adapter_leaves_out_are_the_base_again(make_model: Model, make_samples: Samples) -> None:
+    everywhere = both(make_model, make_samples, 1)[1]
+    merged, fewer = both(make_model, make_samples, 1, lora={"rank": 2, "target_modules": ["q_proj"]})
+    core, expected = core_of(make_model()), core_of(make_model())
+    core.load(Version(1), everywhere)
+    core.load(Version(2), fewer)
+    expected.load(Version(2), merged)
+    assert_equal(answers(core), answers(expected))
+
+
+def test_whole_weights_replace_the_base_and_an_adapter_of_the_old_one_is_refused(
+    make_model: Model, make_samples: Samples
+) -> None:
+    merged, adapter = both(make_model, make_samples, 1)
+    core = core_of(make_model())
+    core.load(Version(1), adapter)
+    assert core.load(Version(2), merged) == checksum(merged)
+    with pytest.raises(EngineError, match="is of a base with checksum"):
+        core.load(Version(3), adapter)
+
+
+def test_its_tensors_are_an_object_and_an_object_is_its_tensors() -> None:
+    a, b = torch.randn(2, 5), torch.randn(3, 2)
+    adapter = PublishedAdapter({"layer": (a, b)}, 0.7, Checksum("ab:cd"))
+    found = PublishedAdapter.from_tree(adapter.as_tree())
+    assert found is not None
+    assert (found.scaling, found.base, list(found.layers)) == (0.7, "ab:cd", ["layer"])
+    assert all(torch.equal(x, y) for x, y in zip(found.layers["layer"], (a, b), strict=True))
+    assert PublishedAdapter.from_tree({"layer.weight": a}) is None
+
+
+def test_an_adapter_without_lora_is_refused() -> None:
+    with pytest.raises(ValidationError, match="publish is 'adapter', but lora is null"):
+        TrainingSettings.model_validate({"publish": "adapter"})
+
+
+@pytest.mark.parametrize("number", [float("nan"), 1e30])
+def test_an_adapter_that_would_merge_to_what_is_not_finite_is_not_published(
+    make_model: Model, make_samples: Samples, number: float
+) -> None:
+    trainer = trainer_of(make_model, make_samples, 1, publish="adapter")
+    for name, parameter in trainer._network.model.named_parameters():
+        if "q_proj.lora_" in name:
+            parameter.data.fill_(number)
+    with pytest.raises(TrainingError, match="with the adapter these weights are not finite"):
+        published(trainer)
+
+
+def test_the_embedded_engine_keeps_the_contract_with_adapters(make_model: Model, make_samples: Samples) -> None:
+    tree, _ = published(trainer_of(make_model, make_samples, 1, publish="adapter"))
+
+    async def main() -> None:
+        store, thread = InlineObjectStore(), DeviceThread("adapter")
+        parts = EngineParts(policy=SOLVER, make_model=make_model, decode=str, store=store, thread=thread)
+
+        async def publish() -> tuple[ObjectKey, Checksum]:
+            meta = await store.set(ObjectKey("weights/solver/7"), tree)
+            return meta.key, meta.checksum
+
+        async def make() -> Any:
+            return make_engine(EmbeddedSettings(slots=8, max_len=96), parts)
+
+        await check_inference_engine(make, policy=SOLVER, publish_adapter=publish)
+        thread.close()
+
+    asyncio.run(main())
