@@ -223,18 +223,26 @@ class _Check:
             assert equal, f"its capabilities claim that it is deterministic, but {name} depend on the company"
 
     async def continues_what_another_began(self, engine: InferenceEngine) -> None:
-        """A request with an offset gets the tokens that the whole request would have got from there on."""
-        (whole,) = await self._all(engine, [self._request("whole", seed=9, max_tokens=12)])
-        ids, begun = whole.response_ids, 5
-        rest = replace(
-            self._request("rest", seed=9, max_tokens=12 - begun),
-            prompt_ids=np.concatenate([self._prompt, ids[:begun]]).astype(np.int32),
-            offset=begun,
-        )
-        (got,) = await self._all(engine, [rest])
-        assert got.response_ids.tolist() == ids[begun:].tolist(), (
-            "its capabilities claim that it continues what another instance began, but other tokens come after "
-            f"offset {begun}"
+        """A request with an offset gets the token that the whole request would have got there.
+
+        One in eight may differ: a prompt is not computed in the same order as tokens one by one, and in bfloat16 that
+        can be seen.
+        """
+        begun = 5
+        whole = await self._all(engine, [self._request(str(s), seed=s, max_tokens=begun + 1) for s in range(8)])
+        following = {g.request_id: int(g.response_ids[begun]) for g in whole}
+        rests = [
+            replace(
+                self._request(g.request_id, seed=int(g.request_id), max_tokens=1),
+                prompt_ids=np.concatenate([self._prompt, g.response_ids[:begun]]).astype(np.int32),
+                offset=begun,
+            )
+            for g in whole
+        ]
+        same = [int(g.response_ids[0]) == following[g.request_id] for g in await self._all(engine, rests)]
+        assert sum(same) >= 7, (
+            f"its capabilities claim that it continues what another instance began, but behind {begun} tokens only "
+            f"{sum(same)} of 8 requests get the token that they would have got there"
         )
 
     async def reports_raw_logprobs(self, engine: InferenceEngine) -> None:
