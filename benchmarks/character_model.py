@@ -1,6 +1,7 @@
 """A tiny model with a character tokenizer that gives its end token no probability: its replies never end early."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import tiny_model
@@ -46,7 +47,8 @@ def never_sample(model: Qwen3ForCausalLM, token: int) -> None:
     """
     model.model.embed_tokens.weight[:, -1] = 0.02
     model.model.embed_tokens.weight[token, -1] = -0.02
-    for layer in model.model.layers:
+    layers: Any = model.model.layers
+    for layer in layers:
         layer.self_attn.o_proj.weight[-1] = 0.0
         layer.mlp.down_proj.weight[-1] = 0.0
     model.model.norm.weight[-1] = 5000.0

@@ -232,7 +232,7 @@ class SimulatedStore:
             rows[row.agent].append(row)
         for agent, kept in rows.items():
             policies = {row.sample_id: row.policy for row in kept}
-            cells = {row.sample_id: row.cells for row in kept}
+            cells: dict[SampleId, Mapping[str, Any]] = {row.sample_id: row.cells for row in kept}
             yield EncodedRows(agent, policies, cells), {row.sample_id: row.place for row in kept}
 
 
