@@ -7,12 +7,12 @@ have, and what goes through it is copied: for tests of everything that crosses.
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
-from flexmarl.cluster.proxy import methods_of, proxy_of
+from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.records import WorkerLost
@@ -93,7 +93,9 @@ class InprocResident(Generic[T]):
         if self.alive:
             self.end("was stopped", "")
             if self._remote is self._host.hosted and "close" in methods_of(self.spec.contract):
-                await self._remote.close()
+                with suppress(TimeoutError):  # One that never answers again must not keep the others from ending.
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        await self._remote.close()
 
     def die(self, because: str = "was killed") -> None:
         """A fault: ends it as a crash would. What it was doing is not finished, and the loss is reported."""

@@ -8,9 +8,12 @@ import pytest
 
 from flexmarl.cluster.inproc import InprocResident, inproc_cluster
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
-from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S
+from flexmarl.errors import ConfigError, EngineError, WorkerError
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.cluster import Losses, check_cluster, make_nothing, probe
+from flexmarl.testing.inference import FrozenEngine
+from tests.unit.hosted import engine_spec
 
 
 def kill(resident: Resident[Any]) -> None:
@@ -75,5 +78,21 @@ def test_what_is_hosted_shares_what_it_simulates() -> None:
             spec = ResidentSpec(name="list", kind=ResidentKind.TRAINER, contract=object, make=make)
             (resident,) = await cluster.spawn([spec])
             assert resident.remote["shared"] is shared
+
+    run_virtual(scenario())
+
+
+def test_a_resident_that_never_closes_keeps_no_other_one_from_ending() -> None:
+    class Hangs(FrozenEngine):
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        engines = [FrozenEngine(lambda request: "a"), Hangs(lambda request: "a")]
+        async with inproc_cluster() as cluster:
+            await cluster.spawn([engine_spec(lambda one=one: one, f"engine/{n}") for n, one in enumerate(engines)])
+        assert asyncio.get_running_loop().time() == CLOSE_TIMEOUT_S
+        with pytest.raises(EngineError, match="is closed"):
+            await anext(engines[0].generate([]))
 
     run_virtual(scenario())
