@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from flexmarl.credit.interface import Call, CreditRow
-from flexmarl.records import Episode, FinishReason, GroupRecord, PolicyName, SampleId, Task, Turn, split_sample_id
+from flexmarl.records import AnyTurn, Episode, FinishReason, GroupRecord, PolicyName, SampleId, Task, split_sample_id
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 """The system ended these calls, not the policy."""
@@ -28,7 +28,7 @@ def credit_rows(
     return tuple(rows)
 
 
-def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, trains: bool) -> CreditRow:
+def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[Call, ...], *, trains: bool) -> CreditRow:
     reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
     own = episode.call_rewards.get(turn.sample_id, {})
     act_reward, several = sum(own.values(), 0.0), len(parts) > 1 and "outcome" in parts
@@ -40,7 +40,7 @@ def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, t
         policy=turn.policy,
         hop=split_sample_id(turn.sample_id)[1],
         reward=reward,
-        num_tokens=len(turn.response_ids),
+        num_tokens=turn.num_tokens,
         outcome=parts["outcome"] if several else None,
         act_reward=act_reward,
         act_outcome=own.get("outcome") if several or not own else act_reward,
@@ -55,13 +55,13 @@ def _row(task: Task, episode: Episode, turn: Turn, calls: tuple[Call, ...], *, t
     )
 
 
-def _call(turn: Turn, turns: Mapping[SampleId, Turn]) -> Call:
+def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> Call:
     parent = turns.get(turn.parent) if turn.parent else None
-    held = len(parent.prompt_ids) + len(parent.response_ids) if parent else 0
+    held = parent.num_prompt_tokens + parent.num_tokens if parent else 0
     return Call(
         hop=split_sample_id(turn.sample_id)[1],
         after=tuple(int(hop) for hop in str(turn.tags.get("after", "")).split(",") if hop),
-        new_prompt_tokens=len(turn.prompt_ids) - held,
-        num_tokens=len(turn.response_ids),
+        new_prompt_tokens=turn.num_prompt_tokens - held,
+        num_tokens=turn.num_tokens,
         tool_s=float(turn.tags.get("tool_s", 0.0)),
     )

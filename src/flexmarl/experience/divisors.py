@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 
-from flexmarl.records import Divisors, Sample
+from flexmarl.records import CreditedTurn, Divisors
 
 
-def divisors_of(samples: Iterable[Sample]) -> Divisors:
+def divisors_of(samples: Iterable[CreditedTurn]) -> Divisors:
     """Counts the weighted tokens, rows and episodes of one policy's samples, whole groups of them.
 
     The sums are exact before one rounding, so the order of the samples cannot show in the last bit.

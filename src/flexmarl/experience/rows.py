@@ -12,6 +12,7 @@ from typing import Any
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import Column, ColumnKind, Extended, PartialRow, Row
 from flexmarl.records import (
+    CreditedTurn,
     EpisodeId,
     FinishReason,
     IntArray,
@@ -86,14 +87,14 @@ def closing_row(
     return PartialRow(sample_id=sample_id, policy=policy, values=values, next_agent_id=next_agent_id)
 
 
-def credit_row(sample: Sample) -> PartialRow:
+def credit_row(sample: CreditedTurn) -> PartialRow:
     """What credit made of the group for this turn. `episode_tokens` must be set: no row knows its episode later."""
     values = {"advantage": sample.advantage, "weight": sample.weight, "episode_tokens": sample.episode_tokens}
     values |= {name: getattr(sample, name) for name in PER_TOKEN if getattr(sample, name) is not None}
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
-def open_row(sample: Sample) -> PartialRow:
+def open_row(sample: CreditedTurn) -> PartialRow:
     """What is known of a turn whose credit group is not complete."""
     values = {"score": sample.advantage, "open_group": sample.open_group}
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexmarl.records import PolicyName, Turn, Version
+from flexmarl.records import AnyTurn, PolicyName, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Staleness:
     max: int
 
 
-def staleness_of(turns: Iterable[Turn], trained_at: Version) -> Staleness | None:
+def staleness_of(turns: Iterable[AnyTurn], trained_at: Version) -> Staleness | None:
     """How many versions older than `trained_at`, the weights being trained, the tokens are. None: there are none."""
     total, count, largest = 0, 0, 0
     for turn in turns:
-        ends = [run.start for run in turn.versions[1:]] + [len(turn.response_ids)]
+        ends = [run.start for run in turn.versions[1:]] + [turn.num_tokens]
         for run, end in zip(turn.versions, ends, strict=True):
             if end > run.start:
                 total += (trained_at - run.version) * (end - run.start)

@@ -55,13 +55,19 @@ class Appraisal:
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
         """Mean divergence of each row of this batch."""
 
+    def asks_for(self, rows: Sequence[CreditRow]) -> list[SampleId]:
+        """The rows whose tokens a trainer has to see."""
+        return [row.sample_id for row in rows if row.policy in self._trainers and row.num_tokens and not row.greedy]
+
     async def fill(self, rows: Sequence[CreditRow], turns: Sequence[Turn], memory: Memory) -> Sequence[CreditRow]:
-        """The rows with values, and with token rewards that pay for divergence. Raises TrainingError."""
+        """The rows with values, and with token rewards that pay for divergence. Raises TrainingError.
+
+        `turns` are those of `asks_for`, or more.
+        """
         sampled = {turn.sample_id: turn for turn in turns}
         asked: dict[PolicyName, list[Turn]] = defaultdict(list)
-        for row in rows:
-            if row.policy in self._trainers and row.num_tokens and not row.greedy:
-                asked[row.policy].append(sampled[row.sample_id])
+        for sample_id in self.asks_for(rows):
+            asked[sampled[sample_id].policy].append(sampled[sample_id])
         async with asyncio.TaskGroup() as tasks:
             calls = [
                 tasks.create_task(self._ask(policy, asked[policy]), name=f"appraise/{policy}")

@@ -24,18 +24,18 @@ from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.keys import Group
 from flexmarl.credit.parts import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import credit_row, open_row
+from flexmarl.experience.rows import credit_row, open_row, turn_from_row
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,
+    CreditedTurn,
     CreditLine,
     GroupId,
     GroupRecord,
     GroupState,
     PolicyName,
     RowState,
-    Sample,
     SampleId,
 )
 from flexmarl.rollout.admission import Admission
@@ -67,7 +67,7 @@ class Credited:
     """What a group is to training."""
 
     group: GroupId
-    samples: Mapping[PolicyName, Sequence[Sample]]
+    samples: Mapping[PolicyName, Sequence[CreditedTurn]]
     """Empty: nothing in it has weight."""
 
 
@@ -141,8 +141,8 @@ class Crediting:
         """Compares the groups, or parts of groups, and ends the rows that training does not see, but for `opened`."""
         rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
         if self._appraisal:
-            turns = [turn for group in groups for play in group.plays for turn in play.turns]
-            rows = await self._appraisal.fill(rows, turns, self.memory)
+            stored = await self._store.get(self._appraisal.asks_for(rows))
+            rows = await self._appraisal.fill(rows, [turn_from_row(row) for row in stored], self.memory)
         values = {row.sample_id: row.values for row in rows if row.values is not None}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
@@ -168,12 +168,12 @@ class Crediting:
         if self._appraisal:
             self.memory = self._appraisal.end_batch(self.memory, policy)
 
-    async def make_ready(self, samples: Sequence[Sample]) -> None:
+    async def make_ready(self, samples: Sequence[CreditedTurn]) -> None:
         """Puts the credit into the rows, and makes them READY."""
         await self.put_credit(samples)
         await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
 
-    async def put_credit(self, samples: Sequence[Sample]) -> None:
+    async def put_credit(self, samples: Sequence[CreditedTurn]) -> None:
         """Puts the credit into the rows; of samples whose credit group is open, what is known of it."""
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for sample in samples:
@@ -192,18 +192,18 @@ class Crediting:
 
 def samples_of(
     group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
-) -> tuple[Mapping[PolicyName, Sequence[Sample]], Mapping[str, Sequence[SampleId]]]:
-    """The group's turns as training sees them, by policy; and those it does not see, by reason.
+) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
+    """What credit made of the group's turns that train, by policy; and those it does not see, by reason.
 
     `values` are those of a critic, where there is one.
     """
-    samples: dict[PolicyName, list[Sample]] = defaultdict(list)
+    samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
     left_out: dict[str, list[SampleId]] = defaultdict(list)
     for episode in group.finished:
         weights = {turn.sample_id: credit.weights.get(turn.sample_id) for turn in episode.turns}
         tokens: dict[PolicyName, float] = defaultdict(float)
         for turn in episode.turns:
-            tokens[turn.policy] += (weights[turn.sample_id] or 0.0) * len(turn.response_ids)
+            tokens[turn.policy] += (weights[turn.sample_id] or 0.0) * turn.num_tokens
         for turn in episode.turns:
             weight, reward = weights[turn.sample_id], episode.rewards[turn.sample_id]
             if weight is None:
@@ -211,7 +211,7 @@ def samples_of(
             elif not weight or reward is None:
                 left_out[NO_WEIGHT].append(turn.sample_id)
             else:
-                sample = Sample(
+                sample = CreditedTurn(
                     turn=turn,
                     advantage=credit.advantages[turn.sample_id],
                     advantages=_per_token(credit.token_advantages, turn.sample_id),

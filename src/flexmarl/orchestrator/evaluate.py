@@ -55,7 +55,7 @@ class Evaluator:
         async def play(number: int, task: Task, index: int) -> Episode:
             async with slots:
                 group = GroupRecord(group=GroupId(EVALUATION_GROUPS + number), task=task, step=-1)
-                return await self._player.play(group, index)
+                return (await self._player.play(group, index)).without_tokens()
 
         async with asyncio.TaskGroup() as tasks:
             playing = [
@@ -73,7 +73,7 @@ class Evaluator:
             failed=sum(not episode.finished for episode in episodes),
             metrics=mean_metrics(episodes),
             rewards=mean_rewards(episodes),
-            tokens=sum(len(turn.response_ids) for episode in episodes for turn in episode.turns),
+            tokens=sum(turn.num_tokens for episode in episodes for turn in episode.turns),
         )
 
 

@@ -25,7 +25,7 @@ from flexmarl.observability.overlap import Interval, overlap, seconds, union
 from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import AgentName, EngineUse, Episode, GroupRecord, PolicyName, Turn, Version
+from flexmarl.records import AgentName, AnyTurn, EngineUse, Episode, GroupRecord, PolicyName, Version
 from flexmarl.training.interface import Accumulated, UpdateReport
 
 COMPARED = 50_000
@@ -207,11 +207,11 @@ class Monitor:
         """Notes how long the episodes are that training takes."""
         self._trained_lengths.extend(_num_tokens(episode) for episode in group.finished)
 
-    def trained_on(self, policy: PolicyName, turns: Sequence[Turn]) -> None:
+    def trained_on(self, policy: PolicyName, turns: Sequence[AnyTurn]) -> None:
         """Notes how old the tokens are that go into the policy's next update."""
         staleness = staleness_of(turns, self._versions.served[policy])
         if staleness:
-            tokens = sum(len(turn.response_ids) for turn in turns)
+            tokens = sum(turn.num_tokens for turn in turns)
             self._metrics.mean(f"staleness/{policy}/mean", staleness.mean, weight=tokens)
             self._stalest[policy] = max(self._stalest[policy], staleness.max)
 
@@ -322,7 +322,7 @@ class Monitor:
 
 
 def _num_tokens(episode: Episode) -> int:
-    return sum(len(turn.response_ids) for turn in episode.turns)
+    return sum(turn.num_tokens for turn in episode.turns)
 
 
 def _path(name: str) -> str:

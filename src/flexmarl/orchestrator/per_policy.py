@@ -21,7 +21,7 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.stream import Stream
 from flexmarl.orchestrator.update import serve, update
-from flexmarl.records import Divisors, GroupId, GroupRecord, GroupState, PolicyName, Sample
+from flexmarl.records import CreditedTurn, Divisors, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.tasks import SourceExhausted
 
 
@@ -30,7 +30,7 @@ class _Share:
     """What one group is to one policy."""
 
     group: GroupId
-    samples: Sequence[Sample]
+    samples: Sequence[CreditedTurn]
     came: float
 
 
@@ -121,7 +121,7 @@ class PerPolicy:
             self._progress.set()
         self._stream.taken(kept=bool(credited.samples))
 
-    def _share(self, group: GroupId, samples: Mapping[PolicyName, Sequence[Sample]]) -> None:
+    def _share(self, group: GroupId, samples: Mapping[PolicyName, Sequence[CreditedTurn]]) -> None:
         now = asyncio.get_running_loop().time()
         self._owing[group] = set(samples)
         for policy, of_policy in samples.items():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from flexmarl.credit.keys import group_name
 from flexmarl.orchestrator.crediting import NO_WEIGHT, Credited, Crediting
-from flexmarl.records import CreditLine, Episode, GroupId, GroupRecord, PolicyName, Sample, SampleId
+from flexmarl.records import CreditedTurn, CreditLine, Episode, GroupId, GroupRecord, PolicyName, SampleId
 from flexmarl.training.session import TrainingSession
 
 
@@ -42,12 +42,12 @@ class Streaming:
         """Makes the rows of a finished episode READY; the policies that have some."""
         part, opened = replace(group, episodes=(episode,)), self._open[group.group]
         places = self._crediting.open_places(part)
-        samples: list[Sample] = []
+        samples: list[CreditedTurn] = []
         for turn in episode.turns:
             if turn.sample_id in places:
                 credit_group, score = places[turn.sample_id]
                 name = f"{group.group}: {group_name(credit_group)}"
-                samples.append(Sample(turn=turn, advantage=score, open_group=name))
+                samples.append(CreditedTurn(turn=turn, advantage=score, open_group=name))
                 opened.rows[name].setdefault(turn.policy, []).append(turn.sample_id)
                 opened.scores[turn.sample_id] = score
         await self._crediting.make_ready(samples)

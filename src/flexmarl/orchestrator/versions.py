@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from flexmarl.errors import TrainingError
-from flexmarl.records import PolicyName, Turn, Version
+from flexmarl.records import AnyTurn, PolicyName, Version
 
 
 class Versions:
@@ -23,7 +23,7 @@ class Versions:
             raise TrainingError(f"policy '{policy}' serves version {self._served[policy]}; {version} would go back")
         self._served[policy] = version
 
-    def check(self, turns: Iterable[Turn], *, max_staleness: int | None) -> None:
+    def check(self, turns: Iterable[AnyTurn], *, max_staleness: int | None) -> None:
         """Every token was sampled at most so many versions before the served one (law 3); None: however long ago.
 
         Raises TrainingError naming the turn; also for a token of a version that is not served yet.

@@ -1,6 +1,6 @@
 """What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
 
-from flexmarl.records.batch import CreditLine, Divisors, LossReport, MicroBatch, Sample
+from flexmarl.records.batch import CreditedTurn, CreditLine, Divisors, LossReport, MicroBatch, Sample
 from flexmarl.records.episode import LARGEST_REWARD, Episode, EpisodeStatus, GroupRecord
 from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
@@ -18,12 +18,14 @@ from flexmarl.records.ids import (
 )
 from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
 from flexmarl.records.task import Task, exact_match
-from flexmarl.records.turn import FinishReason, FloatArray, IntArray, Turn, VersionRun
+from flexmarl.records.turn import AnyTurn, FinishReason, FloatArray, IntArray, PlayedTurn, Turn, VersionRun
 from flexmarl.records.worker import WorkerLost
 
 __all__ = [
     "AgentName",
+    "AnyTurn",
     "CreditLine",
+    "CreditedTurn",
     "Divisors",
     "EngineUse",
     "Episode",
@@ -42,6 +44,7 @@ __all__ = [
     "LARGEST_REWARD",
     "LossReport",
     "MicroBatch",
+    "PlayedTurn",
     "PolicyName",
     "ROW_MOVES",
     "ROW_TERMINAL",

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.records.ids import PolicyName
-from flexmarl.records.turn import Turn
+from flexmarl.records.turn import AnyTurn, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One turn as training sees it: its tokens, what each of them was worth, and a weight."""
+class CreditedTurn:
+    """What credit made of one turn: what goes into its row. Its tokens are in the store."""
 
-    turn: Turn
+    turn: AnyTurn
     advantage: float
     """Frozen when the row became READY; for every sampled token, unless `advantages` says more."""
     advantages: NDArray[np.float64] | None = None
@@ -37,7 +37,14 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
-        return len(self.turn.response_ids)
+        return self.turn.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(CreditedTurn):
+    """One turn as training sees it: its tokens, what each of them was worth, and a weight."""
+
+    turn: Turn
 
     @property
     def token_advantages(self) -> NDArray[np.float64]:

@@ -1,12 +1,12 @@
 """Episode: one run of the workflow on one task; GroupRecord: all episodes of one task in one step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from flexmarl.records.ids import EpisodeId, GroupId, SampleId
 from flexmarl.records.task import Task
-from flexmarl.records.turn import Turn
+from flexmarl.records.turn import AnyTurn, Turn
 
 LARGEST_REWARD = 1e6
 """Of one part of a turn's reward, either sign. Sums of rewards up to here still tell differences of 1e-6 apart, which
@@ -33,8 +33,8 @@ class Episode:
     status: EpisodeStatus
     reason: str = ""
     """Why it failed; empty when it finished."""
-    turns: tuple[Turn, ...] = ()
-    """In hop order, of all agents; failed calls are not turns."""
+    turns: tuple[AnyTurn, ...] = ()
+    """In hop order, of all agents; failed calls are not turns. Without tokens where a store has them."""
     rewards: Mapping[SampleId, float | None] = field(default_factory=dict)
     """Reward of every turn; None where the workflow gave none."""
     call_rewards: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
@@ -52,6 +52,12 @@ class Episode:
     def finished(self) -> bool:
         """Whether training may use it."""
         return self.status is EpisodeStatus.FINISHED
+
+    def without_tokens(self) -> "Episode":
+        """The episode as it is kept when the store has its rows: long trajectories are megabytes of tokens each."""
+        return replace(
+            self, turns=tuple(turn.without_tokens() if isinstance(turn, Turn) else turn for turn in self.turns)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

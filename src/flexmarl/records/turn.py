@@ -31,6 +31,28 @@ class VersionRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedTurn:
+    """A turn whose tokens, log-probabilities and text are in the store: all that credit and scheduling need of it."""
+
+    sample_id: SampleId
+    episode: EpisodeId
+    agent: AgentName
+    policy: PolicyName
+    num_prompt_tokens: int
+    num_tokens: int
+    """Sampled tokens."""
+    versions: tuple[VersionRun, ...]
+    finish: FinishReason
+    parent: SampleId | None = None
+    tags: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def version(self) -> Version:
+        """The version that began the turn."""
+        return self.versions[0].version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One LLM call. Its ids are never re-tokenised: training sees what the engine saw and sampled."""
 
@@ -65,6 +87,31 @@ class Turn:
             raise ValueError(f"turn {self.sample_id}: versions must start at offset 0, got {self.versions}")
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return len(self.response_ids)
+
+    def without_tokens(self) -> PlayedTurn:
+        """The rest of it, for who keeps it once the store has its row."""
+        return PlayedTurn(
+            sample_id=self.sample_id,
+            episode=self.episode,
+            agent=self.agent,
+            policy=self.policy,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_tokens,
+            versions=self.versions,
+            finish=self.finish,
+            parent=self.parent,
+            tags=self.tags,
+        )
+
+    @property
     def born_version(self) -> Version:
         """Oldest version among this turn's sampled tokens."""
         return min(run.version for run in self.versions)
@@ -73,3 +120,7 @@ class Turn:
     def version(self) -> Version:
         """The version that began the turn; with the sample id it is unique in the agent's table."""
         return self.versions[0].version
+
+
+AnyTurn = Turn | PlayedTurn
+"""For who reads no tokens."""

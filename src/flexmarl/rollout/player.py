@@ -106,6 +106,7 @@ class Player:
 
         `generate` may stand between its calls and the engines. The rows of an episode that `stop` ends are EXPIRED;
         those of a `greedy` one, which is played at temperature 0 and tagged so, are FILTERED at its end.
+        Its turns have no tokens if a store has them.
         """
         stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
@@ -136,7 +137,7 @@ class Player:
                 ends=RowState.EXPIRED if stop.because else RowState.FAILED,
                 untrained="the greedy play: others are compared with it" if greedy else "",
             )
-        return episode
+        return episode if recorder is None else episode.without_tokens()
 
     @property
     def generate(self) -> Generate:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from flexmarl.errors import EpisodeError, StoreError
+from flexmarl.experience.rows import turn_from_row
 from flexmarl.records import EpisodeStatus
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
@@ -27,7 +28,9 @@ def test_a_finished_episode_has_its_turns_rewards_metrics_and_duration():
         assert (episode.status, episode.reason, episode.episode) == (EpisodeStatus.FINISHED, "", "g0e3a0")
         assert (dict(episode.metrics), episode.duration_s) == ({"success": 1.0}, 2.0)
         assert dict(episode.rewards) == {"sum-1_0_g0e3a0": 1.0, "sum-1_1_g0e3a0": 0.5}
-        check_turns(episode.turns)
+        turns = [turn_from_row(row) for row in await store.get([turn.sample_id for turn in episode.turns])]
+        check_turns(turns)
+        assert episode.turns == tuple(turn.without_tokens() for turn in turns), "its tokens are in the store alone"
         assert await rows(store) == {
             "sum-1_0_g0e3a0": ("open", 1.0, True),
             "sum-1_1_g0e3a0": ("open", 0.5, True),

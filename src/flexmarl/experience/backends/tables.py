@@ -42,26 +42,35 @@ class EncodedRows:
     """Rows of one table as the database takes them, each sample id once."""
 
     agent: AgentName
-    policies: dict[SampleId, PolicyName]
-    cells: dict[SampleId, Mapping[str, Stored]]
-    extended: dict[tuple[SampleId, str], Extended] = field(default_factory=dict)
+    policies: Mapping[SampleId, PolicyName]
+    cells: Mapping[SampleId, Mapping[str, Stored]]
+    extended: Mapping[tuple[SampleId, str], Extended] = field(default_factory=dict)
     """By sample id and column: the tensors in `cells` of which only the end has to be kept."""
 
 
 def joined_rows(puts: Sequence[EncodedRows]) -> list[EncodedRows]:
     """The same puts as fewer: those of one table are one, as long as no row comes in two of them."""
-    joined: list[EncodedRows] = []
-    newest: dict[AgentName, int] = {}
+    runs: list[list[EncodedRows]] = []
+    newest: dict[AgentName, tuple[list[EncodedRows], set[SampleId]]] = {}
     for rows in puts:
-        at = newest.get(rows.agent)
-        if at is not None and joined[at].cells.keys().isdisjoint(rows.cells):
-            joined[at].policies.update(rows.policies)
-            joined[at].cells.update(rows.cells)
-            joined[at].extended.update(rows.extended)
-        else:
-            newest[rows.agent] = len(joined)
-            joined.append(EncodedRows(rows.agent, {**rows.policies}, {**rows.cells}, {**rows.extended}))
-    return joined
+        run, ids = newest.get(rows.agent, (None, set[SampleId]()))
+        if run is None or not ids.isdisjoint(rows.cells):
+            newest[rows.agent] = run, ids = [], set[SampleId]()
+            runs.append(run)
+        run.append(rows)
+        ids.update(rows.cells)
+    return [_as_one(run) for run in runs]
+
+
+def _as_one(run: Sequence[EncodedRows]) -> EncodedRows:
+    policies: dict[SampleId, PolicyName] = {}
+    cells: dict[SampleId, Mapping[str, Stored]] = {}
+    extended: dict[tuple[SampleId, str], Extended] = {}
+    for rows in run:
+        policies.update(rows.policies)
+        cells.update(rows.cells)
+        extended.update(rows.extended)
+    return EncodedRows(run[0].agent, policies, cells, extended)
 
 
 class Tables:
