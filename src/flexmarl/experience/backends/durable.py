@@ -7,12 +7,13 @@ in while the writer goes on.
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
 from flexmarl.experience.backends.call_thread import CallThread, Joinable, commit_together, read_together, run_alone
+from flexmarl.experience.backends.sql_store import SqlStore
 from flexmarl.experience.backends.store_file import (
     LOCK_WAIT_S,
     MERGE_BYTES,
@@ -26,9 +27,9 @@ from flexmarl.experience.backends.store_file import (
     refuse_file,
     require_file,
 )
-from flexmarl.experience.backends.tables import EncodedRows, Tables, joined_rows, query
-from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
-from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+from flexmarl.experience.backends.tables import EncodedRows, Tables, joined_rows
+from flexmarl.experience.interface import Column
+from flexmarl.records import AgentName
 
 Result = TypeVar("Result")
 
@@ -54,12 +55,12 @@ class Put(Joinable):
         return put
 
 
-class DurableStore:
+class DurableStore(SqlStore):
     """An ExperienceStore on one file of this machine: `create`, `open` or `join` it."""
 
     def __init__(self, path: Path, tables: Tables, *, owner: Ownership | None, lock_wait_s: float) -> None:
+        super().__init__(tables)
         self._path = path
-        self._tables = tables
         self._owner = owner
         self._merged_bytes = 0
         """How many had been put when the last merge began."""
@@ -90,7 +91,7 @@ class DurableStore:
         require_file(path)
         owner = Ownership.of(path)
         try:
-            tables = cls._read(path, lock_wait_s, check=True)
+            tables = cls._layout(path, lock_wait_s, check=True)
             return cls(path, tables, owner=owner, lock_wait_s=lock_wait_s)
         except BaseException:
             owner.give_up()
@@ -100,10 +101,10 @@ class DurableStore:
     def join(cls, path: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> Self:
         """The store of a run whose owner is another process of this machine."""
         require_file(path)
-        return cls(path, cls._read(path, lock_wait_s, check=False), owner=None, lock_wait_s=lock_wait_s)
+        return cls(path, cls._layout(path, lock_wait_s, check=False), owner=None, lock_wait_s=lock_wait_s)
 
     @staticmethod
-    def _read(path: Path, lock_wait_s: float, *, check: bool) -> Tables:
+    def _layout(path: Path, lock_wait_s: float, *, check: bool) -> Tables:
         with explained(path, "opening the experience store"):
             db = connect_file(path, wait_s=lock_wait_s)
             try:
@@ -114,55 +115,11 @@ class DurableStore:
             finally:
                 db.close()
 
-    async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
-        """Opens or fills rows in the agent's table."""
-        encoded = self._tables.encode(agent, rows)
-        await self._write(f"putting rows into table {agent!r}", Put(self._tables, encoded))
+    async def _put(self, doing: str, rows: EncodedRows) -> None:
+        await self._write(doing, Put(self._tables, rows))
         if self._tables.bytes_put > self._merged_bytes + MERGE_BYTES and (not self._merging or self._merging.done()):
             self._merged_bytes = self._tables.bytes_put
             self._merging = await self._merger.begin(merge)
-
-    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
-        """Leases up to n READY rows of the policy to `holder`."""
-        doing = f"claiming rows of policy {policy!r}"
-        return await self._write(doing, lambda db: self._tables.claim(db, policy, n, holder))
-
-    async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
-        """Moves rows; all of them or none."""
-        await self._write(f"settling rows as {outcome.state}", lambda db: self._tables.settle(db, ids, outcome))
-
-    async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
-        """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
-        doing = f"releasing the rows of {cache or holder}"
-        return await self._write(doing, lambda db: self._tables.release(db, holder, cache))
-
-    async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
-        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
-        doing = f"rewinding to group {next_group}"
-        return await self._write(doing, lambda db: self._tables.rewind(db, next_group, replay))
-
-    async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
-        """Drops payloads of the oldest groups until the store is small enough."""
-        doing = f"pruning groups before {before_group}"
-        pruned = 0
-        while True:
-            rows = await self._write(doing, lambda db: self._tables.prune_one_group(db, before_group, budget_bytes))
-            if rows is None:
-                return pruned
-            pruned += rows
-
-    async def get(self, ids: Sequence[SampleId]) -> list[Row]:
-        """Rows by sample id, in the order asked."""
-        return await self._read_only("reading rows", lambda db: self._tables.get(db, ids))
-
-    async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
-        """How many rows of the policy are in each state (absent: none)."""
-        doing = f"counting rows of policy {policy!r}"
-        return await self._read_only(doing, lambda db: self._tables.counts(db, policy))
-
-    async def query(self, sql: str) -> Table:
-        """Any one SELECT over the agents' tables and the shared ones."""
-        return await self._read_only("querying", lambda db: query(db, sql))
 
     async def close(self) -> None:
         """Ends it once all calls have; calling it twice is no error."""
@@ -178,6 +135,6 @@ class DurableStore:
         with explained(self._path, doing):
             return await self._writer.call(work)
 
-    async def _read_only(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def _read(self, doing: str, work: Callable[[sqlite3.Connection], Result]) -> Result:
         with explained(self._path, doing):
             return await self._reader.call(work)
