@@ -133,8 +133,9 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         stop.told()
-        if callable(like_ctrl_c):
-            like_ctrl_c(number, frame)
+        # Started in the background of a script, a run has Ctrl-C ignored; it is ended by SIGTERM all the same.
+        handler = like_ctrl_c if callable(like_ctrl_c) else signal.default_int_handler
+        handler(number, frame)
 
     before = signal.signal(signal.SIGTERM, end)
     try:

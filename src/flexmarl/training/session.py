@@ -12,6 +12,7 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.experience.interface import ExperienceStore, Outcome
@@ -23,6 +24,15 @@ from flexmarl.training.settings import ProcessGroupSettings
 
 def _ignore(accumulated: Accumulated) -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """Why a claimed row ends FILTERED."""
+
+    group: str
+    """Name of the credit group that was dropped."""
+    because: str
 
 
 class TrainingSession:
@@ -70,8 +80,8 @@ class TrainingSession:
         self._claimed = set[SampleId]()
         """In this step."""
         self._accumulated: list[SampleId] = []
-        self._dropped: dict[SampleId, str] = {}
-        """Rows of groups that were dropped while the trainer had them, and why."""
+        self._dropped: dict[SampleId, _Drop] = {}
+        """Rows of groups that were dropped after the rows had been claimed."""
         self._lines: dict[str, CreditLine | None] = {}
         """Of credit groups that were closed since the trainer was last told."""
         self._num_tokens = 0.0
@@ -99,7 +109,7 @@ class TrainingSession:
         async with self._claiming:
             claimed = [sample_id for sample_id in ids if sample_id in self._claimed]
             if line is None:
-                self._dropped |= dict.fromkeys(claimed, because)
+                self._dropped |= dict.fromkeys(claimed, _Drop(group=name, because=because))
                 left = [i for i in ids if i not in self._claimed or i in self._accumulated]
                 self._accumulated = [i for i in self._accumulated if i not in self._dropped]
                 await self._store.settle(left, Outcome(state=RowState.FILTERED, reason=because))
@@ -216,10 +226,12 @@ class TrainingSession:
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
         # Decided now: what is dropped from here on is accumulated already, and `close_group` ends it.
         dropped = {sample_id: self._dropped[sample_id] for sample_id in ids if sample_id in self._dropped}
+        # The trainer may have been told of the drop before it got these rows, which opened the group again.
+        self._lines |= {drop.group: None for drop in dropped.values()}
         self._accumulated += [sample_id for sample_id in ids if sample_id not in dropped]
         self._num_tokens += report.num_tokens
-        for sample_id, because in dropped.items():
-            await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
+        for sample_id, drop in dropped.items():
+            await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=drop.because))
         self._residency.trained(self._policy, report.num_samples + report.open_samples, report.duration_s)
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
 
@@ -229,8 +241,8 @@ class TrainingSession:
             await self._store.release(holder=_holder(batch_id))
             self._claimed.difference_update(ids)
             for sample_id in ids:
-                if because := self._dropped.pop(sample_id, ""):
-                    await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=because))
+                if drop := self._dropped.pop(sample_id, None):
+                    await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=drop.because))
 
     async def _tell_lines(self) -> None:
         """What was closed meanwhile; the trainer takes it after the micro-batches that it was sent before."""

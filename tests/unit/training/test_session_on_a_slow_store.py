@@ -207,3 +207,30 @@ def test_every_row_is_in_one_update_or_filtered_once_however_slow_the_store_is(
         assert slow.trainer.weight == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
     run_virtual(scenario())
+
+
+class SlowToClaim(SlowStore):
+    """Claims take a second, everything else no time."""
+
+    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
+        claimed = await super().claim(policy, n, holder=holder)
+        await asyncio.sleep(1.0)
+        return claimed
+
+
+def test_a_group_that_is_dropped_while_its_rows_are_claimed_is_closed_after_them(make_samples: Samples) -> None:
+    async def scenario() -> None:
+        slow = Slow(SlowToClaim)
+        dropped, kept = [sample for sample in make_samples(4, 40, weights=(1.0,)) if sample.num_tokens][:2]
+        await make_ready(slow.store, [dropped], open_group="g")
+        await make_ready(slow.store, [kept])
+        training = asyncio.create_task(slow.session.accumulate(), name="train")
+        await asyncio.sleep(0.5)
+        await slow.close("g", [dropped], None)
+        slow.session.close_step()
+        await training
+        assert (await slow.session.finish(divisors_of([kept]))) is not None
+        assert await slow.store.counts(SOLVER) == {RowState.TRAINED: 1, RowState.FILTERED: 1}
+        assert slow.trainer.weight == pytest.approx(kept.advantage, rel=1e-12)
+
+    run_virtual(scenario())
