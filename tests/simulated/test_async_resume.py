@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.records import ROW_TERMINAL, RowState
+from flexmarl.testing.faults.story import ended_by, group_of
 from flexmarl.testing.run import ScriptedRun
-from tests.simulated.test_async_laws import MODES, asynchronous, ended_groups, group_of, pipelines
-from tests.simulated.test_laws import Schedule, many
-from tests.simulated.test_resume import lives
+from tests.simulated.conftest import MODES, Schedule, asynchronous, lives, many, pipelines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
@@ -28,7 +27,7 @@ def ended_in(lived: Sequence[ScriptedRun]) -> list[int]:
         for event in run.events("store_rewound"):
             replay = set(event["replay"])
             ended = [group for group in ended if group < event["next_group"] and group not in replay]
-        ended += ended_groups(run)
+        ended += [group for event in run.events() for group in ended_by(event)]
     return ended
 
 

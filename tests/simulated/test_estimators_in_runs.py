@@ -11,8 +11,7 @@ from flexmarl.errors import EpisodeError
 from flexmarl.experience.interface import Row
 from flexmarl.records import GenerationRequest, RowState, Task, split_sample_id, split_trajectory_id
 from flexmarl.testing.run import ScriptedRun
-from tests.simulated.test_laws import Schedule
-from tests.simulated.test_resume import check_equal, ended_groups, lives, undisturbed
+from tests.simulated.conftest import Schedule, check_equal, groups_that_ended, lives, undisturbed
 
 FEW = Schedule(seed=3, groups=2, estimator="rae", micro_batch=2)
 FAULTY = Schedule(episodes=3, raising=0.2, forgetful=0.1, slow_calls=0.2, failed_calls=0.2, stuck=0.1)
@@ -36,7 +35,7 @@ def episode_of(row: Row) -> int:
 def test_a_run_that_remembers_baselines_is_killed_and_ends_as_if_undisturbed(deterministic: bool) -> None:
     schedule = replace(FEW, deterministic=deterministic)
     whole = undisturbed(schedule, **SECTIONS)
-    assert ended_groups([whole]) == list(range(6))
+    assert groups_that_ended([whole]) == list(range(6))
     went_back_to = Counter[int]()
     for moment in range(5, 10_000, 9):
         lived = lives(schedule, [moment], checkpoint={"every": 1}, **SECTIONS)
@@ -129,5 +128,5 @@ def test_under_faults_every_row_and_every_group_still_ends(estimator: str) -> No
         seen.update(states)
         assert set(states) <= {RowState.TRAINED, RowState.FILTERED, RowState.FAILED}
         if run.outcome:
-            assert ended_groups([run]) == list(range(6))
+            assert groups_that_ended([run]) == list(range(6))
     assert set(seen) == {RowState.TRAINED, RowState.FILTERED, RowState.FAILED}

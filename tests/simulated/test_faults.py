@@ -19,18 +19,21 @@ from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
-from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_plan
-from flexmarl.simulator.injection import Injection
+from flexmarl.simulator.costs import TrainerCosts
+from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.__main__ import main
+from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_plan
+from flexmarl.testing.faults.faulty import FaultyTrainer
+from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.laws_of_serving import law_3_tokens_are_as_fresh_as_promised
 from flexmarl.testing.faults.lives import Stuck, at_most, live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
-from flexmarl.testing.faults.parts import BreakableTrainer
 from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw, loses_while_streaming
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
+from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
 from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
 from tests.unit.training.conftest import random_samples
 
@@ -86,8 +89,10 @@ def test_rows_under_the_id_of_a_dropped_micro_batch_are_remembered() -> None:
     solver = PolicyName("solver")
     dropped, *trained = (sample for sample in random_samples(0, weights=(1.0,)) if sample.num_tokens)
 
-    async def scenario() -> BreakableTrainer:
-        trainer = BreakableTrainer(solver, InlineObjectStore(), Injection(FaultPlan()), sample_s=0.1)
+    async def scenario() -> WatchedTrainer:
+        cache = WatchedCache(solver)
+        modelled = ModelledTrainer(solver, TrainerCosts(sample_s=0.1), InlineObjectStore(), cache=cache)
+        trainer = WatchedTrainer(FaultyTrainer(modelled, Injection(FaultPlan())), cache)
         samples = (replace(dropped, open_group="g"),)
         await trainer.accumulate_batch(MicroBatch(micro_batch_id="solver/0/0", policy=solver, samples=samples))
         await trainer.close_groups({"g": None})

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.records import ROW_TERMINAL, RowState
-from tests.simulated.test_laws import FAULTS, Schedule, Witness, many, played, schedules, trained_ids_of, whole_steps
-from tests.simulated.test_resume import check_equal, lives, undisturbed
+from tests.simulated.conftest import FAULTS, Schedule, check_equal, keep_every_law, lives, many, schedules, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 STREAMED = {"estimator": {"type": "reinforce"}, "filter": None, "ready": "trajectory"}
@@ -24,35 +22,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_and_rows_end_once_and_every_ready_sample_is_trained_at_its_own_version(kind: str) -> None:
+def test_every_law_holds(kind: str) -> None:
     mode, sections = KINDS[kind]
-    witness = Witness()
 
-    @many
-    @given(schedule=schedules)
-    def on_any(schedule: Schedule) -> None:
-        run = played(
-            replace(schedule, mode=mode, deterministic=schedule.deterministic and kind != "streamed"), **sections
-        )
-        witness.of(run)
-        ended = [event["group"] for name in ("group_failed", "group_filtered") for event in run.events(name)]
-        ended += [group for event in run.events("step_ended") for group in event["trained"]]
-        assert len(set(ended)) == len(ended)
-        if whole_steps(run) == 2:
-            assert sorted(ended) == list(range(2 * schedule.groups))
-            assert {row.state for row in run.rows()} <= ROW_TERMINAL
-        made_ready: Counter[str] = Counter()
-        for event in run.events("group_ready"):
-            made_ready.update(event["samples"])
-        for policy, trainer in run.trainers.items():
-            trained = [row for row in run.rows() if row.policy == policy and row.state is RowState.TRAINED]
-            assert all(row.version is not None and row.settled_version == row.version + 1 for row in trained)
-            if whole_steps(run) == 2:
-                used = trained_ids_of(trainer)
-                assert len(used) == len(set(used)) == len(trained) == made_ready[policy]
+    def of_kind(schedule: Schedule) -> Schedule:
+        return replace(schedule, mode=mode, deterministic=schedule.deterministic and kind != "streamed")
 
-    on_any()
-    witness.demand(*FAULTS, "trained", "group_retried", "group_failed")
+    happened = (*FAULTS, "trained", "group_retried", "group_failed")
+    keep_every_law(*happened, schedules=schedules.map(of_kind), **sections)
 
 
 @pytest.mark.parametrize("kind", KINDS)

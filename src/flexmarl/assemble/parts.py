@@ -24,6 +24,7 @@ from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.rules import Rules
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName, Version
@@ -45,6 +46,7 @@ def make_parts(
     checkpoints: Checkpoints,
     journal: Journal,
     warn: Callable[[str], None],
+    rules: Rules,
 ) -> Parts:
     """All that the orchestrator joins. Made when the pool reports to the journal already."""
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
@@ -53,7 +55,7 @@ def make_parts(
     return Parts(
         feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
         admission=admission,
-        rollout=make_rollout(blueprint, world, admission, gate, journal),
+        rollout=make_rollout(blueprint, world, admission, gate, journal, rules),
         crediting=crediting,
         collector=Collector(
             crediting=crediting,
@@ -124,11 +126,11 @@ def make_appraisal(settings: RunSettings, world: World, monitor: Monitor, journa
 
 
 def make_rollout(
-    blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, journal: Journal
+    blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, journal: Journal, rules: Rules
 ) -> Rollout:
     """What plays the training tasks; its calls wait at the gate, if there is one."""
     player = partial(player_of(blueprint, world), store=world.store)
-    return Rollout(
+    return rules.rollout(
         player=player(holds=gate.holds) if gate else player(),
         admission=admission,
         settings=blueprint.settings.rollout,

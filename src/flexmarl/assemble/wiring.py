@@ -24,13 +24,13 @@ from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.pool_journal import journal_pool
+from flexmarl.orchestrator.rules import PRODUCTION, Rules
 from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.stream import Stream
 from flexmarl.orchestrator.synchronous import Synchronous
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import WorkerLost
-from flexmarl.rollout.admission import Admission
 from flexmarl.training.residency import Swapped
 
 
@@ -43,6 +43,7 @@ def wire(
     progress: Progress,
     checkpoints: Checkpoints,
     start: RunState | None = None,
+    rules: Rules = PRODUCTION,
 ) -> tuple[Orchestrator, Monitor]:
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings = blueprint.settings
@@ -61,22 +62,23 @@ def wire(
         journal=journal,
         processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
     )
-    gate = Gate() if settings.pipeline.ahead and settings.mode.synchronous else None
+    gate = rules.gate() if settings.pipeline.ahead and settings.mode.synchronous else None
     law = law_of(settings.mode, settings.pipeline, groups=settings.batch.groups)
     parts = make_parts(
         blueprint,
         world,
-        admission=Admission.resumed(law, start.admission) if start else Admission(law),
+        admission=rules.admission.resumed(law, start.admission) if start else rules.admission(law),
         versions=versions,
         gate=gate,
         monitor=monitor,
         checkpoints=checkpoints,
         journal=journal,
         warn=progress.note,
+        rules=rules,
     )
     orchestrator = Orchestrator(
         parts,
-        pipeline_of(settings, parts, world.store, gate),
+        pipeline_of(settings, parts, world.store, gate, rules),
         steps=settings.steps,
         evaluate=settings.evaluate,
         checkpoint=settings.checkpoint,
@@ -85,7 +87,9 @@ def wire(
     return orchestrator, monitor
 
 
-def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore, gate: Gate | None) -> Pipeline:
+def pipeline_of(
+    settings: RunSettings, parts: Parts, store: ExperienceStore, gate: Gate | None, rules: Rules
+) -> Pipeline:
     """How the run's mode makes steps."""
     if settings.mode.synchronous:
         return Synchronous(parts, colocated=settings.mode is Mode.COLOCATED, gate=gate)
@@ -99,6 +103,7 @@ def pipeline_of(settings: RunSettings, parts: Parts, store: ExperienceStore, gat
         retries=settings.rollout.group_retries,
         journal=parts.journal,
         monitor=parts.monitor,
+        window=rules.window,
     )
     if settings.pipeline.updates == "per_policy":
         return PerPolicy(parts, stream, timeout_s=settings.pipeline.policy_timeout_s)

@@ -49,6 +49,7 @@ class Stream:
         retries: int,
         journal: Journal,
         monitor: Monitor,
+        window: type[Window] = Window,
     ) -> None:
         """`retries`: how often the task of a late group is admitted again, if `settings.late` says so."""
         self._feed = feed
@@ -61,7 +62,7 @@ class Stream:
         self._journal = journal
         self._monitor = monitor
         law = admission.law
-        self._window = Window(law.window, step=law.groups if law.steps_in_order else None)
+        self._window = window(law.window, step=law.groups if law.steps_in_order else None)
         self._done: dict[GroupId, GroupRecord] = {}
         """Finished, kept and not taken."""
         self._late: dict[GroupId, str] = {}

@@ -143,8 +143,9 @@ class Batch(Generic[T]):
         return True
 
     def go_to_next_end(self) -> None:
-        """It is `next_end` now."""
-        self._go(self._steps_left())
+        """It is `next_end` now. Where a step takes no time, only one is done: what others do comes in between."""
+        left = self._steps_left()
+        self._go(left if self.step_s else min(left, 1))
 
     def pop_ended(self) -> list[Place[T]]:
         """Takes out the requests that have ended at the settled boundary, in the order of their ends."""

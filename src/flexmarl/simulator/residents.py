@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
@@ -16,10 +17,10 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.simulator.costs import CostSettings
-from flexmarl.simulator.engine import SimulatedEngine
 from flexmarl.simulator.host import Host
+from flexmarl.simulator.modelled_engine import ModelledEngine
+from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.replies import Responder
-from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.process_groups import ProcessGroup
 from flexmarl.training.rows import RowReader
@@ -48,10 +49,10 @@ class ModelledResidents:
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
         """One inference instance, which may be moved to another policy."""
         make = partial(
-            SimulatedEngine,
-            policy,
+            ModelledEngine,
             self.costs(policy).engine,
-            respond=self.respond,
+            self.respond,
+            policy=policy,
             objects=self.objects,
             host=self.host,
             costs_of=lambda other: self.costs(other).engine,
@@ -71,7 +72,7 @@ class ModelledResidents:
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=partial(
-                SimulatedTrainer, policy, self.costs(policy).trainer, self.objects, host=self.host, rows=self.rows
+                ModelledTrainer, policy, self.costs(policy).trainer, self.objects, host=self.host, rows=self.rows
             ),
             error=TrainingError,
         )
@@ -82,8 +83,4 @@ class ModelledResidents:
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
         """All of them: who shares devices with whom is the residency's business."""
-        return {
-            policy: SimulatedProcessGroup(trainer)
-            for policy, trainer in trainers.items()
-            if isinstance(trainer, SimulatedTrainer)
-        }
+        return {policy: ModelledProcessGroup(cast(ModelledTrainer, trainer)) for policy, trainer in trainers.items()}

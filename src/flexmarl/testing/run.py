@@ -9,7 +9,7 @@ checkpoints are those of every run. An idle hour costs nothing, and what waits f
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -28,18 +28,21 @@ from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress, Progress
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.resume import resume
-from flexmarl.orchestrator.run import Orchestrator, RunOutcome
-from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Task, Version
+from flexmarl.orchestrator.rules import PRODUCTION
+from flexmarl.orchestrator.run import RunOutcome
+from flexmarl.records import GenerationRequest, PolicyName, Task
 from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.agents import Script
+from flexmarl.testing.faults.watched import WatchedCache, WatchedEngine, WatchedTrainer
+from flexmarl.testing.inference import Script as EngineScript
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Trainer
@@ -64,42 +67,13 @@ class CountedTasks:
         return tuple(Task(input_id=f"test-{i}", prompt=f"test {i}", reference="a") for i in range(n))
 
 
-class ServedEngine(ScriptedEngine):
-    """A ScriptedEngine in a world: it gets published weights from the object store, and remembers what it answered."""
+def spoken(say: Script, renderer: ChatRenderer) -> EngineScript:
+    """A script for engines from one for agents: prompts as text come in, and each reply ends with the end token."""
 
-    def __init__(
-        self,
-        say: Script,
-        renderer: ChatRenderer,
-        objects: ObjectStore,
-        *,
-        seconds_per_token: float,
-        fails: Callable[[GenerationRequest], str],
-    ) -> None:
-        self.generations: list[Generation] = []
-        """All answers, in order."""
-        self._objects = objects
-        self._fails = fails
+    def script(request: GenerationRequest) -> Sequence[int]:
+        return [*renderer.encode(say(renderer.decode(request.prompt_ids), request)), *renderer.encode(END)]
 
-        def script(request: GenerationRequest) -> Sequence[int]:
-            return [*renderer.encode(say(renderer.decode(request.prompt_ids), request)), *renderer.encode(END)]
-
-        super().__init__(script, latency_s=seconds_per_token, encode=renderer.encode, decode=renderer.decode)
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Answers; a call for which `fails` gives a reason ends with finish `error`."""
-        reasons = {request.request_id: self._fails(request) for request in requests}
-        async for generation in super().generate(requests):
-            if reason := reasons[generation.request_id]:
-                generation = replace(generation, finish=FinishReason.ERROR, error=reason)
-            self.generations.append(generation)
-            yield generation
-
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Gets the object and returns its own checksum of it."""
-        held = checksum(await self._objects.get(key))
-        await super().load_weights(policy, version, key)
-        return held
+    return script
 
 
 @workflow("scripted")
@@ -114,6 +88,14 @@ async def answer(task: Task, team: Team) -> None:
 def a_or_b(prompt: str, request: GenerationRequest) -> str:
     """Right (`a`) or wrong (`b`), by the call's seed."""
     return "ab"[request.seed % 2]
+
+
+def watched_trainer(
+    policy: PolicyName, objects: ObjectStore, kind: type[FakeTrainer] = FakeTrainer, *, sample_cost_s: float = 0.0
+) -> WatchedTrainer:
+    """A fake trainer of which it is remembered what went into each update."""
+    cache = WatchedCache(policy)
+    return WatchedTrainer(kind(policy, objects, sample_cost_s=sample_cost_s, cache=cache), cache)
 
 
 class ScriptedResidents:
@@ -214,21 +196,34 @@ class ScriptedRun:
         )
         self.objects = objects = InlineObjectStore()
         self.store: ExperienceStore = store or SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
-        self.engines: dict[PolicyName, Sequence[WeightedEngine]] = {
+        self.engines: dict[PolicyName, list[Any]] = {
             PolicyName(name): [
-                ServedEngine(say, renderer, objects, seconds_per_token=seconds_per_token, fails=fails)
+                WatchedEngine(
+                    ScriptedEngine(
+                        spoken(say, renderer),
+                        latency_s=seconds_per_token,
+                        decode=renderer.decode,
+                        objects=objects,
+                        fails=fails,
+                    )
+                )
                 for _ in range(policy.instances)
             ]
             for name, policy in self.settings.policies.items()
         }
-        self.trainers = {name: FakeTrainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained}
+        self.trainers: dict[PolicyName, Any] = {
+            name: watched_trainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained
+        }
         self.world: World
         """Made when it is played."""
         self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
         self.progress: Progress = NullProgress()
+        self.rules = PRODUCTION
         self.metrics: dict[int, Mapping[str, float]] = {}
         """By the number of steps done."""
         self.outcome: RunOutcome | None = None
+        self.failure: BaseException | None = None
+        """What ended it before its end."""
         self.said: list[str] = []
         """What a resumption tells the user."""
         self._folder = folder
@@ -238,7 +233,11 @@ class ScriptedRun:
 
     def play(self, *beside: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
         """Plays it to its end, with faults and the like `beside` it; raises what ends the run."""
-        run_virtual(self._play(beside))
+        try:
+            run_virtual(self._play(beside))
+        except BaseException as failure:
+            self.failure = failure
+            raise
         return self
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
@@ -256,9 +255,6 @@ class ScriptedRun:
     def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
         """The pool of its world; for subclasses that exchange it."""
         return InferencePool(*instances, **how)
-
-    def wired(self, orchestrator: Orchestrator) -> None:
-        """Told of the orchestrator before it runs; for subclasses that exchange one of its rules."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the metrics of a step."""
@@ -290,8 +286,8 @@ class ScriptedRun:
                 progress=self.progress,
                 checkpoints=checkpoints,
                 start=start,
+                rules=self.rules,
             )
-            self.wired(orchestrator)
             happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]
             try:
                 self.outcome = await orchestrator.run()

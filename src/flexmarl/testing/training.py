@@ -15,7 +15,8 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum
 from flexmarl.records import Divisors, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.simulator.costs import TrainerCosts
-from flexmarl.simulator.trainer import SimulatedTrainer
+from flexmarl.simulator.modelled_cache import ModelledCache
+from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.process_groups import ProcessGroup
 from flexmarl.training.rows import HeldRows, RowReader
@@ -28,7 +29,7 @@ def sample_costs(seconds: float) -> TrainerCosts:
     return TrainerCosts(sample_s=seconds, update_s=0.0, publish_s=0.0, resume_s=0.0, suspend_s=0.0)
 
 
-class FakeTrainer(SimulatedTrainer):
+class FakeTrainer(ModelledTrainer):
     """A trainer that remembers what went into it. It takes no time but `sample_cost_s` for each sample.
 
     `fail_on` names the micro-batches that raise, after their time.
@@ -43,9 +44,10 @@ class FakeTrainer(SimulatedTrainer):
         fail_on: frozenset[str] = frozenset(),
         costs: TrainerCosts | None = None,
         rows: RowReader | None = None,
+        cache: ModelledCache | None = None,
     ) -> None:
         """`costs` are for tests in which updates and swaps take time too."""
-        super().__init__(policy, costs or sample_costs(sample_cost_s), objects, rows=rows)
+        super().__init__(policy, costs or sample_costs(sample_cost_s), objects, rows=rows, cache=cache)
         self.accumulated: list[MicroBatch] = []
         """Every micro-batch that entered a cache, in order, over all steps."""
         self._fail_on = fail_on

@@ -15,8 +15,8 @@ LETTERS = {SOLVER: "abcdefghij", JUDGE: "ABCDEFGHIJ"}
 class Movable(ScriptedEngine):
     """Says its policy's letters, one a second; `misdirected` are requests of another policy that came to it."""
 
-    def __init__(self, policy, *, load_s=0.0, **changes):
-        super().__init__(lambda one: LETTERS[one.policy][one.offset :], **{"latency_s": 1.0, **changes})
+    def __init__(self, policy, *, load_s=0.0, script=lambda one: LETTERS[one.policy][one.offset :], **changes):
+        super().__init__(script, **{"latency_s": 1.0, **changes})
         self.policy, self.load_s = policy, load_s
         self.misdirected, self.loads = [], []
 

@@ -311,7 +311,7 @@ def test_an_answer_that_overtakes_the_acknowledgement_of_its_version_waits_for_i
             await asyncio.sleep(4.5)
             await at.pool.load_weights(*V2)
             answer = await call
-            assert [(run.start, run.version) for run in answer.versions] == [(0, 1), (4, 2)]
+            assert [(run.start, run.version) for run in answer.versions] == [(0, 1), (5, 2)]
             assert now() == 54.5
 
     run_virtual(scenario())
@@ -361,7 +361,7 @@ def test_the_pool_tells_of_every_answered_call_and_every_load():
         assert (first.instance, first.policy, first.request_id, first.version) == ("solver/0", "solver", "r", 1)
         assert (first.sent_at, first.answered_at) == (2.0, 8.0)
         assert (first.prompt_tokens, first.sampled_tokens, first.reused_tokens) == (4, 6, 0)
-        assert (second.finish, second.sampled_tokens, second.answered_at) == (FinishReason.ABORT, 2, 11.5)
+        assert (second.finish, second.sampled_tokens, second.answered_at) == (FinishReason.ABORT, 3, 12.0)
 
     run_virtual(scenario())
 

@@ -59,8 +59,7 @@ class Fallible(Movable):
     """Loads for a while, and goes wrong by chance; remembers what it has acknowledged."""
 
     def __init__(self, policy, chance, faults):
-        super().__init__(policy, latency_s=0.5)
-        self._script = lambda one: said(one.request_id, one.policy)[one.offset :]
+        super().__init__(policy, script=lambda one: said(one.request_id, one.policy)[one.offset :], latency_s=0.5)
         self.chance, self.faults = chance, faults
         self.acknowledged = {(policy, Version(0))}
 

@@ -58,15 +58,15 @@ def test_requests_of_a_moved_instance_go_on_at_another_one_where_they_stopped():
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
         await at.pool.move("solver/1", to=JUDGE)
-        assert now() == 4.5, "the move waits for nothing that runs"
+        assert now() == 5.0, "the move waits for the token under way, and for nothing else"
         answers = await asyncio.gather(*calls)
         (rest,) = (one for one in at.solvers[0].requests if one.offset)
-        assert (rest.request_id, rest.offset, rest.sampling.max_tokens) == ("1", 4, 6)
+        assert (rest.request_id, rest.offset, rest.sampling.max_tokens) == ("1", 5, 5)
         assert [text(answer) for answer in answers] == [LETTERS[SOLVER]] * 2
         assert [(len(a.logprobs), a.finish) for a in answers] == [(10, FinishReason.STOP)] * 2
-        assert now() == 10.5
+        assert now() == 10.0
         moved = at.calls[-1]
-        assert (moved.request_id, moved.prompt_tokens, moved.sampled_tokens, moved.kept_tokens) == ("1", 3, 10, 4)
+        assert (moved.request_id, moved.prompt_tokens, moved.sampled_tokens, moved.kept_tokens) == ("1", 3, 10, 5)
 
     play(scenario)
 
@@ -77,7 +77,7 @@ def test_an_answer_says_which_version_sampled_what_on_which_side_of_a_move():
         await asyncio.sleep(4.5)
         await asyncio.gather(at.pool.move("solver/1", to=JUDGE), publish(at.pool, 2, SOLVER))
         answers = await asyncio.gather(*call)
-        assert [[(run.start, run.version) for run in answer.versions] for answer in answers] == [[(0, 1), (4, 2)]] * 2
+        assert [[(run.start, run.version) for run in answer.versions] for answer in answers] == [[(0, 1), (5, 2)]] * 2
 
     play(scenario)
 
@@ -119,7 +119,7 @@ def test_a_request_that_is_moved_keeps_its_patience_and_what_it_has():
         await asyncio.sleep(4.5)
         await at.pool.move("solver/0", to=JUDGE)
         moved, _ = await asyncio.gather(*calls)
-        assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcdef")
+        assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcdefg")
         assert now() == 7.0
 
     play(scenario)
@@ -132,7 +132,7 @@ def test_a_request_in_line_again_whose_time_is_over_comes_back_with_what_it_has(
         await at.pool.move("solver/0", to=JUDGE)
         assert at.pool.waiting == {SOLVER: 1, JUDGE: 0}
         moved, _ = await asyncio.gather(*calls)
-        assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcd")
+        assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcde")
         assert at.pool.waiting == {SOLVER: 0, JUDGE: 0}
 
     play(scenario, max_running=1)
@@ -205,7 +205,7 @@ def test_an_instance_that_does_not_end_its_requests_is_lost_and_they_start_again
             await at.pool.move("solver/0", to=JUDGE)
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
         assert list(at.pool.lost) == ["solver/0"]
-        assert now() == 14.5
+        assert now() == 15.0
 
     play(scenario, make=Deaf, abort_grace_s=2.0)
 
@@ -220,7 +220,7 @@ def test_an_instance_that_dies_while_it_drains_is_known_by_its_old_name():
         with pytest.raises(EngineError, match="its process was killed"):
             await moving
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
-        assert now() == 15.5
+        assert now() == 16.0
 
     play(scenario, on_move="drain")
 
@@ -455,7 +455,7 @@ def test_a_moved_call_whose_last_instance_is_lost_comes_back_with_what_it_has():
         await asyncio.sleep(1.0)
         at.solvers[0].fail("it died")
         moved, other = (await asyncio.gather(*calls, return_exceptions=True))[::-1]
-        assert (text(moved), moved.finish) == ("abcd", FinishReason.ERROR)
+        assert (text(moved), moved.finish) == ("abcde", FinishReason.ERROR)
         assert "no instance of 'solver' is left" in moved.error
         assert isinstance(other, EngineError)
 

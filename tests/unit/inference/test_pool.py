@@ -47,7 +47,7 @@ def test_a_timeout_aborts_the_request_and_returns_what_it_has():
                 pool.generate(request("slow", max_tokens=10), timeout_s=3.5),
                 pool.generate(request("fast", max_tokens=5)),
             )
-        assert (slow.finish, text(slow), text(fast)) == (FinishReason.ABORT, "abc", "abcde")
+        assert (slow.finish, text(slow), text(fast)) == (FinishReason.ABORT, "abcd", "abcde")
 
     run_virtual(scenario())
 
@@ -100,7 +100,7 @@ def test_cancelling_the_caller_aborts_its_request_and_no_other():
             assert text(await stays) == "abcd"
             assert (await pool.usage())["solver/0"].running == 0
         assert left.cancelled()
-        assert (await engine.usage()).generated_tokens == 6
+        assert (await engine.usage()).generated_tokens == 7
 
     run_virtual(scenario())
 
@@ -118,7 +118,7 @@ def test_requests_of_a_lost_instance_start_again_elsewhere_with_the_same_id_and_
         assert moved == {("0", 40), ("2", 42)}
         assert moved < {(one.request_id, one.seed) for one in other.requests}
         assert pool.lost == {"solver/0": "EngineError: the GPU fell off the bus"}
-        assert now() == 14.5
+        assert now() == 15.0
 
     run_virtual(scenario())
 
@@ -321,7 +321,7 @@ def test_what_was_sampled_of_a_call_that_its_caller_left_is_told():
             left.cancel()
             await asyncio.wait([left])
             (answer,) = heard
-            assert (text(await answer), (await answer).finish) == ("ab", FinishReason.ABORT)
+            assert (text(await answer), (await answer).finish) == ("abc", FinishReason.ABORT)
 
     run_virtual(scenario())
 
@@ -347,6 +347,6 @@ def test_a_coroutine_that_is_thrown_away_aborts_its_request_too():
             asking.send(None)
             await asyncio.sleep(3.5)
             asking.close()
-            assert text(await heard[0]) == "abc"
+            assert text(await heard[0]) == "abcd"
 
     run_virtual(scenario())

@@ -9,7 +9,7 @@ import pytest
 from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import FinishReason, Version, VersionRun
+from flexmarl.records import Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import (
     FrozenEngine,
@@ -46,8 +46,10 @@ class Forgetful(ScriptedEngine):
 
 
 class Overlong(ScriptedEngine):
-    def _cut(self, ids, sampling):
-        return ids, FinishReason.STOP
+    async def generate(self, requests):
+        endless = [replace(one, sampling=replace(one.sampling, max_tokens=64)) for one in requests]
+        async for generation in super().generate(endless):
+            yield generation
 
 
 class Liar(ScriptedEngine):
@@ -58,7 +60,7 @@ class Liar(ScriptedEngine):
 
 class Immortal(ScriptedEngine):
     async def close(self):
-        await self.abort(list(self._running))
+        await self.abort([one.request_id for one in self.requests])
 
 
 class Insomniac(ScriptedEngine):
@@ -147,7 +149,7 @@ def test_a_load_in_the_middle_of_a_reply_is_recorded_at_its_token():
         reply = asyncio.ensure_future(anext(answers))
         await asyncio.sleep(2.5)
         await engine.load_weights(POLICY, Version(1), ObjectKey("k"))
-        assert (await reply).versions == (VersionRun(0, Version(0)), VersionRun(2, Version(1)))
+        assert (await reply).versions == (VersionRun(0, Version(0)), VersionRun(3, Version(1)))
         await answers.aclose()
 
     run_virtual(scenario())

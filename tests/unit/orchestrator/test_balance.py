@@ -182,6 +182,6 @@ def test_the_journal_says_of_a_moved_call_how_many_of_its_tokens_came_from_elsew
         await at.pool.move("solver/0", to=JUDGE)
         await asyncio.gather(*calls)
         kept = {event["request"]: event.get("kept_tokens") for event in at.journal.events("call")}
-        assert kept == {"0": 2, "1": None, "2": None}
+        assert kept == {"0": 3, "1": None, "2": None}
 
     play(scenario)

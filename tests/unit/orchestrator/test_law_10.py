@@ -23,7 +23,8 @@ from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import FinishReason, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ServedEngine
+from flexmarl.testing.inference import ScriptedEngine
+from flexmarl.testing.run import spoken
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.test_publish import SOLVER, train
@@ -58,14 +59,13 @@ class Seen:
     count: Counter = field(default_factory=Counter)
 
 
-class Unreliable(ServedEngine):
+class Unreliable(ScriptedEngine):
     """Goes wrong by chance; remembers which versions it has acknowledged."""
 
     def __init__(self, objects, chance: random.Random, faults: float) -> None:
         text = "".join(chance.choice("abc") for _ in range(20))
-        super().__init__(
-            lambda *_: text, character_renderer(), objects, seconds_per_token=0.3, fails=lambda request: ""
-        )
+        renderer = character_renderer()
+        super().__init__(spoken(lambda *_: text, renderer), latency_s=0.3, decode=renderer.decode, objects=objects)
         self.chance, self.faults = chance, faults
         self.acknowledged = {Version(0)}
         self.loads: list[Version] = []
@@ -145,7 +145,7 @@ class Stage:
             except EngineError as error:
                 self.seen.count[str(error).split(":")[0].rstrip("0123456789")] += 1
                 return
-            for name in await self.pool.usage():
+            for name in self.pool.given[SOLVER]:
                 assert self.trainer.version in self.engines[name].acknowledged, "law 10: every live instance has it"
 
     async def ask(self, number: int) -> None:

@@ -73,7 +73,7 @@ def test_before_a_checkpoint_every_batch_ends_early_so_that_nothing_is_left_over
         save = trainer.save
 
         async def look_and_save(path, save=save, trainer=trainer):
-            cached.append(len(trainer._reports))
+            cached.append(len(trainer.cache))
             await save(path)
 
         trainer.save = look_and_save

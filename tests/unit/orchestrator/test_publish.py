@@ -17,7 +17,8 @@ from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ServedEngine, a_or_b
+from flexmarl.testing.inference import ScriptedEngine
+from flexmarl.testing.run import a_or_b, spoken
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import turn_of
@@ -25,7 +26,7 @@ from tests.unit.orchestrator.groups import turn_of
 SOLVER = PolicyName("solver")
 
 
-class Corrupt(ServedEngine):
+class Corrupt(ScriptedEngine):
     """Holds other bytes than were published."""
 
     async def load_weights(self, policy, version, key):
@@ -33,7 +34,7 @@ class Corrupt(ServedEngine):
         return Checksum("torn")
 
 
-class Late(ServedEngine):
+class Late(ScriptedEngine):
     """Takes a minute to load."""
 
     async def load_weights(self, policy, version, key):
@@ -41,7 +42,7 @@ class Late(ServedEngine):
         return await super().load_weights(policy, version, key)
 
 
-class TooLate(ServedEngine):
+class TooLate(ScriptedEngine):
     """Loads its first version at once, and no other one in time."""
 
     async def load_weights(self, policy, version, key):
@@ -57,7 +58,8 @@ def stage(*kinds, spare=None):
     objects = InlineObjectStore()
 
     def engine(kind):
-        return kind(a_or_b, character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: "")
+        renderer = character_renderer()
+        return kind(spoken(a_or_b, renderer), latency_s=0.1, decode=renderer.decode, objects=objects)
 
     async def respawn(policy, name):
         await asyncio.sleep(10)
@@ -81,7 +83,7 @@ async def train(trainer):
 
 def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_object_is_released():
     async def scenario():
-        at = stage(ServedEngine, Late)
+        at = stage(ScriptedEngine, Late)
         async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             await at.objects.get(ObjectKey("weights/solver/0"))
@@ -101,7 +103,7 @@ def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_o
 def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instance():
     async def scenario():
         await asyncio.sleep(5)
-        at = stage(ServedEngine, Late)
+        at = stage(ScriptedEngine, Late)
         async with at.pool.open():
             journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
@@ -123,7 +125,7 @@ def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instan
 
 def test_an_instance_that_holds_other_bytes_is_deregistered_and_the_rest_serve():
     async def scenario():
-        at = stage(ServedEngine, Corrupt)
+        at = stage(ScriptedEngine, Corrupt)
         async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             assert list(await at.pool.usage()) == ["solver/0"]
@@ -135,7 +137,7 @@ def test_an_instance_that_holds_other_bytes_is_deregistered_and_the_rest_serve()
 
 def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
     async def scenario():
-        at = stage(ServedEngine, TooLate, spare={"solver/2": ServedEngine})
+        at = stage(ScriptedEngine, TooLate, spare={"solver/2": ScriptedEngine})
         async with at.pool.open():
             journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
@@ -159,7 +161,7 @@ def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
 
 def test_a_replacement_gets_the_newest_weights_however_long_ago_they_were_published():
     async def scenario():
-        at = stage(ServedEngine, spare={"solver/1": ServedEngine})
+        at = stage(ScriptedEngine, spare={"solver/1": ScriptedEngine})
         async with at.pool.open():
             await at.publisher.publish(SOLVER, Version(0))
             await at.publisher.publish(SOLVER, await train(at.trainer))

@@ -180,7 +180,7 @@ def pool_player(team, store, *, fails="", timeout_s=100.0):
     ("workflow", "fails", "timeout_s", "status", "tokens", "reason"),
     [
         (cut, "", 100.0, EpisodeStatus.FINISHED, 2, "the workflow left the call before its answer came"),
-        (solve_and_verify, "", 8.5, EpisodeStatus.TIMED_OUT, 3, "took longer than rollout.episode_timeout_s=8.5"),
+        (solve_and_verify, "", 8.5, EpisodeStatus.TIMED_OUT, 4, "took longer than rollout.episode_timeout_s=8.5"),
         (solve_and_verify, "no memory", 100.0, EpisodeStatus.FAILED, 5, "of agent 'verifier' failed: no memory"),
     ],
 )

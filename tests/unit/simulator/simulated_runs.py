@@ -9,10 +9,10 @@ import numpy as np
 from flexmarl.agents import Team
 from flexmarl.records import GenerationRequest, IntArray, PolicyName, Task
 from flexmarl.simulator.costs import CostSettings, SharedHost, costs_of
-from flexmarl.simulator.engine import SimulatedEngine
 from flexmarl.simulator.facts import Facts, read_facts
 from flexmarl.simulator.host import Host
-from flexmarl.simulator.trainer import SimulatedTrainer
+from flexmarl.simulator.modelled_engine import ModelledEngine
+from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.testing.run import ScriptedRun
 
 AGENTS = {"solver": "solver", "verifier": "verifier"}
@@ -37,15 +37,19 @@ def simulated_run(costs: Mapping[str, CostSettings], host: SharedHost | None = N
     shared, objects = Host(host), run.objects
     run.engines = {
         PolicyName(policy): [
-            SimulatedEngine(
-                PolicyName(policy), costs_of(costs, policy).engine, respond=random_length, objects=objects, host=shared
+            ModelledEngine(
+                costs_of(costs, policy).engine,
+                random_length,
+                policy=PolicyName(policy),
+                objects=objects,
+                host=shared,
             )
             for _ in range(settings.instances)
         ]
         for policy, settings in run.settings.policies.items()
     }
     run.trainers = {
-        policy: SimulatedTrainer(policy, costs_of(costs, policy).trainer, objects, host=shared)
+        policy: ModelledTrainer(policy, costs_of(costs, policy).trainer, objects, host=shared)
         for policy in run.trainers
     }
     run.play()

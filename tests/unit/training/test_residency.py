@@ -19,7 +19,7 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, PolicyName, RowState, Sample, Version
 from flexmarl.records.ids import make_sample_id, split_sample_id
 from flexmarl.simulator.costs import TrainerCosts
-from flexmarl.simulator.trainer import SimulatedProcessGroup
+from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.residency import Residency, Swapped
@@ -32,7 +32,7 @@ NAMES = ("critic", "planner", "solver", "verifier")
 COSTS = TrainerCosts(sample_s=0.5, update_s=1.0, publish_s=1.0, resume_s=4.0, suspend_s=2.0)
 
 
-class WatchedGroup(SimulatedProcessGroup):
+class WatchedGroup(ModelledProcessGroup):
     """Notes who has devices, from the beginning of the resume to the end of the suspend."""
 
     def __init__(self, trainer: FakeTrainer, holders: list[PolicyName]) -> None:

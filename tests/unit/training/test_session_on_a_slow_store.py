@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,8 @@ from flexmarl.experience.interface import Outcome
 from flexmarl.experience.rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowState, Sample, SampleId, Version
-from flexmarl.simulator.faults import FaultPlan
-from flexmarl.simulator.injection import Injection
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.faults.parts import Pulse, SlowStore
+from flexmarl.testing.faults.faulty import Around, SlowStore
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
@@ -35,7 +34,7 @@ class Slow:
 
     def __init__(
         self,
-        kind: type[SlowStore] = SlowStore,
+        kind: Callable[[Any], Any] = lambda store: store,
         *,
         longest_s: float = 0.0,
         seed: int = 0,
@@ -44,7 +43,7 @@ class Slow:
     ) -> None:
         self.store = SqliteStore(agents=[AGENT], columns=TURN_COLUMNS)
         self.trainer = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=0.05, fail_on=fail_on)
-        slow = kind(self.store, Injection(FaultPlan()), Pulse(), longest_s=longest_s, random=Random(seed))
+        slow = kind(SlowStore(self.store, longest_s=longest_s, random=Random(seed)))
         self.trainer.rows = StoreRows(slow)
         self.session = TrainingSession(SOLVER, slow, self.trainer, micro_batch=micro_batch, version=Version(0))
 
@@ -88,12 +87,12 @@ def whole(make_samples: Samples, count: int) -> list[Sample]:
     return [sample for sample in make_samples(3, 60, weights=(1.0,)) if sample.num_tokens][:count]
 
 
-class SettlesLate(SlowStore):
+class SettlesLate(Around[SlowStore]):
     """Rows change their state a second after the call."""
 
     async def settle(self, sample_ids: Sequence[SampleId], outcome: Outcome) -> None:
         await asyncio.sleep(1.0)
-        await super().settle(sample_ids, outcome)
+        await self.inner.settle(sample_ids, outcome)
 
 
 def test_rows_that_are_filtered_before_they_are_claimed_leave_no_micro_batch_behind(make_samples: Samples) -> None:

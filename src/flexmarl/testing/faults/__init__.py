@@ -3,7 +3,9 @@
     python -m flexmarl.testing.faults --seeds 0:3000
 
 schedule.py             a small random run
-parts.py                engines and trainers that break, and remember
+fault_plan.py            what goes wrong: a plan, drawn from a seed or read from a file
+injection.py, faulty.py  carry a plan out: wrappers around engines, trainers, the store and the task source
+watched.py               wrappers that remember what the laws ask
 lives.py                the run, resumed after every death
 story.py                what happened, put together from journals, rows and what engines and trainers remember
 witness.py              which faults struck, and what the system did about them

@@ -14,12 +14,14 @@ from flexmarl.errors import (
     WorkerError,
 )
 from flexmarl.records import RowState
-from flexmarl.simulator.faults import FaultKind
 from flexmarl.tasks import SourceExhausted
+from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws_of_samples import (
     law_5_every_ready_row_is_in_one_update,
+    law_7_rows_hold_what_engines_sampled,
     law_8_credit_compares_within_a_task,
     law_11_what_failed_is_not_trained,
+    law_13_every_sampled_token_is_accounted_for,
 )
 from flexmarl.testing.faults.laws_of_serving import (
     law_3_tokens_are_as_fresh_as_promised,
@@ -27,7 +29,6 @@ from flexmarl.testing.faults.laws_of_serving import (
     law_10_versions_are_served_after_their_checksum,
     law_12_queues_are_bounded,
 )
-from flexmarl.testing.faults.schedule import Schedule
 from flexmarl.testing.faults.story import Life, Story, group_of
 
 Law = Callable[[Story], Iterator[str]]
@@ -53,7 +54,7 @@ def every_life_ends_as_its_faults_demand(story: Story) -> Iterator[str]:
     for number, life in enumerate(story.lives):
         if life.hung:
             yield f"life {number} hung: {life.error}"
-        elif life.error is not None and not isinstance(life.error, _demanded(story.schedule, life)):
+        elif life.error is not None and not isinstance(life.error, _demanded(story, life)):
             yield f"life {number} died of what no fault demands: {type(life.error).__name__}: {life.error}"
         elif type(life.error) is TransitionError:
             yield f"life {number} died of a move that its life cycle lacks: {life.error}"
@@ -62,14 +63,16 @@ def every_life_ends_as_its_faults_demand(story: Story) -> Iterator[str]:
         yield f"after {len(story.lives)} lives the run has not ended: {type(last.error).__name__}: {last.error}"
     if story.finished and not last.of("step_ended") and not last.of("resumed"):
         yield "the run ended without a step"
+    if story.finished and sorted(story.steps) != list(range(story.settings.steps)):
+        yield f"the run ended with the steps {sorted(story.steps)}, steps is {story.settings.steps}"
 
 
-def _demanded(schedule: Schedule, life: Life) -> tuple[type[FlexmarlError], ...]:
+def _demanded(story: Story, life: Life) -> tuple[type[FlexmarlError], ...]:
     struck = {FaultKind(event["kind"]) for event in life.of("fault")}
     errors = [error for kind in struck for error in DEMANDED.get(kind, ())]
-    filtered = schedule.sections["credit"].get("filter", "on") is not None
+    filtered = story.settings.credit.filter is not None
     late = any("held up others" in event["because"] for event in life.of("group_expired"))  # A deadline too short.
-    if schedule.raising or schedule.forgetful or schedule.long_winded or filtered or late:
+    if story.chance or filtered or late:
         errors.append(EpisodeError)  # Of so few groups, all may end without a sample by chance.
     return tuple(errors)
 
@@ -83,6 +86,7 @@ def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
             yield f"group {group} ended {len(told.ends)} times: {told.ends}"
     if sorted(story.groups) != list(range(len(story.groups))):
         yield f"groups {sorted(story.groups)} have gaps"
+    yield from _groups_of_steps(story)
     ends = {group: told.ends[0] for group, told in story.groups.items() if told.ends}
     states: dict[int, Counter[RowState]] = defaultdict(Counter)
     for row in story.rows:
@@ -94,6 +98,17 @@ def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
             yield f"group {group} is {ends[group]}, but has rows that are {sorted(unended)}"
         elif ends.get(group) == "trained" and not found[RowState.TRAINED]:
             yield f"group {group} is trained, but none of its rows is"
+
+
+def _groups_of_steps(story: Story) -> Iterator[str]:
+    """A synchronous step plays its groups and no others; another one trains as many at least."""
+    per_step, num_steps = story.settings.batch.groups, story.settings.steps
+    if not story.settings.mode.synchronous:
+        for step, trained in story.steps.items():
+            if len(trained) < per_step:
+                yield f"step {step} trained {len(trained)} groups, batch.groups is {per_step}"
+    elif story.finished and not story.refills and len(story.groups) != num_steps * per_step:
+        yield f"{len(story.groups)} groups were admitted for {num_steps} steps of {per_step}"
 
 
 _ENDED = {RowState.TRAINED, RowState.FILTERED, RowState.FAILED, RowState.EXPIRED}
@@ -111,10 +126,12 @@ LAWS: Mapping[str, Law] = {
     "3": law_3_tokens_are_as_fresh_as_promised,
     "4": law_4_nothing_is_held_twice,
     "5": law_5_every_ready_row_is_in_one_update,
+    "7": law_7_rows_hold_what_engines_sampled,
     "8": law_8_credit_compares_within_a_task,
     "10": law_10_versions_are_served_after_their_checksum,
     "11": law_11_what_failed_is_not_trained,
     "12": law_12_queues_are_bounded,
+    "13": law_13_every_sampled_token_is_accounted_for,
 }
 """By the number in docs/laws.md; `ends` is what every test of faults demands besides."""
 

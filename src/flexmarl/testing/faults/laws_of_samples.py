@@ -3,12 +3,18 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import numpy as np
+
 from flexmarl.agents.seeds import context_hash
 from flexmarl.experience.interface import Row
-from flexmarl.records import FinishReason, RowState
+from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
+from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
 from flexmarl.testing.faults.story import Story, group_of
+from flexmarl.testing.faults.watched import Answered
 
 GOOD = (FinishReason.STOP, FinishReason.LENGTH)
+PER_AGENT = ("default", "drmas")
+"""Estimators that compare a row with those of its agent alone, by their mean."""
 
 
 def law_5_every_ready_row_is_in_one_update(story: Story) -> Iterator[str]:
@@ -25,8 +31,37 @@ def law_5_every_ready_row_is_in_one_update(story: Story) -> Iterator[str]:
             wrong = [i for ids in batches for i in ids if i in trained and trained[i].settled_version != version]
             if wrong:
                 yield f"{wrong[0]} went into version {version} of {policy}, its row says otherwise"
+    yield from _large_batches(story)
     if story.finished:
         yield from _weights(story, list(trained.values()))
+        yield from _versions(story, list(trained.values()))
+        yield from _ready_rows(story, list(trained.values()))
+
+
+def _large_batches(story: Story) -> Iterator[str]:
+    for policy, updates in story.updates.items():
+        most = story.settings.policies[policy].training.micro_batch
+        for version, batches in updates.items():
+            if large := [ids for ids in batches if len(ids) > most]:
+                yield f"version {version} of {policy}: a micro-batch has {len(large[0])} samples, more than {most}"
+
+
+def _versions(story: Story, trained: list[Row]) -> Iterator[str]:
+    """A version is made of rows: there are none between those that rows were trained into."""
+    for policy, trainer in story.lives[-1].trainers.items():
+        settled = {row.settled_version or 0 for row in trained if row.policy == policy}
+        if settled != set(range(1, trainer.version + 1)):
+            yield f"{policy} is at version {trainer.version}, its rows were trained into {sorted(settled)}"
+
+
+def _ready_rows(story: Story, trained: list[Row]) -> Iterator[str]:
+    """Of a trained group, as many rows are trained as its credit made ready."""
+    found = Counter((group_of(row.sample_id), row.policy) for row in trained)
+    for group, told in story.groups.items():
+        if told.ends == ["trained"]:
+            for policy, ready in told.ready.items():
+                if (entered := found[group, PolicyName(policy)]) != ready:
+                    yield f"group {group}: {ready} rows of {policy} were ready, {entered} were trained"
 
 
 def _weights(story: Story, trained: list[Row]) -> Iterator[str]:
@@ -42,6 +77,42 @@ def _weights(story: Story, trained: list[Row]) -> Iterator[str]:
         expected = sum(gradient / tokens for (of, _), (gradient, tokens) in sums.items() if of == policy and tokens)
         if abs(trainer.weight - expected) > 1e-9:
             yield f"the weight of {policy} is {trainer.weight}, its rows give {expected}"
+
+
+def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
+    """Prompt, ids and log-probabilities of a row are those of the engines that answered its call, to the last bit."""
+    prompts: dict[str, IntArray] = {}
+    answers: dict[str, list[Answered]] = defaultdict(list)
+    for engine in (engine for life in story.lives for engine in life.engines.values()):
+        for request in engine.asked:
+            prompts[request.request_id] = request.prompt_ids[: len(request.prompt_ids) - request.offset]
+        for answered in engine.answered:
+            answers[answered.request.request_id].append(answered)
+    for row in story.rows:
+        if row.sample_id in prompts and not _same(row.values["prompt_ids"], prompts[row.sample_id]):
+            yield f"{row.sample_id}: its prompt is not the one that its engine was asked"
+        if row.version is None:
+            continue
+        num_tokens = len(row.values["response_ids"])
+        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in answers[row.sample_id]}:
+            yield f"{row.sample_id} has {num_tokens} tokens, no engine's answer ended there"
+        for answered in answers[row.sample_id]:
+            if strays := [name for name in _SAMPLED if not _agrees(row, answered, name)]:
+                yield f"{row.sample_id}: its {', '.join(strays)} are not those that an engine sampled"
+
+
+_SAMPLED = ("response_ids", "logprobs", "raw_logprobs")
+
+
+def _agrees(row: Row, answered: Answered, name: str) -> bool:
+    """Of an answer that was given up for another one, the row has more or less; never anything else."""
+    kept, sampled, begin = row.values[name], getattr(answered.generation, name), answered.request.offset
+    both = max(0, min(len(kept) - begin, len(sampled)))
+    return _same(kept[begin : begin + both], sampled[:both])
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
@@ -61,12 +132,15 @@ def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
             yield f"{row.sample_id}: another context has the same hash"
         if "advantage" in row.values:
             compared[group_of(row.sample_id), row.agent].append(row)
-    for (group, agent), rows in compared.items():
+    for (group, agent), rows in compared.items() if story.estimator in PER_AGENT else ():
         mean = sum(row.values["reward"] for row in rows) / len(rows)
         if len(rows) > 1 and any(
             (row.values["advantage"] > 1e-9) != (row.values["reward"] > mean + 1e-9) for row in rows
         ):
             yield f"group {group}, {agent}: advantages do not follow from its own rewards"
+        trained = [row.values["advantage"] for row in rows if row.state is RowState.TRAINED]
+        if len(trained) > 1 and abs(sum(trained)) > 1e-9 and story.estimator == "drmas":
+            yield f"group {group}, {agent}: the sum of its advantages is {sum(trained)}, not 0"
 
 
 def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
@@ -75,8 +149,8 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
         generation.request_id
         for life in story.lives
         for engine in life.engines.values()
-        for _, _, generation in engine.answered
-        if generation.finish in GOOD
+        for answered in engine.answered
+        if (generation := answered.generation).finish in GOOD
     }
     failed_episodes = {row.sample_id.rpartition("_")[2] for row in story.rows if row.state is RowState.FAILED}
     for row in story.rows:
@@ -90,5 +164,30 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
             yield f"{row.sample_id} was trained without a reward"
         if row.sample_id.rpartition("_")[2] in failed_episodes:
             yield f"{row.sample_id} was trained, of an episode that failed"
-        if row.policy not in story.schedule.trained:
+        if row.policy not in story.trained_policies:
             yield f"{row.sample_id} was trained, of a frozen policy"
+
+
+def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
+    """A token that an engine sampled is in a row that has ended, with the reason where it failed.
+
+    Of a call that was aborted, failed, or left by its workflow, too; but for what a lost engine takes with it, and a
+    dead process.
+    """
+    last = story.lives[-1]
+    if not story.finished:
+        return
+    rows = {row.sample_id: row for row in story.rows}
+    lost = {event["instance"] for event in last.of("instance_lost")}
+    for name, engine in last.engines.items():
+        for _, request, generation in engine.answered if name not in lost else ():
+            end = request.offset + len(generation.response_ids)
+            if not len(generation.response_ids) or group_of(request.request_id) >= EVALUATION_GROUPS:
+                continue
+            row = rows.get(SampleId(request.request_id))
+            if row is None or row.state not in ROW_TERMINAL:
+                yield f"{request.request_id} was sampled by {name}, its row is {row and row.state}"
+            elif row.state is RowState.FAILED and not row.reason:
+                yield f"{request.request_id} failed without a reason"
+            elif len(row.values.get("response_ids", ())) < end:
+                yield f"{request.request_id}: {name} sampled {end} tokens, its row has fewer"

@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from decimal import Decimal
 
+from flexmarl.config import RunSettings
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import RowState
-from flexmarl.testing.faults.schedule import PER_POLICY, Schedule
 from flexmarl.testing.faults.story import Event, Life, Story, ended_by, group_of
 
 
@@ -16,9 +16,11 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
     B + W - 2 groups older where policies update on their own.
     """
     yield from _outside_the_window(story)
-    if story.schedule.mode == PER_POLICY:
+    if story.settings.mode.synchronous and not story.refills:
+        yield from _of_other_steps(story)
+    if story.per_policy:
         yield from _overtaken(story)
-    bound = staleness_bound(story.schedule)
+    bound = staleness_bound(story)
     for row in story.rows:
         if row.state is not RowState.TRAINED or row.settled_version is None:
             continue
@@ -31,36 +33,46 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
             yield f"{row.sample_id} was sampled at {newest}, the version it was trained into or a later one"
 
 
-def lag_and_window(schedule: Schedule) -> tuple[int, int | None]:
+def _of_other_steps(story: Story) -> Iterator[str]:
+    """Rows, trained or not, that were sampled at another version than the one that their step began with."""
+    served = {event["step"]: event["versions"] for event in story.events if event["event"] == "step_started"}
+    for row in story.rows:
+        step = group_of(row.sample_id) // story.settings.batch.groups
+        if row.version is not None and step in served:
+            runs, expected = row.values["version_runs"], served[step][row.policy]
+            if any(version != expected for _, version in runs):
+                yield f"{row.sample_id} was sampled at {runs}, step {step} began with version {expected}"
+
+
+def lag_and_window(settings: RunSettings) -> tuple[int, int | None]:
     """S and W of the mode, as docs/math.md says; W is None where there is no window."""
-    groups, pipeline = schedule.groups, schedule.sections["pipeline"]
-    mode = Mode(schedule.sections["mode"])
+    groups, pipeline, mode = settings.batch.groups, settings.pipeline, settings.mode
     if mode.synchronous:
         return 0, 1
-    lag = 1 if mode is Mode.ONE_STEP_OFF else pipeline["lag"]
+    lag = 1 if mode is Mode.ONE_STEP_OFF else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
         Mode.FIFO: 1,
-        Mode.ASYNC: math.ceil(Decimal(str(pipeline["window"])) * (lag + 1) * groups),
+        Mode.ASYNC: math.ceil(Decimal(str(pipeline.window)) * (lag + 1) * groups),
     }
     return lag, windows.get(mode)
 
 
-def staleness_bound(schedule: Schedule) -> int | None:
+def staleness_bound(story: Story) -> int | None:
     """S + ceil((W - 1) / P), S where steps are in order; None where there is no window, or versions of few groups."""
-    if schedule.mode == PER_POLICY:
+    if story.per_policy:
         return None  # A batch that ends early makes a version too.
-    if Mode(schedule.sections["mode"]) is Mode.ONE_STEP_OFF:
+    if story.settings.mode is Mode.ONE_STEP_OFF:
         return 1  # Its window does not slide within a step.
-    lag, window = lag_and_window(schedule)
-    return None if window is None else lag + math.ceil((window - 1) / schedule.groups)
+    lag, window = lag_and_window(story.settings)
+    return None if window is None else lag + math.ceil((window - 1) / story.settings.batch.groups)
 
 
 def _overtaken(story: Story) -> Iterator[str]:
     """Samples between whose sampling and training their policy was trained on too many other groups."""
-    lag, window = lag_and_window(story.schedule)
+    lag, window = lag_and_window(story.settings)
     assert window is not None, "policies update on their own in `async` only, which has a window"
-    bound = (lag + 1) * story.schedule.groups + window - 2
+    bound = (lag + 1) * story.settings.batch.groups + window - 2
     sizes = {
         policy: {version: len({group_of(i) for ids in batches for i in ids}) for version, batches in updates.items()}
         for policy, updates in story.updates.items()
@@ -75,7 +87,7 @@ def _overtaken(story: Story) -> Iterator[str]:
 
 def _outside_the_window(story: Story) -> Iterator[str]:
     """Groups that were taken though the oldest open one is too far behind them."""
-    window = lag_and_window(story.schedule)[1]
+    window = lag_and_window(story.settings)[1]
     for number, life in enumerate(story.lives):
         untaken = set[int]()
         for event in life.events:
@@ -85,6 +97,8 @@ def _outside_the_window(story: Story) -> Iterator[str]:
                 untaken.discard(event["group"])
             elif event["event"] == "group_taken":
                 head = min(untaken)
+                if not event["because"]:
+                    yield f"life {number}: group {event['group']} was taken without a reason"
                 if window is not None and event["group"] >= head + window:
                     yield f"life {number}: group {event['group']} was taken, {head} is the head and the window {window}"
             untaken.difference_update([event["group"]] if event["event"] == "group_taken" else ended_by(event))
@@ -93,13 +107,13 @@ def _outside_the_window(story: Story) -> Iterator[str]:
 def law_4_nothing_is_held_twice(story: Story) -> Iterator[str]:
     """No more trainers are on devices than may be; no policy gives its last instance away; no name is used twice."""
     for number, life in enumerate(story.lives):
-        for because in (*_crowded_devices(story.schedule, life), *_bereft_policies(story.schedule, life)):
+        for because in (*_crowded_devices(story, life), *_bereft_policies(story, life)):
             yield f"life {number}: {because}"
 
 
-def _crowded_devices(schedule: Schedule, life: Life) -> Iterator[str]:
+def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
     """By journal: who holds devices, from the beginning of its resumption to the end of its suspension."""
-    at_once = schedule.sections["process_groups"]["at_once"] or len(schedule.trained)
+    at_once = story.settings.process_groups.at_once or len(story.trained_policies)
     resident = set[str]()
     moments = [
         (event["began"] if event["direction"] == "resume" else event["ended"], event["direction"], event["process"])
@@ -111,9 +125,9 @@ def _crowded_devices(schedule: Schedule, life: Life) -> Iterator[str]:
             yield f"{sorted(resident)} are on devices, process_groups.at_once is {at_once}"
 
 
-def _bereft_policies(schedule: Schedule, life: Life) -> Iterator[str]:
+def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
     """By journal: which instances each policy has, and which of the lost ones are about to be replaced."""
-    live, names = set(schedule.initial), Counter(schedule.initial)
+    live, names = set(story.initial), Counter(story.initial)
     owed, losses = set[str](), Counter[str]()
     for event in life.of("instance_lost", "instance_replaced", "moved", "move_failed"):
         name, policy, joined = event["instance"], _served_by(event["instance"]), ""
@@ -128,7 +142,7 @@ def _bereft_policies(schedule: Schedule, life: Life) -> Iterator[str]:
             case "moved":
                 live.discard(name)
                 joined = event["became"]
-                replaceable = losses[policy] <= schedule.sections["pool"]["replacements"]
+                replaceable = losses[policy] <= story.settings.pool.replacements
                 if policy not in {_served_by(one) for one in (live | owed if replaceable else live)}:
                     yield f"{name} was moved, the last of its policy"
             case _ if "was not moved" in event["because"]:
@@ -155,8 +169,8 @@ def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[st
     for number, life in enumerate(story.lives):
         for because in _unchecked_answers(life):
             yield f"life {number}: {because}"
-        if Mode(story.schedule.sections["mode"]).synchronous:
-            ahead = story.schedule.sections["pipeline"]["ahead"]
+        if story.settings.mode.synchronous:
+            ahead = story.settings.pipeline.ahead
             for because in (*_early_calls(story, life), *(() if ahead else _early_admissions(story, life))):
                 yield f"life {number}: {because}"
 
@@ -168,16 +182,16 @@ def _unchecked_answers(life: Life) -> Iterator[str]:
         for at, policy, version, checksum in engine.loads:
             if checksum == life.trainers[policy].published.get(version):
                 held.setdefault((policy, version), at)
-        for at, policy, generation in engine.answered:
-            for run in generation.versions if policy in life.trainers else ():
-                if held.get((policy, run.version), math.inf) > at:
+        for at, request, generation in engine.answered:
+            for run in generation.versions if request.policy in life.trainers else ():
+                if held.get((request.policy, run.version), math.inf) > at:
                     yield f"{name} answered {generation.request_id} with version {run.version}, unchecked"
 
 
 def _early_admissions(story: Story, life: Life) -> Iterator[str]:
     """By journal: what every instance held at an admission that was live before it and served after it."""
     last_sent = {event["process"]: event["began"] for event in life.of("call")}
-    live = {f"engine/{name}" for name in story.schedule.initial}
+    live = {f"engine/{name}" for name in story.initial}
     held, published = dict[str, str](), dict[str, str]()
     for event in life.events:
         match event["event"]:
@@ -207,7 +221,7 @@ def _early_calls(story: Story, life: Life) -> Iterator[str]:
     def holds(process: str, at: float) -> str:
         return next((checksum for t, checksum in reversed(held[process]) if t <= at), "nothing")
 
-    initial = {f"engine/{name}" for name in story.schedule.initial}
+    initial = {f"engine/{name}" for name in story.initial}
     for event in life.of("call"):
         mine, began = event["process"], event["began"]
         for other, times in sent.items():
@@ -222,16 +236,17 @@ def _policy_of(process: str) -> str:
 
 def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
     """Never more groups are active than there are slots, nor more requests with an instance than it may run."""
-    schedule = story.schedule
-    steps = lag_and_window(schedule)[0] + 1 + schedule.sections["pipeline"]["ahead"]
-    slots, at_once = steps * schedule.groups, schedule.sections["pool"]["max_running"]
+    settings = story.settings
+    steps = lag_and_window(settings)[0] + 1 + settings.pipeline.ahead
+    slots, at_once = steps * settings.batch.groups, settings.pool.max_running
+    yield from _crowded_rollout(story)
     for number, life in enumerate(story.lives):
         active, owing = set[int](), dict[int, set[str]]()
         for event in life.events:
             if event["event"] == "group_admitted":
                 active.add(event["group"])
             active.difference_update(ended_by(event))
-            if schedule.mode == PER_POLICY:
+            if story.per_policy:
                 active.difference_update(_served(life, event, owing))
             if len(active) > slots:
                 yield f"life {number}: {len(active)} groups were active, there are {slots} slots"
@@ -239,6 +254,23 @@ def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
         for name, engine in life.engines.items():
             if at_once is not None and engine.most_running > at_once:
                 yield f"life {number}: {name} was given {engine.most_running} requests, pool.max_running is {at_once}"
+
+
+def _crowded_rollout(story: Story) -> Iterator[str]:
+    """Where groups are credited as they finish: no more play than rollout.inter_query, and one waits for its slot."""
+    settings = story.settings
+    if settings.mode is not Mode.MICROBATCH or settings.deterministic or settings.pipeline.ahead:
+        return
+    for number, life in enumerate(story.lives):
+        playing = set[int]()
+        for event in life.events:
+            if event["event"] == "group_admitted":
+                playing.add(event["group"])
+            elif event["event"] in ("group_ready", "group_filtered", "group_failed"):
+                playing.discard(event["group"])
+            if len(playing) > settings.rollout.inter_query + 1:
+                yield f"life {number}: {len(playing)} groups played at once, of rollout.inter_query + 1"
+                break
 
 
 def _served(life: Life, event: Event, owing: dict[int, set[str]]) -> list[int]:

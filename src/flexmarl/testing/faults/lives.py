@@ -16,30 +16,35 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from flexmarl.agents import Team
 from flexmarl.assemble.run import failure_told
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
-from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.orchestrator.run import Orchestrator
 from flexmarl.orchestrator.sealed_folder import MANIFEST
 from flexmarl.records import GenerationRequest, PolicyName, Task
-from flexmarl.simulator.faults import Fault, FaultKind
-from flexmarl.simulator.faulty import FaultySource
-from flexmarl.simulator.injection import Injection
-from flexmarl.simulator.trainer import SimulatedProcessGroup
+from flexmarl.simulator.characters import character_renderer
+from flexmarl.simulator.costs import EngineCosts, TrainerCosts
+from flexmarl.simulator.modelled_engine import ModelledEngine
+from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import DeadlockError
+from flexmarl.testing.faults.fault_plan import Fault, FaultKind
+from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer, SlowStore
+from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
-from flexmarl.testing.faults.parts import BreakableEngine, MortalJournal, Pulse
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.run import ScriptedResidents, ScriptedRun
+from flexmarl.testing.faults.watched import MortalJournal, Pulse, WatchedEngine, WatchedTrainer
+from flexmarl.testing.inference import scripted_logprobs, scripted_responder
+from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
 from flexmarl.training.process_groups import ProcessGroup
 
+ENGINE_COSTS = EngineCosts(
+    decode_s=SECONDS_PER_TOKEN, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0
+)
 LIMIT_S = 3000.0
 """Of one life, in virtual seconds; a step takes some ten, and with everything timing out some hundred."""
 CPU_S = 30.0
@@ -71,6 +76,11 @@ def at_most(cpu_s: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def trainer_costs(schedule: Schedule) -> TrainerCosts:
+    """What the trainers of a run take."""
+    return TrainerCosts(sample_s=schedule.sample_s, update_s=0.05, publish_s=0.02, resume_s=0.3, suspend_s=0.2)
+
+
 def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
     """Plays the run of a schedule, life after life, until it ends or has died too often."""
     injection, lives = Injection(schedule.plan), list[Life]()
@@ -85,7 +95,8 @@ def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
             store = run.kept
             lives.append(run.live())
             if _is_over(lives) or len(lives) > len(schedule.plan.faults) + 2:
-                return Story(schedule=schedule, lives=lives, rows=tuple(run.rows()), folder=name)
+                chance = bool(schedule.raising or schedule.forgetful or schedule.long_winded)
+                return Story(settings=run.settings, chance=chance, lives=lives, rows=tuple(run.rows()), folder=name)
             if isinstance(lives[-1].error, CheckpointError):
                 shutil.rmtree(folder)  # As the error says: the run then begins anew.
                 folder.mkdir()
@@ -146,23 +157,17 @@ class MortalRun(ScriptedRun):
         self.kept = self.store
         """The store itself, which outlives this life."""
         self.journal = MortalJournal(self._pulse)
-        self.breakable: dict[str, BreakableEngine] = {}
+        self.rules = mutation.rules
+        self.watched: dict[str, WatchedEngine] = {}
         """By instance."""
-        objects = self.objects
-        self.made = {
-            policy: mutation.trainer(policy, objects, injection, sample_s=schedule.sample_s) for policy in self.trainers
-        }
+        self.made = {policy: self._trainer(policy) for policy in self.trainers}
         self.trainers |= self.made
-        self.store = mutation.store(
-            self.kept,
-            injection,
-            self._pulse,
-            longest_s=schedule.store_s,
-            random=Random(f"store {schedule.seed}"),
-        )
+        faulty: Any = FaultyStore(self.kept, injection, self._pulse.check)
+        slow = SlowStore(faulty, longest_s=schedule.store_s, random=Random(f"store {schedule.seed}"))
+        self.store = mutation.store(slow)
         self.blueprint = replace(
             self.blueprint,
-            source=FaultySource(self.blueprint.source, injection),
+            source=cast(Any, FaultySource(self.blueprint.source, injection)),
             settings=mutation.settings(self.blueprint.settings),
         )
 
@@ -183,17 +188,13 @@ class MortalRun(ScriptedRun):
             error=None if killed else error,
             killed=killed,
             hung=hung,
-            engines=self.breakable,
+            engines=self.watched,
             trainers=self.made,
         )
 
-    def wired(self, orchestrator: Orchestrator) -> None:
-        """Exchanges the rule that a mutation breaks."""
-        self._mutation.wired(orchestrator)
-
     async def strike(self) -> None:
         """Breaks engines at their time."""
-        await self._injection.watch(lambda: self.breakable, self.world.pool.lose)
+        await self._injection.watch(lambda: cast(Any, self.watched), self.world.pool.lose)
 
     async def _play(self, beside: Any) -> None:
         running = asyncio.current_task()
@@ -222,17 +223,24 @@ class MortalRun(ScriptedRun):
         """The pool, with the rule that a mutation breaks."""
         return self._mutation.pool(*instances, **how)
 
-    def make_engine(self, name: str) -> BreakableEngine:
+    def make_engine(self, name: str) -> WatchedEngine:
         """An engine that breaks as planned."""
-        engine = BreakableEngine(
-            name,
-            lambda prompt, request: say(request, self._schedule),
-            self.objects,
-            self._injection,
-            SECONDS_PER_TOKEN,
+        schedule, renderer = self._schedule, character_renderer()
+        engine = ModelledEngine(
+            ENGINE_COSTS,
+            scripted_responder(
+                spoken(lambda prompt, request: say(request, schedule), renderer), decode=renderer.decode
+            ),
+            objects=self.objects,
+            logprobs=scripted_logprobs,
         )
-        self.breakable[name] = engine
-        return engine
+        self.watched[name] = watched = WatchedEngine(FaultyEngine(name, engine, self._injection))
+        return watched
+
+    def _trainer(self, policy: PolicyName) -> WatchedTrainer:
+        cache = self._mutation.cache(policy)
+        modelled = ModelledTrainer(policy, trainer_costs(self._schedule), self.objects, cache=cache)
+        return WatchedTrainer(FaultyTrainer(modelled, self._injection), cache)
 
 
 class MortalResidents(ScriptedResidents):
@@ -242,17 +250,17 @@ class MortalResidents(ScriptedResidents):
         super().__init__(run.objects, {}, run.trainers)
         self._run = run
 
-    def make_engine(self, policy: PolicyName, instance: str) -> WeightedEngine:
+    def make_engine(self, policy: PolicyName, instance: str) -> Any:
         """A new one."""
         return self._run.make_engine(instance)
 
     def replacement_s(self, policy: PolicyName) -> float | None:
-        """A second."""
-        return 1.0
+        """As its costs say."""
+        return ENGINE_COSTS.start_s
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
         """All of them share devices."""
-        return {policy: SimulatedProcessGroup(trainer) for policy, trainer in self._run.made.items()}
+        return {policy: ModelledProcessGroup(cast(Any, trainer)) for policy, trainer in self._run.made.items()}
 
 
 async def _strike(run: ScriptedRun) -> None:

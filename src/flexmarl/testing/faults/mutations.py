@@ -1,4 +1,4 @@
-"""Rules that are broken on purpose: a law that catches no broken rule is not tried."""
+"""Rules that are broken on purpose, given to a run in place of the sound ones: a law that catches none is untried."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -7,14 +7,16 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
+from flexmarl.agents.context import forget
 from flexmarl.config import RunSettings
 from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.interface import Credit, CreditRow
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.window import Taken, Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.orchestrator.gate import Gate
-from flexmarl.orchestrator.run import Orchestrator
+from flexmarl.orchestrator.rules import PRODUCTION, Rules
 from flexmarl.records import (
     FinishReason,
     Generation,
@@ -30,7 +32,8 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.admission import Admission, Verdict
 from flexmarl.rollout.rollout import Emit, Rollout
-from flexmarl.testing.faults.parts import BreakableTrainer, SlowStore
+from flexmarl.testing.faults.faulty import Around
+from flexmarl.testing.faults.watched import WatchedCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,13 @@ class Mutation:
     """What it does wrong."""
     mode: str | None = None
     """The only mode in which it matters, if there is only one."""
+    rules: Rules = PRODUCTION
     pool: type[InferencePool] = InferencePool
-    store: type[SlowStore] = SlowStore
-    trainer: type[BreakableTrainer] = BreakableTrainer
+    store: Callable[[Any], Any] = lambda store: store
+    """What stands around the store."""
+    cache: type[WatchedCache] = WatchedCache
+    """Of trainers."""
     settings: Callable[[RunSettings], RunSettings] = lambda settings: settings
-    wired: Callable[[Orchestrator], None] = lambda orchestrator: None
 
 
 class _FreesSlotWhenDone(Admission):
@@ -64,28 +69,28 @@ class _LosesGroups(Rollout):
         await super().play(groups, emit_most, *rest, **more)
 
 
-class _LeaksLeases(SlowStore):
+class _LeaksLeases(Around[ExperienceStore]):
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
-        return (await super().claim(policy, n + 1, holder=holder))[:n]
+        return (await self.inner.claim(policy, n + 1, holder=holder))[:n]
 
 
-class _KeepsRows(SlowStore):
+class _KeepsRows(Around[ExperienceStore]):
     async def rewind(self, next_group: GroupId, **replay: Collection[GroupId]) -> int:
         return 0
 
 
-class _AccumulatesTwice(BreakableTrainer):
-    async def _accumulate(self, batch: MicroBatch) -> LossReport:
+class _AccumulatesTwice(WatchedCache):
+    def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
         samples = tuple(replace(sample, advantage=2 * sample.advantage) for sample in batch.samples)
-        return await super()._accumulate(replace(batch, samples=samples))
+        return super().add(replace(batch, samples=samples), duration_s=duration_s)
 
 
-class _LosesReusedIds(BreakableTrainer):
-    async def _accumulate(self, batch: MicroBatch) -> LossReport:
-        if not self._cached.get(batch.micro_batch_id, batch):  # All of its rows were dropped.
+class _LosesReusedIds(WatchedCache):
+    def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
+        if not self.cached.get(batch.micro_batch_id, batch):  # All of its rows were dropped.
             samples = tuple(replace(sample, advantage=0.0) for sample in batch.samples)
             batch = replace(batch, samples=samples)
-        return await super()._accumulate(batch)
+        return super().add(batch, duration_s=duration_s)
 
 
 class _PublishesWithoutWaiting(InferencePool):
@@ -116,6 +121,18 @@ class _PassesFailuresOff(InferencePool):
         return replace(generation, finish=FinishReason.STOP) if failed else generation
 
 
+class _ForgetsInterruptedCalls(InferencePool):
+    async def generate(self, request: GenerationRequest, /, **how: Any) -> Generation:
+        how["interrupted"] = forget
+        return await super().generate(request, **how)
+
+
+class _RoundsLogprobs(InferencePool):
+    async def generate(self, request: GenerationRequest, /, **how: Any) -> Generation:
+        generation = await super().generate(request, **how)
+        return replace(generation, logprobs=generation.logprobs.round(3))
+
+
 class _ComparesWithOthers(Default):
     _before: list[float] = PrivateAttr(default_factory=list)
 
@@ -138,28 +155,9 @@ class _IgnoresSize(Window):
         return super().take()
 
 
-def _forget_the_window(orchestrator: Orchestrator) -> None:
-    orchestrator._pipeline._stream._window.__class__ = _IgnoresSize  # type: ignore[attr-defined]
-
-
 class _NeverShut(Gate):
     def shut(self, policies: Iterable[PolicyName]) -> None:
         return None
-
-
-def _leave_the_gate_open(orchestrator: Orchestrator) -> None:
-    gate = orchestrator._pipeline._gate  # type: ignore[attr-defined]
-    if gate is not None:
-        gate.__class__ = _NeverShut
-
-
-def _exchange(part: str, broken: type) -> Callable[[Orchestrator], None]:
-    """Gives the orchestrator's part the class of a broken rule; the rules it was made with stay where they are."""
-
-    def exchange(orchestrator: Orchestrator) -> None:
-        getattr(orchestrator._parts, part).__class__ = broken
-
-    return exchange
 
 
 SOUND = Mutation(name="sound", breaks="nothing")
@@ -169,33 +167,45 @@ MUTATIONS = (
         name="slot_freed_at_take",
         breaks="a group that has finished playing no longer holds its slot",
         mode="greedy",
-        wired=_exchange("admission", _FreesSlotWhenDone),
+        rules=Rules(admission=_FreesSlotWhenDone),
     ),
     Mutation(
         name="window_ignored",
         breaks="any finished group is taken, however far beyond the oldest",
         mode="fifo",
-        wired=_forget_the_window,
+        rules=Rules(window=_IgnoresSize),
     ),
     Mutation(
         name="gate_left_open",
         breaks="calls of a rollout that is ahead are sent to the old version",
         mode="sync",
-        wired=_leave_the_gate_open,
+        rules=Rules(gate=_NeverShut),
     ),
     Mutation(
         name="group_lost_on_the_way",
         breaks="some finished groups never reach collection",
-        wired=_exchange("rollout", _LosesGroups),
+        rules=Rules(rollout=_LosesGroups),
     ),
-    Mutation(name="lease_leak", breaks="a claim leases one row more than it returns", store=_LeaksLeases),
-    Mutation(name="rewind_keeps_rows", breaks="a resumption leaves the rows of groups it replays", store=_KeepsRows),
-    Mutation(name="accumulated_twice", breaks="gradients enter the cache twice", trainer=_AccumulatesTwice),
+    Mutation(
+        name="lease_leak",
+        breaks="a claim leases one row more than it returns",
+        store=_LeaksLeases,
+    ),
+    Mutation(
+        name="rewind_keeps_rows",
+        breaks="a resumption leaves the rows of groups it replays",
+        store=_KeepsRows,
+    ),
+    Mutation(
+        name="accumulated_twice",
+        breaks="gradients enter the cache twice",
+        cache=_AccumulatesTwice,
+    ),
     Mutation(
         name="reused_id_lost",
         breaks="rows under the id of a micro-batch that was dropped are counted, and add no gradient",
         mode="microbatch",
-        trainer=_LosesReusedIds,
+        cache=_LosesReusedIds,
     ),
     Mutation(
         name="publish_without_waiting",
@@ -209,6 +219,12 @@ MUTATIONS = (
     ),
     Mutation(
         name="failed_call_trained", breaks="a call that failed passes for a short answer", pool=_PassesFailuresOff
+    ),
+    Mutation(name="logprobs_rounded", breaks="rows hold log-probabilities with three digits", pool=_RoundsLogprobs),
+    Mutation(
+        name="interrupted_call_lost",
+        breaks="of a call that its workflow left, what was sampled is not written",
+        pool=_ForgetsInterruptedCalls,
     ),
     Mutation(name="credit_mixes_groups", breaks="a group's rewards are compared with another one's", settings=_mix),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from flexmarl.simulator.faults import FaultKind
+from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws import LAWS
 from flexmarl.testing.faults.trials import Caught, Tally
 from flexmarl.testing.faults.witness import COMBINATIONS

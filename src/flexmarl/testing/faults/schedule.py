@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.faults import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
+from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
 
 PER_POLICY = "per_policy"
 """As `async`, with an update of each policy as its own batch fills."""

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from flexmarl.config import RunSettings
 from flexmarl.errors import FlexmarlError
 from flexmarl.experience.interface import Row
 from flexmarl.records import PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
-from flexmarl.testing.faults.parts import BreakableEngine, BreakableTrainer
-from flexmarl.testing.faults.schedule import Schedule
+from flexmarl.testing.faults.watched import WatchedEngine, WatchedTrainer
+from flexmarl.testing.run import ScriptedRun
 
 Event = Mapping[str, Any]
 
@@ -23,9 +24,9 @@ class Life:
     """What ended it, but for a kill."""
     killed: bool
     hung: bool
-    engines: Mapping[str, BreakableEngine]
+    engines: Mapping[str, WatchedEngine]
     """By instance."""
-    trainers: Mapping[PolicyName, BreakableTrainer]
+    trainers: Mapping[PolicyName, WatchedTrainer]
 
     @property
     def finished(self) -> bool:
@@ -51,6 +52,8 @@ class GroupStory:
     """What counts of one group."""
 
     admitted: list[Event] = field(default_factory=list)
+    ready: Mapping[str, int] = field(default_factory=dict)
+    """Samples that its credit made ready, by policy."""
     ends: list[str] = field(default_factory=list)
 
 
@@ -58,16 +61,45 @@ class GroupStory:
 class Story:
     """A run: what was to be, its lives, and the rows that it left behind."""
 
-    schedule: Schedule
+    settings: RunSettings
+    chance: bool = False
+    """Whether episodes may fail by chance, so that a run may end for want of samples."""
     lives: Sequence[Life]
     rows: Sequence[Row] = field(repr=False)
-    folder: str
+    folder: str = ""
     """Where its checkpoints were."""
 
     @property
     def finished(self) -> bool:
         """Whether it came to its end."""
         return self.lives[-1].finished
+
+    @property
+    def per_policy(self) -> bool:
+        """Whether every policy is updated as its own batch fills."""
+        return not self.settings.mode.synchronous and self.settings.pipeline.updates == "per_policy"
+
+    @property
+    def refills(self) -> bool:
+        """Whether a step admits more groups in place of those that it filtered."""
+        kept = self.settings.credit.filter
+        return kept is not None and kept.refill
+
+    @property
+    def estimator(self) -> str:
+        """The name of the estimator of credit."""
+        return str(getattr(self.settings.credit.estimator, "type"))  # noqa: B009  # Of a union that is registered.
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """Policies that are updated."""
+        return tuple(sorted(self.settings.trained))
+
+    @property
+    def initial(self) -> tuple[str, ...]:
+        """The instances that a life begins with, as the pool names them."""
+        policies = self.settings.policies
+        return tuple(f"{name}/{n}" for name, policy in policies.items() for n in range(policy.instances))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -91,6 +123,8 @@ class Story:
                 elif event["event"] == "group_admitted":
                     active.pop(event["group"], None)
                     groups.setdefault(event["group"], GroupStory()).admitted.append(event)
+                elif event["event"] == "group_ready":
+                    groups.setdefault(event["group"], GroupStory()).ready = event["samples"]
                 for group in ended_by(event):
                     groups.setdefault(group, active.pop(group, None) or GroupStory()).ends.append(_END[event["event"]])
         return groups
@@ -104,6 +138,16 @@ class Story:
                 before = {version: ids for version, ids in made.get(policy, {}).items() if version <= trainer.base}
                 made[policy] = before | {version: list(ids.values()) for version, ids in trainer.updates.items()}
         return made
+
+    @cached_property
+    def steps(self) -> Mapping[int, Sequence[int]]:
+        """The groups that each step trained; a later life makes the steps again that were not saved."""
+        steps: dict[int, Sequence[int]] = {}
+        for life in self.lives:
+            for event in life.of("resumed"):
+                steps = {step: groups for step, groups in steps.items() if step < event["step"]}
+            steps |= {event["step"]: event["trained"] for event in life.of("step_ended")}
+        return steps
 
     def trained(self) -> Iterator[SampleId]:
         """Every sample in an update that counts, as often as it is in one."""
@@ -132,3 +176,19 @@ def ended_by(event: Event) -> Sequence[int]:
 def group_of(sample_id: str) -> int:
     """The group that a sample is of."""
     return split_trajectory_id(split_sample_id(sample_id)[2])[0]
+
+
+def story_of(*runs: ScriptedRun, folder: str = "") -> Story:
+    """The story of a scripted run: its last life, after those in which it was killed."""
+    lives = [
+        Life(
+            events=run.events(),
+            error=run.failure if run is runs[-1] else None,
+            killed=run is not runs[-1],
+            hung=False,
+            engines={f"{policy}/{n}": one for policy, many in run.engines.items() for n, one in enumerate(many)},
+            trainers=run.trainers,
+        )
+        for run in runs
+    ]
+    return Story(settings=runs[-1].settings, chance=True, lives=lives, rows=tuple(runs[-1].rows()), folder=folder)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flexmarl.simulator.faults import FaultKind
+from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws import broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation

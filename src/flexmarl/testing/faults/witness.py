@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from flexmarl.simulator.faults import FaultKind
+from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
 from flexmarl.testing.faults.story import Event, Story
 

@@ -1,4 +1,4 @@
-"""Trainer on modelled devices: its weight is one number, and what it does takes the time that its costs say.
+"""Trainer on a modelled device: its weight is one number, and what it does takes the time that its costs say.
 
 A row's gradient is the sum of its advantages over its tokens, and a step adds sum / N_tok to the weight: enough to see
 whether each row entered one update (law 5), in whatever split (law 2), and whether a resumed run ends the same (law 6).
@@ -7,7 +7,6 @@ whether each row entered one update (law 5), in whatever split (law 2), and whet
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +18,12 @@ from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.host import Host
+from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.rows import HeldRows, RowReader
 
 
-class SimulatedTrainer:
+class ModelledTrainer:
     """`Trainer` in virtual time. Work that has begun keeps the pace that its machine had then."""
 
     def __init__(
@@ -34,8 +34,9 @@ class SimulatedTrainer:
         *,
         host: Host | None = None,
         rows: RowReader | None = None,
+        cache: ModelledCache | None = None,
     ) -> None:
-        """Its state is on devices from the start; a SimulatedProcessGroup sets it aside."""
+        """Its state is on devices from the start; a ModelledProcessGroup sets it aside."""
         self.rows: RowReader = rows or HeldRows()
         """Where `accumulate` reads; may be exchanged before the first call."""
         self._turn = asyncio.Lock()
@@ -49,9 +50,8 @@ class SimulatedTrainer:
         self.on_devices = True
         self._objects = objects
         self._host = host or Host()
-        self._reports: dict[str, LossReport] = {}
-        self._open: dict[str, tuple[float, float, int]] = {}
-        """Of each open credit group: weighted tokens, the same times scores, and samples."""
+        self.cache = ModelledCache(policy) if cache is None else cache
+        """What was accumulated since the last update."""
         self._lost = ""
         self._calls: list[asyncio.Future[None]] = []
         """That run."""
@@ -65,7 +65,7 @@ class SimulatedTrainer:
 
     def lose_cache(self) -> None:
         """A fault: the gradient sums are gone, and nothing says so until the update misses them."""
-        self._reports, self._open = {}, {}
+        self.cache.clear()
 
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
         """Reads the rows, also while others are worked on, and accumulates them."""
@@ -87,21 +87,9 @@ class SimulatedTrainer:
         self._check_on_devices()
         if batch.policy != self.policy:
             raise TrainingError(f"policy '{self.policy}': {batch.micro_batch_id} is of policy '{batch.policy}'")
-        if batch.micro_batch_id in self._reports:
-            return self._reports[batch.micro_batch_id]
-        report = LossReport(
-            micro_batch_id=batch.micro_batch_id,
-            **batch.counts(),
-            sums={"gradient": sum(s.weight * s.advantage * s.num_tokens for s in batch.samples if not s.open_group)},
-            duration_s=await self.compute(batch),
-        )
-        self._reports[batch.micro_batch_id] = report
-        for sample in batch.samples:
-            if sample.open_group:
-                tokens, scored, samples = self._open.get(sample.open_group, (0.0, 0.0, 0))
-                more = sample.weight * sample.num_tokens
-                self._open[sample.open_group] = (tokens + more, scored + more * sample.advantage, samples + 1)
-        return report
+        if known := self.cache.report(batch.micro_batch_id):
+            return known
+        return self.cache.add(batch, duration_s=await self.compute(batch))
 
     async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Takes no time: a real one adds up two buffers."""
@@ -110,17 +98,7 @@ class SimulatedTrainer:
 
     async def _close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         self._check_on_devices()
-        closed = 0.0
-        for name, line in lines.items():
-            tokens, scored, samples = self._open.pop(name, (0.0, 0.0, 0))
-            if line and samples:
-                sums = {"gradient": line.scale * scored + line.offset * tokens}
-                report = LossReport(micro_batch_id=f"line/{name}", num_samples=samples, num_tokens=tokens, sums=sums)
-                self._reports[report.micro_batch_id] = report
-                closed += tokens
-        if not self._open and not any(report.num_tokens for report in self._reports.values()):
-            self._reports = {}
-        return closed
+        return self.cache.close(lines)
 
     async def compute(self, batch: MicroBatch) -> float:
         """Takes the time of a micro-batch, in seconds; what it says is in no cache yet."""
@@ -135,30 +113,21 @@ class SimulatedTrainer:
 
     async def _step(self, divisors: Divisors) -> UpdateReport:
         self._check_on_devices()
-        if self._open:
-            raise TrainingError(f"policy '{self.policy}': credit groups are open: {', '.join(self._open)}")
-        reports = self._reports.values()
-        num_tokens = sum(report.num_tokens for report in reports)
-        if not reports or divisors.num_tokens <= 0 or abs(num_tokens - divisors.num_tokens) > 1e-9 * num_tokens:
-            raise TrainingError(
-                f"policy '{self.policy}' at version {self.version}: {num_tokens:g} weighted tokens are in the gradient "
-                f"cache, nothing to update from with divisors that count {divisors.num_tokens:g}"
-            )
+        self.cache.check(divisors, self.version)
         duration_s = await self._work(self.costs.update_s)
-        gradient = sum(report.sums["gradient"] for report in reports) / divisors.num_tokens
+        sums = self.cache.take()
+        gradient = sums.gradient / divisors.num_tokens
         self.weight += gradient
         self.version = Version(self.version + 1)
-        update = UpdateReport(
+        return UpdateReport(
             version=self.version,
-            num_samples=sum(report.num_samples for report in reports),
-            num_tokens=num_tokens,
+            num_samples=sums.num_samples,
+            num_tokens=sums.num_tokens,
             loss=-gradient,
             grad_norm=abs(gradient),
             learning_rate=1.0,
             duration_s=duration_s,
         )
-        self._reports = {}
-        return update
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
         """Sets `weights/{policy}/{version}`: the weight, and the version, so that no two of them have one checksum."""
@@ -196,8 +165,7 @@ class SimulatedTrainer:
 
     async def _save(self, path: Path) -> None:
         self._check_alive()
-        reports = [asdict(report) for report in self._reports.values()]
-        text = json.dumps({"weight": self.weight, "version": self.version, "reports": reports, "open": self._open})
+        text = json.dumps({"weight": self.weight, "version": self.version, **self.cache.state()})
         _write(path, "trainer.json", text)
 
     async def load(self, path: Path) -> Version:
@@ -210,14 +178,17 @@ class SimulatedTrainer:
         with boundary(CheckpointError, f"policy '{self.policy}': loading {path}"):
             state = json.loads((path / "trainer.json").read_text())
         self.weight, self.version = state["weight"], Version(state["version"])
-        self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
-        self._open = {name: (tokens, scored, samples) for name, (tokens, scored, samples) in state["open"].items()}
+        self.cache.load(state)
         return self.version
 
     async def export(self, path: Path) -> None:
         """Writes a folder with the weight in it."""
         self._check_alive()
         _write(path, "weight.txt", repr(self.weight))
+
+    def set_aside(self) -> None:
+        """Takes its state off the devices, before anything has begun."""
+        self.on_devices = False
 
     async def swap(self, *, on_devices: bool) -> None:
         """Brings its state onto devices, or sets it aside: off them from the first moment, on them at the last."""
@@ -255,12 +226,12 @@ class SimulatedTrainer:
             raise TrainingError(f"policy '{self.policy}' holds no devices; resume its process group first")
 
 
-class SimulatedProcessGroup:
+class ModelledProcessGroup:
     """`ProcessGroup` of a simulated trainer, set aside when it is made."""
 
-    def __init__(self, trainer: SimulatedTrainer) -> None:
+    def __init__(self, trainer: ModelledTrainer) -> None:
         self._trainer = trainer
-        trainer.on_devices = False
+        trainer.set_aside()
 
     @property
     def policy(self) -> PolicyName:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from flexmarl.observability.journal import Journal
-from flexmarl.simulator.faults import Fault, FaultKind, FaultPlan
+from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
 """Kinds that befall an engine at a second of the run."""

@@ -1,8 +1,10 @@
-"""Engine of the simulated world: answers come from a responder, and take what the costs say, in virtual time.
+"""Engine on a modelled device: a responder gives its answers, and the costs give their time.
 
 generate ──► on the way (call_s) ──► waiting ──► batch (slots) ──► each call's answers
                                                    │ one timer: when the next request ends
-                  replies.py says what, decoding.py says when, loads.py by which version; health.py whether at all
+                  replies.py decides what is answered, decoding.py when, modelled_calls.py by which version
+
+The engine of every simulation, of the fault campaign and of scripted tests is this one; they differ in its costs.
 """
 
 import asyncio
@@ -27,12 +29,10 @@ from flexmarl.records import (
     VersionRun,
     unserved,
 )
-from flexmarl.simulator.calls import Answers, Call, problem_of
 from flexmarl.simulator.costs import EngineCosts
 from flexmarl.simulator.decoding import Batch
-from flexmarl.simulator.health import Health
 from flexmarl.simulator.host import Host
-from flexmarl.simulator.loads import Loads
+from flexmarl.simulator.modelled_calls import Answers, Loads, Logprobs, ModelledCall, flat_logprobs, problem_of
 from flexmarl.simulator.replies import Responder, reply_to
 
 ALL_CAPABILITIES = EngineCapabilities(
@@ -40,28 +40,33 @@ ALL_CAPABILITIES = EngineCapabilities(
 )
 
 
-class SimulatedEngine:
-    """A `WeightedEngine` whose time is modelled and whose weights are only a checksum. For virtual time."""
+class ModelledEngine:
+    """A `WeightedEngine` whose time is modelled and whose weights are only a checksum. It runs on any event loop."""
 
     def __init__(
         self,
-        policy: PolicyName,
         costs: EngineCosts,
-        *,
         respond: Responder,
-        objects: ObjectStore,
+        *,
+        policy: PolicyName | None = None,
+        objects: ObjectStore | None = None,
         host: Host | None = None,
         version: Version = FIRST_VERSION,
         costs_of: Callable[[PolicyName], EngineCosts] | None = None,
+        logprobs: Logprobs = flat_logprobs,
     ) -> None:
-        """`costs_of` gives its costs once it is moved to another policy; without it they stay."""
+        """`policy` is the one it serves; None: whichever a request names, and it is never moved.
+
+        `objects` is where `load_weights` finds weights. `costs_of` gives the costs after a move to another policy;
+        without it they stay.
+        """
         self.policy, self.version = policy, version
-        self._respond, self._objects = respond, objects
+        self._respond, self._objects, self._logprobs = respond, objects, logprobs
         self._host = host or Host()
         self._costs_of = costs_of or (lambda _: costs)
-        self._batch: Batch[Call] = Batch(costs)
-        self._calls: dict[str, Call] = {}
-        self._waiting: OrderedDict[str, Call] = OrderedDict()
+        self._batch: Batch[ModelledCall] = Batch(costs)
+        self._calls: dict[str, ModelledCall] = {}
+        self._waiting: OrderedDict[str, ModelledCall] = OrderedDict()
         self._kept = _prefix_memory(costs)
         self._loads = Loads(version)
         self._timer: asyncio.TimerHandle | None = None
@@ -71,7 +76,8 @@ class SimulatedEngine:
         """Sampled in all its answers."""
         self._slow = 1.0
         self._asleep = False
-        self._health = Health()
+        self._lost = ""
+        """Why every call raises EngineError."""
 
     @property
     def costs(self) -> EngineCosts:
@@ -85,7 +91,7 @@ class SimulatedEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
         """Yields one Generation per request, in completion order."""
-        await self._health.reached()
+        self._check_alive()
         answers: Answers = asyncio.Queue()
         calls = {request.request_id: call for request in requests if (call := self._take(request, answers))}
         if calls and self.costs.call_s:
@@ -102,13 +108,12 @@ class SimulatedEngine:
             self._end([call for call in calls.values() if not call.over], heard=False)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests at the next token boundary; a mute engine does not hear it."""
-        if not self._health.mute:
-            self._end([call for request_id in request_ids if (call := self._calls.get(request_id))])
+        """Ends these requests at the next token boundary."""
+        self._end([call for request_id in request_ids if (call := self._calls.get(request_id))])
 
     async def usage(self) -> EngineUse:
         """The load right now."""
-        await self._health.reached()
+        self._check_alive()
         sampled = self._sampled()
         return EngineUse(
             queued=len(self._calls) - len(sampled),
@@ -128,13 +133,13 @@ class SimulatedEngine:
 
         What still runs for the old policy when it moves ends with finish `abort`.
         """
-        await self._health.reached()
-        costs, moves = (self.costs, False) if policy == self.policy else (self._costs_of(policy), True)
-        await asyncio.sleep(costs.move_s if moves else costs.load_s)
-        await self._health.reached()
-        self._health.check_load()
+        self._check_alive()
+        moves = self.policy not in (None, policy)
+        costs = self._costs_of(policy) if moves else self.costs
+        await asyncio.sleep((costs.move_s if moves else costs.load_s) * self._slow)
+        self._check_alive()
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
-            held = checksum(await self._objects.get(key))
+            held = await self.fetch(key)
         self._batch.settle(_now())
         if moves:
             self._end(list(self._calls.values()))
@@ -147,9 +152,15 @@ class SimulatedEngine:
         self._go_on()
         return held
 
+    async def fetch(self, key: ObjectKey) -> Checksum:
+        """Reads weights; returns the engine's own checksum of them. For subclasses with other weights."""
+        if self._objects is None:
+            raise EngineError(f"this engine was made without `objects`, so it cannot load '{key}'")
+        return checksum(await self._objects.get(key))
+
     async def sleep(self) -> None:
         """Stands still until `wake`, with the requests that it has; the step under way is its last."""
-        await self._health.reached()
+        self._check_alive()
         if not self._asleep:
             self._batch.stop(_now())
             self._asleep = True
@@ -159,7 +170,7 @@ class SimulatedEngine:
 
     async def wake(self) -> None:
         """Goes on; one that is awake is no error."""
-        await self._health.reached()
+        self._check_alive()
         if self._asleep:
             await asyncio.sleep(self.costs.wake_s)
             self._asleep = False
@@ -168,53 +179,44 @@ class SimulatedEngine:
 
     async def close(self) -> None:
         """Ends what runs with finish `abort`."""
-        if not self._health.gone:
+        if not self._lost:
             for call in list(self._calls.values()):
                 self._answer(call, FinishReason.ABORT)
-            self._lose(f"the engine of '{self.policy}' is closed")
+            self._lose("the engine is closed" if self.policy is None else f"the engine of '{self.policy}' is closed")
 
-    def fail(self, because: str) -> None:
-        """Loses the engine: what runs, and every later call, raises EngineError."""
+    def fail(self, because: str = "the engine was lost") -> None:
+        """A fault: loses the engine. What runs, and every later call, raises EngineError."""
         answers = dict.fromkeys(call.answers for call in self._calls.values())
         self._lose(because)
         for queue in answers:
             queue.put_nowait(EngineError(because))
 
     def slow(self, factor: float) -> None:
-        """From the next token boundary on, everything takes so many times what the costs say."""
+        """A fault: from the next token boundary on, everything takes `factor` times what the costs say."""
         self._slow = factor
         self._set_speed()
 
-    def mute(self) -> None:
-        """Never answers again, until it is closed or fails."""
-        self._health.fall_mute()
-        self._stand_still()
-
-    def refuse_load(self, because: str) -> None:
-        """From now on, no weights can be loaded; "" ends it."""
-        self._health.refuses_load = because
-
-    def _take(self, request: GenerationRequest, answers: Answers) -> Call | None:
-        """The call of a request; None if it cannot be served, which it is told at once."""
+    def _take(self, request: GenerationRequest, answers: Answers) -> ModelledCall | None:
+        """The call of a request; None if it cannot be served, which is its answer."""
         in_use = request.request_id in self._calls
         problem = problem_of(request, self.policy, in_use=in_use)
         if not problem:
             try:
                 ids, finish = reply_to(request, self._respond)
-                call = self._calls[request.request_id] = Call(request, ids, finish, answers)
+                call = self._calls[request.request_id] = ModelledCall(request, ids, finish, answers)
                 return call
             except EngineError as error:
                 problem = str(error)
         answers.put_nowait(unserved(request, self.version, FinishReason.ERROR, problem))
         return None
 
-    def _arrive(self, calls: Mapping[str, Call]) -> None:
+    def _arrive(self, calls: Mapping[str, ModelledCall]) -> None:
         self._waiting.update((name, call) for name, call in calls.items() if not call.over)
         self._go_on()
 
     def _go_on(self) -> None:
         """After anything that has happened: requests join, and the timer is set for the next one that ends."""
-        if self._health.gone or self._health.mute:
+        if self._lost:
             return
         self._note_work()
         if not self._asleep and self._waiting and len(self._batch) < self.costs.slots:
@@ -252,7 +254,7 @@ class SimulatedEngine:
         for place in self._batch.pop_ended():
             self._answer(place.item, place.item.finish)
 
-    def _end(self, calls: Sequence[Call], *, heard: bool = True) -> None:
+    def _end(self, calls: Sequence[ModelledCall], *, heard: bool = True) -> None:
         """Ends calls: those that wait or sleep at once, those that decode at the next token boundary."""
         self._batch.settle(_now())
         for call in calls:
@@ -268,7 +270,7 @@ class SimulatedEngine:
         if calls:
             self._go_on()
 
-    def _answer(self, call: Call, finish: FinishReason) -> None:
+    def _answer(self, call: ModelledCall, finish: FinishReason) -> None:
         place, ids = call.place, call.ids
         if finish is FinishReason.ABORT:
             ids = ids[: place.sampled_at(self._batch.steps)] if place else ids[:0]
@@ -277,9 +279,10 @@ class SimulatedEngine:
         self.answered_tokens += len(ids)
         if self.costs.prefill_token_s and call.request.conversation is not None and len(versions) == 1:
             self._kept.keep(call.request.conversation, np.concatenate((call.request.prompt_ids, ids[:-1])))
-        call.answers.put_nowait(call.generation(ids, finish, versions))
+        logprobs = self._logprobs(call.request, len(ids))
+        call.answers.put_nowait(call.generation(ids, logprobs, finish, versions))
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: ModelledCall) -> None:
         """Its id may be used again: it is answered, or nobody waits for it."""
         call.over = True
         if self._calls.get(call.request.request_id) is call:
@@ -311,17 +314,17 @@ class SimulatedEngine:
         self._batch.slowness = self._slow * self._host.engine_factor()
         self._set_timer()
 
-    def _stand_still(self) -> None:
-        """Nothing will happen here any more."""
+    def _lose(self, because: str) -> None:
+        self._lost = because
         self._rest()
         self._batch.stop(_now())
         self._set_timer()
-
-    def _lose(self, because: str) -> None:
-        self._stand_still()
         for call in list(self._calls.values()):
             self._forget(call)
-        self._health.lose(because)
+
+    def _check_alive(self) -> None:
+        if self._lost:
+            raise EngineError(self._lost)
 
 
 def _now() -> float:

@@ -13,7 +13,7 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.costs import SharedHost, TrainerCosts
 from flexmarl.simulator.host import Host
-from flexmarl.simulator.trainer import SimulatedProcessGroup, SimulatedTrainer
+from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_process_group, check_trainer
 from flexmarl.training.rows import RowReader
@@ -25,8 +25,8 @@ COSTS = TrainerCosts(
 )
 
 
-def new_trainer(**more) -> SimulatedTrainer:
-    return SimulatedTrainer(SOLVER, COSTS, InlineObjectStore(), **more)
+def new_trainer(**more) -> ModelledTrainer:
+    return ModelledTrainer(SOLVER, COSTS, InlineObjectStore(), **more)
 
 
 def batch_of(samples: list[Sample], name: str = "mb/0") -> MicroBatch:
@@ -41,29 +41,29 @@ def test_it_keeps_the_contract(tmp_path: Path) -> None:
     samples = random_samples(5)
     batches = [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]
 
-    def make(objects: ObjectStore, rows: RowReader) -> SimulatedTrainer:
-        return SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
+    def make(objects: ObjectStore, rows: RowReader) -> ModelledTrainer:
+        return ModelledTrainer(SOLVER, COSTS, objects, rows=rows)
 
     run_virtual(check_trainer(make, batches, tmp_path))
 
 
 def test_its_process_group_keeps_the_contract() -> None:
-    def make(objects: ObjectStore, rows: RowReader) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
-        trainer = SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
-        return trainer, SimulatedProcessGroup(trainer)
+    def make(objects: ObjectStore, rows: RowReader) -> tuple[ModelledTrainer, ModelledProcessGroup]:
+        trainer = ModelledTrainer(SOLVER, COSTS, objects, rows=rows)
+        return trainer, ModelledProcessGroup(trainer)
 
     samples = random_samples(5)
     run_virtual(check_process_group(make, [batch_of(samples[:3], "mb/0"), batch_of(samples[3:], "mb/1")]))
 
 
 def test_the_suite_notices_a_group_that_forgets_its_gradient_sums() -> None:
-    class Forgetful(SimulatedProcessGroup):
+    class Forgetful(ModelledProcessGroup):
         async def suspend(self) -> None:
             await super().suspend()
             self._trainer.lose_cache()
 
-    def make(objects: ObjectStore, rows: RowReader) -> tuple[SimulatedTrainer, SimulatedProcessGroup]:
-        trainer = SimulatedTrainer(SOLVER, COSTS, objects, rows=rows)
+    def make(objects: ObjectStore, rows: RowReader) -> tuple[ModelledTrainer, ModelledProcessGroup]:
+        trainer = ModelledTrainer(SOLVER, COSTS, objects, rows=rows)
         return trainer, Forgetful(trainer)
 
     samples = random_samples(5)
@@ -152,7 +152,7 @@ def test_a_lost_gradient_cache_is_missed_by_the_update() -> None:
 def test_set_aside_it_can_be_saved_but_not_trained(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = new_trainer()
-        group = SimulatedProcessGroup(trainer)
+        group = ModelledProcessGroup(trainer)
         with pytest.raises(TrainingError, match="policy 'solver' holds no devices; resume its process group first"):
             await trainer.accumulate_batch(batch_of(random_samples(0)))
         await trainer.save(tmp_path)

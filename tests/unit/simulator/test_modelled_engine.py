@@ -22,9 +22,9 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.simulator.costs import EngineCosts, SharedHost
-from flexmarl.simulator.engine import SimulatedEngine
 from flexmarl.simulator.host import Host
-from flexmarl.simulator.virtual_time import DeadlockError, run_virtual
+from flexmarl.simulator.modelled_engine import ModelledEngine
+from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
 
 SOLVER = PolicyName("solver")
@@ -56,7 +56,7 @@ class Bench:
 
     def __init__(self, costs: EngineCosts = SECOND, **more: object) -> None:
         self.objects = InlineObjectStore()
-        self.engine = SimulatedEngine(SOLVER, costs, respond=counting, objects=self.objects, **more)  # type: ignore[arg-type]
+        self.engine = ModelledEngine(costs, counting, policy=SOLVER, objects=self.objects, **more)  # type: ignore[arg-type]
         self.answers: dict[str, Generation] = {}
         self.at: dict[str, float] = {}
         self.published = 0
@@ -94,8 +94,8 @@ def together(*coroutines: object) -> None:
 def test_it_keeps_the_contract_of_every_engine() -> None:
     bench = Bench()
 
-    async def make() -> SimulatedEngine:
-        return SimulatedEngine(SOLVER, EngineCosts(load_s=1.0, call_s=0.5), respond=counting, objects=bench.objects)
+    async def make() -> ModelledEngine:
+        return ModelledEngine(EngineCosts(load_s=1.0, call_s=0.5), counting, policy=SOLVER, objects=bench.objects)
 
     run_virtual(check_inference_engine(make, policy=SOLVER, publish=bench.publish))
 
@@ -286,43 +286,13 @@ def test_a_lost_engine_raises_in_every_call() -> None:
     assert bench.engine.busy_s == 1.5
 
 
-def test_a_mute_engine_never_answers_until_it_is_closed() -> None:
-    bench = Bench()
-    with pytest.raises(DeadlockError):
-        together(bench.ask(request("a", 9)), later(1.5, lambda: bench.engine.mute()))
-    again = Bench()
-
-    async def ask_late() -> None:
-        with pytest.raises(EngineError, match="closed"):
-            await again.ask(request("b", 1), after=2.0)
-
-    together(
-        again.ask(request("a", 9)), ask_late(), later(1.5, again.engine.mute), later(5.0, lambda: again.engine.close())
-    )
-    assert again.at == {"a": 5.0}
-    assert again.answers["a"].finish is FinishReason.ABORT
-
-
-def test_an_engine_may_refuse_to_load_and_keeps_what_it_has() -> None:
-    bench = Bench()
-
-    async def load() -> None:
-        key, _ = await bench.publish()
-        bench.engine.refuse_load("no memory left")
-        with pytest.raises(EngineError, match="no memory left"):
-            await bench.engine.load_weights(SOLVER, Version(1), key)
-
-    together(load())
-    assert bench.engine.version == 0
-
-
 def test_a_responder_that_fails_fails_its_request_alone() -> None:
     def respond(request: GenerationRequest) -> IntArray:
         if request.request_id == "bad":
             raise EngineError("out of words")
         return counting(request)
 
-    engine = SimulatedEngine(SOLVER, SECOND, respond=respond, objects=InlineObjectStore())
+    engine = ModelledEngine(SECOND, respond, policy=SOLVER)
 
     async def ask() -> dict[str, Generation]:
         return {answer.request_id: answer async for answer in engine.generate([request("bad", 1), request("good", 1)])}

@@ -1,0 +1,110 @@
+"""Calls of a modelled engine, from a request's arrival to its answer, and the versions that sampled its tokens."""
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexmarl.errors import EngineError
+from flexmarl.records import (
+    FinishReason,
+    FloatArray,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    PolicyName,
+    Version,
+    VersionRun,
+)
+from flexmarl.simulator.decoding import Place
+
+Answers = asyncio.Queue[Generation | EngineError]
+Logprobs = Callable[[GenerationRequest, int], FloatArray]
+"""(request, n) -> [n] float32: what the engine reports for the first n tokens of its response."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelledCall:
+    """A request, and what becomes of it."""
+
+    request: GenerationRequest
+    ids: IntArray
+    """What it will have said at its end."""
+    finish: FinishReason
+    answers: Answers
+    place: Place["ModelledCall"] | None = None
+    """In the batch."""
+    reused: int = 0
+    over: bool = False
+    """Answered, or nobody waits for it."""
+
+    def generation(
+        self, ids: IntArray, logprobs: FloatArray, finish: FinishReason, versions: tuple[VersionRun, ...]
+    ) -> Generation:
+        """Its answer, all of it or what it had said when it was ended."""
+        return Generation(
+            request_id=self.request.request_id,
+            response_ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=logprobs,
+            versions=versions,
+            finish=finish,
+            reused_tokens=self.reused,
+        )
+
+
+def problem_of(request: GenerationRequest, policy: PolicyName | None, *, in_use: bool) -> str:
+    """Why an engine of the policy (None: any) cannot serve it, or "". `in_use`: a running request has its id."""
+    if policy not in (None, request.policy):
+        return f"this engine serves policy '{policy}', not '{request.policy}'"
+    if in_use:
+        return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
+    if not len(request.prompt_ids):
+        return "the prompt must have at least 1 token, got none"
+    if request.sampling.max_tokens < 1:
+        return f"sampling.max_tokens must be at least 1, got {request.sampling.max_tokens}"
+    return ""
+
+
+def flat_logprobs(request: GenerationRequest, num_tokens: int) -> FloatArray:
+    """[num_tokens] -1 everywhere: a view of one array, since a simulation answers a hundred thousand calls."""
+    return _MINUS_ONE[:num_tokens] if num_tokens <= len(_MINUS_ONE) else np.full(num_tokens, -1.0, np.float32)
+
+
+_MINUS_ONE: FloatArray = np.full(1 << 16, -1.0, np.float32)
+_MINUS_ONE.flags.writeable = False
+
+
+class Loads:
+    """The versions that an engine has served, each from a step of its batch on: loads are the borders.
+
+    >>> loads = Loads(Version(3))
+    >>> loads.add(10, Version(4))
+    >>> [(run.start, run.version) for run in loads.runs(first=8, num_tokens=5)]
+    [(0, 3), (2, 4)]
+    """
+
+    def __init__(self, version: Version) -> None:
+        self._loads: list[tuple[int, Version]] = [(0, version)]
+
+    def add(self, step: int, version: Version) -> None:
+        """From this step on, tokens are of this version."""
+        self._loads.append((step, version))
+
+    def forget(self) -> None:
+        """No token of before the next load will be asked for."""
+        self._loads.clear()
+
+    def runs(self, first: float, num_tokens: int) -> tuple[VersionRun, ...]:
+        """The version runs of a response whose first token is of step `first`."""
+        if first >= self._loads[-1][0]:
+            return (VersionRun(0, self._loads[-1][1]),)
+        began = bisect_right(self._loads, first, key=lambda load: load[0]) - 1
+        later = ((math.ceil(step - first), version) for step, version in self._loads[began + 1 :])
+        return (
+            VersionRun(0, self._loads[began][1]),
+            *(VersionRun(start, version) for start, version in later if start < num_tokens),
+        )

@@ -1,0 +1,198 @@
+"""Wrappers that remember what the laws ask of engines and trainers, and the journal of a process that can die."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.observability.journal import MemoryJournal
+from flexmarl.records import (
+    CreditLine,
+    Divisors,
+    Generation,
+    GenerationRequest,
+    LossReport,
+    MicroBatch,
+    PolicyName,
+    SampleId,
+    Version,
+)
+from flexmarl.simulator.modelled_cache import CachedSums, ModelledCache
+from flexmarl.testing.faults.faulty import Around, AroundTrainer
+from flexmarl.training.interface import UpdateReport
+
+
+class Killed(BaseException):
+    """The process is gone: no handler of errors sees it, as with kill -9."""
+
+
+class Pulse:
+    """Whether the process of one life still lives."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def stop(self) -> None:
+        """From now on nothing that it does leaves a trace."""
+        self.over = True
+
+    def check(self) -> None:
+        """Raises Killed if it is over."""
+        if self.over:
+            raise Killed
+
+
+class MortalJournal(MemoryJournal):
+    """A journal that a dead process cannot write to. After the run its clock stops."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        super().__init__(self._time)
+        self._pulse = pulse
+        self._last = 0.0
+
+    def event(self, event: str, /, *, because: str = "", **fields: Any) -> None:
+        """Writes one line."""
+        self._pulse.check()
+        super().event(event, because=because, **fields)
+
+    def _time(self) -> float:
+        try:
+            self._last = asyncio.get_running_loop().time()
+        except RuntimeError:  # The run has ended, and its failure is being recorded.
+            return self._last
+        return self._last
+
+
+class Answered(NamedTuple):
+    """An answer of an engine."""
+
+    at: float
+    request: GenerationRequest
+    generation: Generation
+
+
+class WatchedEngine(Around[Any]):
+    """An engine whose answers and loads are remembered."""
+
+    def __init__(self, inner: Any) -> None:
+        """`inner` is a WeightedEngine."""
+        super().__init__(inner)
+        self.asked: list[GenerationRequest] = []
+        self.answered: list[Answered] = []
+        self.loads: list[tuple[float, PolicyName, Version, Checksum]] = []
+        """What it held after each load, by its own checksum."""
+        self.most_running = 0
+        """Requests that it was given and had not answered."""
+        self._given = set[str]()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+        """Yields one Generation per request, in completion order."""
+        self._given.update(request.request_id for request in requests)
+        self.most_running = max(self.most_running, len(self._given))
+        self.asked += requests
+        asked = {request.request_id: request for request in requests}
+        try:
+            async with aclosing(self.inner.generate(requests)) as answers:
+                async for generation in answers:
+                    at = asyncio.get_running_loop().time()
+                    self.answered.append(Answered(at, asked[generation.request_id], generation))
+                    self._given.discard(generation.request_id)
+                    yield generation
+        finally:
+            self._given.difference_update(request.request_id for request in requests)
+
+    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+        """Loads, and remembers the checksum."""
+        held = await self.inner.load_weights(policy, version, key)
+        self.loads.append((asyncio.get_running_loop().time(), policy, version, held))
+        return held
+
+
+Batches = dict[str, list[SampleId]]
+"""Sample ids by micro-batch."""
+
+
+class WatchedCache(ModelledCache):
+    """A gradient cache of which it is remembered which samples it holds, across checkpoints."""
+
+    def __init__(self, policy: PolicyName) -> None:
+        super().__init__(policy)
+        self.cached: Batches = {}
+        """What it holds."""
+        self.taken: Batches = {}
+        """What it held when the latest update was made from it."""
+        self.open_group_of: dict[SampleId, str] = {}
+        """The open credit group that a sample was accumulated in."""
+        self.reused = set[str]()
+        """Ids of micro-batches all of whose rows were dropped, under which other rows were accumulated then."""
+
+    def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
+        """Adds a micro-batch; an id whose rows were all dropped is new again."""
+        if batch.micro_batch_id in self.cached:
+            self.reused.add(batch.micro_batch_id)
+        self.cached[batch.micro_batch_id] = [sample.turn.sample_id for sample in batch.samples]
+        self.open_group_of |= {
+            sample.turn.sample_id: sample.open_group for sample in batch.samples if sample.open_group
+        }
+        return super().add(batch, duration_s=duration_s)
+
+    def close(self, lines: Mapping[str, CreditLine | None]) -> float:
+        """Closes groups, and forgets the samples of what is dropped."""
+        dropped = {name for name, line in lines.items() if line is None}
+        self.cached = {
+            batch: [sample_id for sample_id in ids if self.open_group_of.get(sample_id) not in dropped]
+            for batch, ids in self.cached.items()
+        }
+        return super().close(lines)
+
+    def take(self) -> CachedSums:
+        """Returns what it holds, and is empty afterwards."""
+        self.taken = self.cached
+        return super().take()
+
+    def clear(self) -> None:
+        """Forgets all of it."""
+        super().clear()
+        self.cached = {}
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        return super().state() | {"cached": self.cached}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state` gave."""
+        super().load(state)
+        self.cached = state["cached"]
+
+
+class WatchedTrainer(AroundTrainer):
+    """A trainer of which it is remembered which samples went into each update."""
+
+    def __init__(self, inner: Any, cache: WatchedCache) -> None:
+        """`inner` is a ModelledTrainer with this cache, or a wrapper around one."""
+        super().__init__(inner)
+        self.cache = cache
+        self.base = Version(0)
+        """The version that this life began with."""
+        self.updates: dict[Version, Batches] = {}
+        """What each version that it made was made of."""
+        self.published: dict[Version, Checksum] = {}
+
+    async def step(self, divisors: Divisors) -> UpdateReport:
+        """Updates, and remembers from what."""
+        update = await self.inner.step(divisors)
+        self.updates[update.version] = self.cache.taken
+        return update
+
+    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
+        """Publishes, and remembers what."""
+        key, checksum = await self.inner.publish(version)
+        self.published[version] = checksum
+        return key, checksum
+
+    async def load(self, path: Path) -> Version:
+        """Reads its state."""
+        self.base = await self.inner.load(path)
+        return self.base
