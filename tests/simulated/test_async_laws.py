@@ -46,7 +46,7 @@ def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead() -
 
     staleness = Counter[int]()
     most: defaultdict[int, float] = defaultdict(float)
-    keep_every_law_in_any_mode("trained", look=look, updates="together")
+    keep_every_law_in_any_mode("trained", look=look, updates="together", lag=2)
     assert staleness[0]
     assert staleness[1]
     assert staleness[2], "nothing as old as the bound was trained (law 3)"

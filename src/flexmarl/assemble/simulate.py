@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.run import failure_told, new_run_folder
-from flexmarl.assemble.wiring import journal_start, wire
-from flexmarl.assemble.world import open_world
+from flexmarl.assemble.run import failure_told, new_run_folder, until_lost
+from flexmarl.assemble.wiring import journal_start, watch_workers, wire
+from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError
+from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
@@ -22,11 +24,15 @@ from flexmarl.observability.progress import NullProgress
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.orchestrator.resume import resume
 from flexmarl.simulator.store import SimulatedStore
 from flexmarl.simulator.tools import twinned
 from flexmarl.simulator.virtual_time import run_virtual
 
 Say = Callable[[str], None]
+
+MOST_LIVES = 100
+"""Of one run: a plan that ends every one of them must not play for ever."""
 
 OBJECTS_PER_COLLECTION = 100_000
 """Made and kept since the garbage collector looked last: those of two thousand turns. Python's own number is 700."""
@@ -36,10 +42,35 @@ def _ignore(text: str) -> None:
     pass
 
 
-def simulate(settings: RunSettings, *, say: Say = _ignore) -> Path:
+class Disturbance(Protocol):
+    """What befalls a simulated run; see flexmarl.testing.faults.planned."""
+
+    def blueprint(self, blueprint: Blueprint) -> Blueprint:
+        """The run, with tasks and a workflow that can go wrong."""
+        ...
+
+    def residents(self, residents: Residents) -> Residents:
+        """Engines and trainers that can go wrong, around these."""
+        ...
+
+    def store(self, store: ExperienceStore) -> ExperienceStore:
+        """A store that can go wrong, around this one."""
+        ...
+
+    def begin(self, journal: Journal, die: Callable[[], None], checkpoints: Path) -> None:
+        """Begins a life of the run, which `die` ends as the loss of its controller would."""
+        ...
+
+    async def watch(self, world: World) -> None:
+        """Strikes while the run is played."""
+        ...
+
+
+def simulate(settings: RunSettings, *, say: Say = _ignore, disturbance: Disturbance | None = None) -> Path:
     """Plays a run in virtual time; returns its folder, with the settings, the journal and the metrics.
 
-    `cluster.backend` is taken to be simulated, and nothing is saved: there are no weights. `say` gets a line per step.
+    `cluster.backend` is taken to be simulated. Checkpoints are written if the config gives `checkpoint.every`. `say`
+    gets a line per step. A run that a `disturbance` has ended goes on from its newest checkpoint, or begins again.
     Raises ConfigError for what has no model: an agent without replies, a tool without a twin.
     """
     blueprint = draw_up(as_simulated(settings))
@@ -50,14 +81,15 @@ def simulate(settings: RunSettings, *, say: Say = _ignore) -> Path:
     folder = new_run_folder(settings)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
     with _seldom_collected():
-        run_virtual(_simulate(replace(blueprint, team=team), folder, say))
+        run_virtual(_simulate(replace(blueprint, team=team), folder, say, disturbance))
     return folder.path
 
 
 def as_simulated(settings: RunSettings) -> RunSettings:
     """The same run on modelled devices."""
     cluster = settings.cluster.model_copy(update={"backend": "simulated"})
-    checkpoint = settings.checkpoint.model_copy(update={"every": 0})
+    saves = "every" in settings.checkpoint.model_fields_set
+    checkpoint = settings.checkpoint if saves else settings.checkpoint.model_copy(update={"every": 0})
     return settings.model_copy(update={"cluster": cluster, "checkpoint": checkpoint})
 
 
@@ -79,27 +111,97 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say) -> None:
+async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say, disturbance: Disturbance | None) -> None:
     clock, settings = asyncio.get_running_loop().time, blueprint.settings
     async with AsyncExitStack() as stack:
         store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
         stack.push_async_callback(store.close)
         journal = Journal(folder.journal, clock)
         stack.callback(journal.close)
-        stack.enter_context(failure_told(journal))
         metrics = Metrics(clock, [JsonlSink(folder.metrics), _Told(say, settings.steps, clock)])
         stack.callback(metrics.close)
-        world = await stack.enter_async_context(open_world(blueprint, store, None))
-        journal_start(blueprint, world, journal)
-        orchestrator, _ = wire(
-            blueprint,
-            world,
-            journal=journal,
-            metrics=metrics,
-            progress=NullProgress(),
-            checkpoints=Checkpoints(folder.checkpoints, keep=1, in_thread=False),
+        checkpoints = Checkpoints(
+            folder.checkpoints,
+            keep=settings.checkpoint.keep,
+            budget_bytes=settings.checkpoint.budget_bytes,
+            in_thread=False,
         )
-        await orchestrator.run()
+        life = _Life(blueprint, store, journal, metrics, checkpoints, folder.checkpoints, say)
+        if disturbance is None:
+            await life.play(resumed=False)
+            return
+        for number in range(MOST_LIVES):
+            if await life.play_disturbed(disturbance, resumed=number > 0):
+                return
+            say(f"the run was lost at {clock():.6g} s; it goes on")
+            await asyncio.sleep(settings.simulation.restart_s)
+        raise WorkerError(f"the run was lost {MOST_LIVES} times; plan fewer faults that end it")
+
+
+class _Life:
+    """What the lives of one simulated run share: each is a world of its own around the same store and folder."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        store: ExperienceStore,
+        journal: Journal,
+        metrics: Metrics,
+        checkpoints: Checkpoints,
+        saved: Path,
+        say: Say,
+    ) -> None:
+        self._blueprint, self._store, self._journal, self._metrics = blueprint, store, journal, metrics
+        self._checkpoints, self._saved, self._say = checkpoints, saved, say
+
+    async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
+        """Plays one life; False if it was lost, and can go on. Raises what no resumption heals."""
+        dead = asyncio.Event()
+        playing = asyncio.create_task(self.play(resumed=resumed, disturbance=disturbance), name="life")
+
+        def die() -> None:
+            dead.set()
+            playing.cancel()
+
+        disturbance.begin(self._journal, die, self._saved)
+        try:
+            await asyncio.shield(playing)
+        except (TrainingError, WorkerError, StoreError, CheckpointError):
+            return False
+        except asyncio.CancelledError:
+            if not dead.is_set():
+                playing.cancel()
+                raise
+            return False
+        return True
+
+    async def play(self, *, resumed: bool, disturbance: Disturbance | None = None) -> None:
+        """Plays one life to its end."""
+        settings, journal, blueprint, store = self._blueprint.settings, self._journal, self._blueprint, self._store
+        residents: Residents = modelled(settings, blueprint.team, store)
+        if disturbance is not None:
+            blueprint, store = disturbance.blueprint(blueprint), disturbance.store(store)
+            residents = disturbance.residents(modelled(settings, blueprint.team, store))
+        with failure_told(journal):
+            async with world_of(settings, store, residents) as world:
+                journal_start(blueprint, world, journal)
+                lost = watch_workers(world, journal)
+                start = None
+                if resumed:
+                    start = await resume(self._checkpoints, world.trainers, store, journal=journal, say=self._say)
+                orchestrator, _ = wire(
+                    blueprint,
+                    world,
+                    journal=journal,
+                    metrics=self._metrics,
+                    progress=NullProgress(),
+                    checkpoints=self._checkpoints,
+                    start=start,
+                )
+                if disturbance is None:
+                    await orchestrator.run()
+                else:
+                    await until_lost(orchestrator.run(), beside=disturbance.watch(world), lost=lost, journal=journal)
 
 
 class _Told:

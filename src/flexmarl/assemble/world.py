@@ -159,9 +159,15 @@ async def world_of(
 def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:
     """The modelled devices of a simulated run."""
     simulation = settings.simulation
+    costs = partial(costs_of, simulation.costs)
     return ModelledResidents(
-        costs=partial(costs_of, simulation.costs),
-        objects=SimulatedObjectStore(),
+        costs=costs,
+        objects=SimulatedObjectStore(
+            latency_s=simulation.transfers.latency_s,
+            bytes_per_s=simulation.transfers.bytes_per_s,
+            bytes_of=lambda key: int(costs(key.split("/")[1]).weights_gib * 2**30),
+        ),
+        nodes=simulation.nodes,
         rows=StoreRows(store),
         host=Host(simulation.shared_host),
         respond=responder_of(

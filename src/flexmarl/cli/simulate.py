@@ -40,6 +40,14 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="A YAML or JSON file of faults that befall the run; which were noticed, and by what, is shown.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="The same as steps=N.", show_default=False)] = None,
 ) -> None:
     """Simulate the run that CONFIG describes: no model is loaded, no device is used, and no cluster is asked.
@@ -53,6 +61,8 @@ def simulate(
         overrides.append(f"steps={steps}")
     if (compare, bool(sweep), fit is not None).count(True) > 1:
         raise ConfigError("--compare, --sweep and --fit exclude each other; give one of them")
+    if faults is not None and (compare or sweep or fit is not None):
+        raise ConfigError("--faults is for one CONFIG; leave out --compare, --sweep and --fit")
     console = SafeConsole()
     with outlived():
         if fit is not None:
@@ -64,12 +74,15 @@ def simulate(
         elif sweep:
             _sweep(console, configs[0], overrides, sweep)
         else:
-            _one(console, configs[0], overrides)
+            _one(console, configs[0], overrides, faults)
 
 
-def _one(console: Console, config: Path, overrides: list[str]) -> None:
-    outcome = simulations.simulated(simulations.load(config, overrides), console)
+def _one(console: Console, config: Path, overrides: list[str], faults: Path | None) -> None:
+    settings = simulations.load(config, overrides)
+    outcome = simulations.simulated(settings, console, disturbance=faults and simulations.planned(faults, settings))
     simulations.show(outcome, console)
+    if faults is not None:
+        console.print(simulations.witness_table(outcome))
 
 
 def _compare(console: Console, configs: list[Path], overrides: list[str]) -> None:

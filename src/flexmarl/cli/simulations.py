@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexmarl.assemble import simulate
+from flexmarl.assemble.simulate import Disturbance
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override
 from flexmarl.config.yaml_text import parse_yaml
@@ -31,6 +32,9 @@ from flexmarl.simulator.plots import draw_run
 from flexmarl.simulator.queues import looks_of
 from flexmarl.simulator.report import Pools, SimulationReport, report_of
 from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
+from flexmarl.testing.faults.fault_plan import read_plan
+from flexmarl.testing.faults.planned import PlannedFaults, check_fits
+from flexmarl.testing.faults.witness import seen_in
 
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
 
@@ -59,9 +63,15 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
     return settings
 
 
-def simulated(settings: RunSettings, console: Console, *, label: str = "") -> Outcome:
+def simulated(
+    settings: RunSettings, console: Console, *, label: str = "", disturbance: Disturbance | None = None
+) -> Outcome:
     """Plays it, and draws its pictures."""
-    folder = RunFolder(simulate(settings, say=lambda text: console.print(f"{label}: {text}" if label else text)))
+
+    def say(text: str) -> None:
+        console.print(f"{label}: {text}" if label else text)
+
+    folder = RunFolder(simulate(settings, say=say, disturbance=disturbance))
     facts = read_facts(read_run(folder.journal))
     facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
     report = _report(settings, facts)
@@ -70,6 +80,22 @@ def simulated(settings: RunSettings, console: Console, *, label: str = "") -> Ou
     render_pictures(folder.path)
     draw_run(facts, picture_of(folder), settings.name)
     return Outcome(settings, folder, facts, report)
+
+
+def planned(path: Path, settings: RunSettings) -> Disturbance:
+    """The faults that a file plans for a run. Raises ConfigError naming the file and the field."""
+    plan = read_plan(path)
+    check_fits(plan, settings, str(path))
+    return PlannedFaults(plan)
+
+
+def witness_table(outcome: Outcome) -> Table:
+    """Which faults struck, and how many of each kind the run reacted to."""
+    struck, noticed = seen_in(list(read_run(outcome.folder.journal)))
+    table = Table("fault", "struck", "noticed", box=box.SIMPLE_HEAD)
+    for kind, times in struck.items():
+        table.add_row(kind, str(times), str(noticed[kind]))
+    return table
 
 
 def measured(settings: RunSettings, folder: RunFolder) -> SimulationReport:

@@ -7,6 +7,7 @@ A decode step of a batch of b requests that hold k tokens of keys and values tak
 and what a table says comes with its origin: measured where, or fitted to what.
 """
 
+import math
 from collections.abc import Mapping
 
 from pydantic import Field
@@ -57,8 +58,23 @@ class CostSettings(Settings):
     origin: str = Field(
         default="defaults, not measured", description="Where the numbers are from; printed with results."
     )
+    weights_gib: float = Field(
+        default=0.0, ge=0, description="What a published version takes up; moving it takes `simulation.transfers`."
+    )
     engine: EngineCosts = EngineCosts()
     trainer: TrainerCosts = TrainerCosts()
+
+
+class TransferCosts(Settings):
+    """Published weights on their way into the object store and out of it, once for each instance that loads them."""
+
+    latency_s: float = Field(default=0.0, ge=0, description="Each transfer, whatever is in it.")
+    gib_per_s: float | None = Field(default=None, gt=0, description="Speed of a transfer; null: bytes take no time.")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Infinite where bytes take no time."""
+        return math.inf if self.gib_per_s is None else self.gib_per_s * 2**30
 
 
 class SharedHost(Settings):

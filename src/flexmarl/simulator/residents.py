@@ -26,7 +26,7 @@ from flexmarl.training.process_groups import ProcessGroup
 from flexmarl.training.rows import RowReader
 
 NODE = "simulated"
-"""Where all residents are."""
+"""Where all residents are if there is one node; of several, the first is `simulated-0`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,12 @@ class ModelledResidents:
     respond: Responder
     spare: int
     """Replacements that may live beside those that they replace."""
+    nodes: int = 1
 
     def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
-        """One node with room for all of them."""
-        return inproc_cluster({NODE: residents + self.spare})
+        """Nodes with room for all of them on each: what a lost one had may start on another."""
+        names = [NODE] if self.nodes == 1 else [f"{NODE}-{n}" for n in range(self.nodes)]
+        return inproc_cluster(dict.fromkeys(names, residents + self.spare))
 
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
         """One inference instance, which may be moved to another policy."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from flexmarl.settings import Settings
-from flexmarl.simulator.costs import CostSettings, SharedHost
+from flexmarl.simulator.costs import CostSettings, SharedHost, TransferCosts
 from flexmarl.simulator.profiles import PROFILES, with_profile
 from flexmarl.simulator.reply_kinds import AnyReplies
 from flexmarl.simulator.tools import ToolTwin
@@ -27,6 +27,13 @@ class SimulationSettings(Settings):
     )
     tools: Mapping[str, ToolTwin] = Field(
         default={}, description="What stands in for tools, by the name that agents call; a calculator needs nothing."
+    )
+    nodes: int = Field(
+        default=1, ge=1, description="Nodes that engines and trainers are spread over; a plan of faults may lose one."
+    )
+    transfers: TransferCosts = TransferCosts()
+    restart_s: float = Field(
+        default=0.0, ge=0, description="Starting the run again after a loss that ends it, before it goes on."
     )
     recorded: Path | None = Field(
         default=None,

@@ -12,10 +12,12 @@ from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import (
+    EngineUse,
     FinishReason,
     FloatArray,
     Generation,
     GenerationRequest,
+    IntArray,
     Version,
 )
 from flexmarl.simulator.costs import EngineCosts

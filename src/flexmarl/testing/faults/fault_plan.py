@@ -7,10 +7,16 @@ A plan is data; `injection.py` carries it out. Each fault strikes once, in the f
 due; those of tasks strike whenever their task is played.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from random import Random
+from typing import Any
+
+from flexmarl.config.yaml_text import parse_yaml
+from flexmarl.errors import ConfigError, boundary
 
 
 class FaultKind(StrEnum):
@@ -18,6 +24,8 @@ class FaultKind(StrEnum):
 
     LOST_INSTANCE = "lost_instance"
     """Its engine dies; its next call says so, or its process at once, by `how` (instance, seconds)."""
+    LOST_NODE = "lost_node"
+    """A node dies, and with it every engine and trainer on it (node, seconds)."""
     SLOW_INSTANCE = "slow_instance"
     """Its tokens take `amount` times as long (instance, seconds)."""
     ENGINE_SILENCE = "engine_silence"
@@ -98,7 +106,7 @@ TORN = ("truncated", "flipped", "unsealed", "half_written")
 
 def draw_plan(random: Random, targets: Targets, *, most: int = 4) -> FaultPlan:
     """One to `most` faults; a checkpoint is torn only where something ends a life, late."""
-    kinds = random.sample(tuple(FaultKind), random.randint(1, most))
+    kinds = random.sample(DRAWN, random.randint(1, most))
     faults = [draw_fault(kind, random, targets) for kind in kinds]
     if FaultKind.TORN_CHECKPOINT in kinds:
         late = random.uniform(1.0, targets.steps)  # Mostly after the first one was written.
@@ -164,6 +172,14 @@ def _of_the_source(random: Random, targets: Targets, kind: FaultKind) -> Fault:
     return Fault(kind=kind, after=random.randrange(targets.steps * targets.groups))
 
 
+BY_INSTANCE = (
+    FaultKind.LOST_INSTANCE,
+    FaultKind.SLOW_INSTANCE,
+    FaultKind.ENGINE_SILENCE,
+    FaultKind.FAILED_PUBLISH,
+)
+BY_POLICY = (FaultKind.ENGINE_ERRORS, FaultKind.LOST_TRAINER, FaultKind.LOST_CACHE, FaultKind.CLOCK_SKEW)
+BY_TASK = (FaultKind.HUNG_WORKFLOW, FaultKind.POISON_TASK)
 _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {
     FaultKind.LOST_INSTANCE: _of_a_loss,
     FaultKind.SLOW_INSTANCE: _in_time,
@@ -181,3 +197,70 @@ _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {
     FaultKind.ALL_FILTERED: _of_a_step,
     FaultKind.SOURCE_EXHAUSTED: _of_the_source,
 }
+
+DRAWN = tuple(kind for kind in FaultKind if kind in _DRAWS)
+"""Kinds that random runs meet: those of a run on one node."""
+
+
+def read_plan(path: Path) -> FaultPlan:
+    """Reads a plan from a YAML or JSON file: a list of faults, or a mapping with the list under `faults`.
+
+    Raises ConfigError naming the file, the fault's place in the list, and the field.
+    """
+    with boundary(ConfigError, f"--faults {path}"):
+        said = parse_yaml(path.read_text(encoding="utf-8"))
+    faults = said.get("faults") if isinstance(said, dict) and set(said) == {"faults"} else said
+    if not isinstance(faults, list):
+        raise ConfigError(f"{path}: a plan is a list of faults under the key `faults`, got {said!r:.100}")
+    return FaultPlan(faults=tuple(_fault(f"{path}: faults[{place}]", one) for place, one in enumerate(faults)))
+
+
+def _fault(where: str, said: Any) -> Fault:
+    if not isinstance(said, dict):
+        raise ConfigError(
+            f"{where}: a fault is a mapping like {{kind: lost_instance, target: solver/0}}, got {said!r:.60}"
+        )
+    if unknown := set(said) - set(_FIELDS):
+        raise ConfigError(f"{where}.{min(unknown, key=str)}: there is no such field; use {', '.join(_FIELDS)}")
+    kinds = [kind.value for kind in FaultKind]
+    if said.get("kind") not in kinds:
+        raise ConfigError(f"{where}.kind: there is no kind {said.get('kind')!r}; use one of {', '.join(kinds)}")
+    kind = FaultKind(said["kind"])
+    values = {name: _value(f"{where}.{name}", kind, name, value) for name, value in said.items()}
+    how = HOW.get(kind, ("",))
+    if values.setdefault("how", how[0]) not in how:
+        raise ConfigError(f"{where}.how: '{kind}' has no '{values['how']}'; use {', '.join(map(repr, how))}")
+    if kind in TARGETED and not values.get("target"):
+        raise ConfigError(f"{where}.target is missing: '{kind}' needs {TARGETED[kind]}")
+    return Fault(**values)
+
+
+def _value(where: str, kind: FaultKind, name: str, value: Any) -> Any:
+    if name == "kind":
+        return kind
+    wanted = (int, float) if name in _NUMBERS else str
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise ConfigError(f"{where}: it must be a {'number' if name in _NUMBERS else 'text'}, got {value!r}")
+    if name not in _NUMBERS:
+        return value
+    if not math.isfinite(value) or (value < 0 and kind is not FaultKind.CLOCK_SKEW):
+        raise ConfigError(f"{where}: it must be at least 0, got {value}")
+    return float(value)
+
+
+_FIELDS = ("kind", "target", "after", "amount", "how")
+_NUMBERS = ("after", "amount")
+HOW: Mapping[FaultKind, tuple[str, ...]] = {
+    FaultKind.LOST_INSTANCE: ("at_once", "by_call"),
+    FaultKind.FAILED_PUBLISH: ("refused", "other_bytes"),
+    FaultKind.LOST_CONTROLLER: ("seconds", "store_calls"),
+    FaultKind.TORN_CHECKPOINT: TORN,
+}
+"""The varieties of kinds that have several; the first is meant where a plan in a file names none."""
+TARGETED: Mapping[FaultKind, str] = {
+    FaultKind.LOST_NODE: "a node, as in simulated-0",
+    **dict.fromkeys(BY_INSTANCE, "an instance, as in solver/0"),
+    **dict.fromkeys(BY_POLICY, "a policy"),
+    **dict.fromkeys(BY_TASK, "the input id of a task"),
+}
+"""What must be named of the kinds that befall one of several."""

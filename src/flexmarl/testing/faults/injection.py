@@ -15,7 +15,7 @@ from flexmarl.observability.journal import Journal
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
-"""Kinds that befall an engine at a second of the run."""
+"""Kinds that befall an engine at a second of the run; a node is lost by time too."""
 LOST = "it was lost, as planned"
 
 
@@ -52,12 +52,17 @@ class Injection:
         self._counts.clear()
         self._noted.clear()
 
-    async def watch(self, engines: Callable[[], Mapping[str, Switches]], lose: Callable[[str, str], None]) -> None:
+    async def watch(
+        self,
+        engines: Callable[[], Mapping[str, Switches]],
+        lose: Callable[[str, str], None],
+        lose_node: Callable[[str, str], object] = lambda node, because: None,
+    ) -> None:
         """Strikes by time, until nothing is left to strike; an instance that is not there any more is spared.
 
-        `lose` is told of one whose process is seen to end, idle or not, and why.
+        `lose` is given an instance whose process is seen to end, idle or not, and why; `lose_node` a node.
         """
-        waiting = [f for f in self.plan.of(*BY_TIME) if f not in self._struck]
+        waiting = [f for f in self.plan.of(*BY_TIME, FaultKind.LOST_NODE) if f not in self._struck]
         waiting += [f for f in self._controller("seconds") if f not in self._struck]
         for fault in sorted(waiting, key=lambda fault: fault.after):
             await asyncio.sleep(fault.after - asyncio.get_running_loop().time())
@@ -65,6 +70,10 @@ class Injection:
                 self._strike(fault)
                 self._die()
                 return
+            if fault.kind is FaultKind.LOST_NODE:
+                self._strike(fault)
+                lose_node(fault.target, LOST)
+                continue
             engine = engines().get(fault.target)
             if engine is not None:
                 self._strike(fault)

@@ -23,7 +23,6 @@ from flexmarl.assemble.run import failure_told
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
-from flexmarl.orchestrator.sealed_folder import MANIFEST
 from flexmarl.records import GenerationRequest, PolicyName, Task
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.costs import EngineCosts, TrainerCosts
@@ -36,6 +35,7 @@ from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
+from flexmarl.testing.faults.torn import tear
 from flexmarl.testing.faults.watched import MortalJournal, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
 from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
@@ -109,24 +109,6 @@ def _is_over(lives: list[Life]) -> bool:
     if last.finished or last.hung or not isinstance(last.error, FlexmarlError | None):
         return True
     return len(lives) > 1 and last.error is not None and last.same_end_as(lives[-2])
-
-
-def tear(injection: Injection, folder: Path) -> Fault | None:
-    """Damages the newest checkpoint, if a plan says so and there is one; the fault, if it did."""
-    newest = max(folder.glob("step-*"), default=None)
-    fault = injection.tears() if newest else None
-    if newest is None or fault is None:
-        return None
-    victim = min(newest.rglob("trainer.json"))
-    if fault.how == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-3])
-    elif fault.how == "flipped":
-        victim.write_bytes(victim.read_bytes().replace(b'"weight"', b'"eeight"'))
-    elif fault.how == "unsealed":
-        (newest / MANIFEST).unlink()
-    else:
-        newest.rename(newest.with_name(f".partial-{newest.name}"))
-    return fault
 
 
 class MortalRun(ScriptedRun):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from flexmarl.testing.faults.fault_plan import FaultKind
+from flexmarl.testing.faults.fault_plan import DRAWN
 from flexmarl.testing.faults.laws import LAWS
 from flexmarl.testing.faults.trials import Caught, Tally
 from flexmarl.testing.faults.witness import COMBINATIONS
@@ -17,7 +17,7 @@ def fault_table(tally: Tally) -> Table:
     )
     for name in ("fault", "struck", "witnessed"):
         table.add_column(name, justify="left" if name == "fault" else "right")
-    for kind in FaultKind:
+    for kind in DRAWN:
         table.add_row(kind.value, str(tally.struck[kind.value]), str(tally.answered[kind.value]))
     table.add_section()
     for name in COMBINATIONS:

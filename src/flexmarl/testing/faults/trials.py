@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flexmarl.testing.faults.fault_plan import FaultKind
+from flexmarl.testing.faults.fault_plan import DRAWN
 from flexmarl.testing.faults.laws import broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
@@ -73,7 +73,7 @@ class Tally:
 
     def rare(self, least: int) -> dict[str, int]:
         """Kinds of faults and combinations that were witnessed fewer than `least` times, and how often."""
-        witnessed = {kind.value: self.answered[kind.value] for kind in FaultKind}
+        witnessed = {kind.value: self.answered[kind.value] for kind in DRAWN}
         witnessed |= {name: self.combined[name] for name in COMBINATIONS}
         return {name: times for name, times in witnessed.items() if times < least}
 

@@ -1,7 +1,7 @@
 """Decides whether a fault that struck was also noticed: by the event of the journal in which the system reacted."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
@@ -13,8 +13,12 @@ Reaction = Callable[[Event, Event], bool]
 
 def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
     """How many faults of each kind struck, and to how many of them the system reacted afterwards."""
+    return seen_in(story.events)
+
+
+def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
+    """The same, of the events of a journal."""
     struck, answered = Counter[FaultKind](), Counter[FaultKind]()
-    events = story.events
     for place, fault in enumerate(events):
         if fault["event"] == "fault":
             kind = FaultKind(fault["kind"])
@@ -63,6 +67,10 @@ def _late(fault: Event, event: Event) -> bool:
     return event["finish"] == "abort" or event["t"] - event["began"] > 0.9 * slow_s > 0
 
 
+def _node_lost(fault: Event, event: Event) -> bool:
+    return event["event"] == "worker_lost" and event["node"] == fault["target"]
+
+
 def _silent(fault: Event, event: Event) -> bool:
     return _lost(fault, event) or "was aborted" in event.get("because", "")
 
@@ -105,6 +113,7 @@ def _exhausted(fault: Event, event: Event) -> bool:
 
 REACTIONS: Mapping[FaultKind, Reaction] = {
     FaultKind.LOST_INSTANCE: _lost,
+    FaultKind.LOST_NODE: _node_lost,
     FaultKind.SLOW_INSTANCE: _late,
     FaultKind.ENGINE_SILENCE: _silent,
     FaultKind.ENGINE_ERRORS: _erred,

@@ -1,0 +1,144 @@
+"""Runs a plan of faults on a simulated run: `flexmarl simulate CONFIG --faults PLAN`.
+
+consumes     a FaultPlan, and a run before it is wired
+waits for    the instant of each fault that comes by time; the others come with what they befall
+produces     the same run, whose engines, trainers, store, tasks and nodes fail as planned
+unblocked by time
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from flexmarl.agents import Team
+from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.world import Residents, World
+from flexmarl.cluster.inproc import InprocCluster
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
+from flexmarl.config import RunSettings
+from flexmarl.errors import ConfigError
+from flexmarl.experience.interface import ExperienceStore
+from flexmarl.inference.interface import WeightedEngine
+from flexmarl.objects.interface import ObjectStore
+from flexmarl.observability.journal import Journal
+from flexmarl.records import PolicyName, Task
+from flexmarl.simulator.residents import NODE
+from flexmarl.testing.faults.fault_plan import BY_INSTANCE, BY_POLICY, FaultKind, FaultPlan
+from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer
+from flexmarl.testing.faults.injection import Injection
+from flexmarl.testing.faults.torn import tear
+from flexmarl.training.interface import Trainer
+from flexmarl.training.process_groups import ProcessGroup
+
+
+class PlannedFaults:
+    """What befalls a simulated run: a `Disturbance` of flexmarl.assemble.simulate."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._injection = Injection(plan)
+        self._engines: dict[str, FaultyEngine] = {}
+
+    def blueprint(self, blueprint: Blueprint) -> Blueprint:
+        """The run with poisoned and hung tasks, and a source that may end early."""
+        play, injection = blueprint.team.run, self._injection
+        hung = set[str]()
+
+        async def run(task: Task, team: Team) -> None:
+            if injection.befalls(FaultKind.POISON_TASK, task.input_id):
+                raise ValueError("the task is poisoned, as planned")
+            if task.input_id not in hung and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
+                hung.add(task.input_id)
+                await asyncio.Event().wait()
+            await play(task, team)
+
+        source = cast(Any, FaultySource(blueprint.source, injection))
+        return replace(blueprint, source=source, team=replace(blueprint.team, run=run))
+
+    def residents(self, residents: Residents) -> Residents:
+        """Engines and trainers that fail."""
+        return FaultyResidents(residents, self._injection, self._engines)
+
+    def store(self, store: ExperienceStore) -> ExperienceStore:
+        """A store that refuses writes."""
+        return cast(Any, FaultyStore(store, self._injection))
+
+    def begin(self, journal: Journal, die: Callable[[], None], checkpoints: Path) -> None:
+        """Begins a life; a checkpoint that is to be torn is torn before the run goes on from it."""
+        self._injection.begin(journal, die)
+        if fault := tear(self._injection, checkpoints):
+            self._injection.note(fault)
+
+    async def watch(self, world: World) -> None:
+        """Strikes by time. A lost instance or node is lost as its process would be: the cluster tells of it."""
+        cluster = cast(InprocCluster, world.cluster)
+        live = {resident.name for resident in cluster.residents if resident.alive}
+
+        def lose(instance: str, because: str) -> None:
+            if f"{ResidentKind.ENGINE}/{instance}" in live:
+                cluster.kill(f"{ResidentKind.ENGINE}/{instance}", because)
+            else:
+                world.pool.lose(instance, because)
+
+        await self._injection.watch(lambda: cast(Any, self._engines), lose, cluster.kill_node)
+
+
+class FaultyResidents:
+    """Residents of which engines and trainers fail as an injection says."""
+
+    def __init__(self, inner: Residents, injection: Injection, engines: dict[str, FaultyEngine]) -> None:
+        """`engines` gets every engine that is made, by instance."""
+        self._inner, self._injection, self._engines = inner, injection, engines
+
+    @property
+    def objects(self) -> ObjectStore:
+        """Where weights are."""
+        return self._inner.objects
+
+    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+        """Where residents live."""
+        return self._inner.cluster(residents)
+
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+        """One inference instance."""
+        spec: Any = self._inner.engine(policy, instance)
+
+        def make() -> Any:
+            self._engines[instance] = engine = FaultyEngine(instance, spec.make(), self._injection)
+            return engine
+
+        return replace(spec, make=make)
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """The trainer of a policy."""
+        spec: Any = self._inner.trainer(policy)
+        return replace(spec, make=lambda: FaultyTrainer(spec.make(), self._injection))
+
+    def replacement_s(self, policy: PolicyName) -> float | None:
+        """As before."""
+        return self._inner.replacement_s(policy)
+
+    def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
+        """As before."""
+        return self._inner.process_groups(trainers)
+
+
+def check_fits(plan: FaultPlan, settings: RunSettings, where: str) -> None:
+    """Raises ConfigError for a fault that cannot strike in this run; `where` is the plan's file."""
+    nodes = [NODE] if settings.simulation.nodes == 1 else [f"{NODE}-{n}" for n in range(settings.simulation.nodes)]
+    for place, fault in enumerate(plan.faults):
+        policy = fault.target.rpartition("/")[0] if fault.kind in BY_INSTANCE else fault.target
+        of_policy = fault.kind in (*BY_INSTANCE, *BY_POLICY)
+        if fault.kind is FaultKind.ALL_FILTERED:
+            problem = "kind: a simulated run has its own workflow's rewards; plan this kind in the campaign only"
+        elif fault.kind is FaultKind.LOST_NODE and fault.target not in nodes:
+            problem = f"target: there is no node '{fault.target}'; simulation.nodes makes {', '.join(nodes)}"
+        elif of_policy and policy not in settings.policies:
+            problem = f"target: there is no policy '{policy}'; there are: {', '.join(sorted(settings.policies))}"
+        elif fault.kind is FaultKind.TORN_CHECKPOINT and not settings.checkpoint.every:
+            problem = "kind: no checkpoint is written; set checkpoint.every"
+        else:
+            continue
+        raise ConfigError(f"{where}: faults[{place}].{problem}")
