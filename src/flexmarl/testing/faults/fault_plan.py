@@ -238,11 +238,12 @@ def _fault(where: str, said: Any) -> Fault:
 def _value(where: str, kind: FaultKind, name: str, value: Any) -> Any:
     if name == "kind":
         return kind
-    wanted = (int, float) if name in _NUMBERS else str
-    if not isinstance(value, wanted) or isinstance(value, bool):
-        raise ConfigError(f"{where}: it must be a {'number' if name in _NUMBERS else 'text'}, got {value!r}")
     if name not in _NUMBERS:
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: it must be a text, got {value!r}")
         return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{where}: it must be a number, got {value!r}")
     if not math.isfinite(value) or (value < 0 and kind is not FaultKind.CLOCK_SKEW):
         raise ConfigError(f"{where}: it must be at least 0, got {value}")
     return float(value)
