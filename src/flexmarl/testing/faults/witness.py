@@ -35,7 +35,7 @@ def combined(story: Story) -> Counter[str]:
 
 def _losses_while_streaming(story: Story) -> bool:
     """Trainers had rows of open groups and were swapped; one was lost, the store failed, and the run went on."""
-    streamed = any(trainer.open_group_of for life in story.lives for trainer in life.trainers.values())
+    streamed = any(trainer.cache.open_group_of for life in story.lives for trainer in life.trainers.values())
     swapped = any(event["event"] == "swapped" for event in story.events)
     _, answered = seen(story)
     return streamed and swapped and bool(answered[FaultKind.LOST_TRAINER] and answered[FaultKind.STORE_FAILURE])
@@ -43,7 +43,7 @@ def _losses_while_streaming(story: Story) -> bool:
 
 def _batch_id_reused(story: Story) -> bool:
     """All rows of a micro-batch were dropped, and other rows were accumulated under its id."""
-    return any(trainer.reused for life in story.lives for trainer in life.trainers.values())
+    return any(trainer.cache.reused for life in story.lives for trainer in life.trainers.values())
 
 
 COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
