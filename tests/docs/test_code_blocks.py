@@ -16,8 +16,8 @@ from tests.docs.pages import PAGES, blocks
 
 STANDALONE = {page for page in PAGES if any(not block.notes for block in blocks(page, "python"))}
 
-OWN = {("docs/howto/estimator.md", "credit")}
-"""What only the reader's own copy knows: see test_newcomer."""
+OWN = {("docs/howto/estimator.md", "credit"), ("docs/howto/simulate.md", "faults")}
+"""What only the reader's own copy knows (see test_newcomer), and a file that is no config: a plan of faults."""
 
 
 @pytest.mark.parametrize("page", sorted(STANDALONE))

@@ -225,8 +225,8 @@ class _Check:
     async def continues_what_another_began(self, engine: InferenceEngine) -> None:
         """A request with an offset gets the token that the whole request would have got there.
 
-        One in eight may differ: a prompt is not computed in the same order as tokens one by one, and in bfloat16 that
-        can be seen.
+        Three in eight may differ: a prompt is not computed in the same order as tokens one by one, and in bfloat16 that
+        can be seen. An engine that ignores the offset gets one in eight right by chance, if any.
         """
         begun = 5
         whole = await self._all(engine, [self._request(str(s), seed=s, max_tokens=begun + 1) for s in range(8)])
@@ -240,7 +240,7 @@ class _Check:
             for g in whole
         ]
         same = [int(g.response_ids[0]) == following[g.request_id] for g in await self._all(engine, rests)]
-        assert sum(same) >= 7, (
+        assert sum(same) >= 5, (
             f"its capabilities claim that it continues what another instance began, but behind {begun} tokens only "
             f"{sum(same)} of 8 requests get the token that they would have got there"
         )
