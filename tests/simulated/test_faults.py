@@ -35,6 +35,7 @@ from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
 from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
 from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
+from flexmarl.testing.run import ScriptedRun
 from tests.unit.training.conftest import random_samples
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
@@ -143,8 +144,12 @@ def _overtaken(*, by: list[int], mode: str) -> Story:
     updates = {Version(at): {"": [_sample(next(others)) for _ in range(many)]} for at, many in enumerate(by, start=1)}
     settled = Version(len(by) + 1)
     trainer = SimpleNamespace(base=Version(0), updates=updates | {settled: {"": [_sample(8)]}})
-    schedule = draw(0, mode=mode)
-    pipeline = schedule.sections["pipeline"] | {"lag": 1, "window": 0.5}
+    updates_of = "per_policy" if mode == PER_POLICY else "together"
+    settings = ScriptedRun(
+        mode="async",
+        batch={"groups": 3, "episodes": 2},
+        pipeline={"lag": 1, "window": 0.5, "updates": updates_of},
+    ).settings
     life = Life(
         events=[],
         error=None,
@@ -165,8 +170,7 @@ def _overtaken(*, by: list[int], mode: str) -> Story:
         reason="",
         values={"version_runs": [[0, 0]]},
     )
-    sized = replace(schedule, groups=3, sections={**schedule.sections, "pipeline": pipeline})
-    return Story(schedule=sized, lives=[life], rows=[row], folder="")
+    return Story(settings=settings, lives=[life], rows=[row])
 
 
 def _sample(group: int) -> SampleId:

@@ -1,13 +1,10 @@
 """What the law of instances makes of a journal: a policy that has none, and gets none, has given its last one away."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 
 from flexmarl.testing.faults.laws_of_serving import law_4_nothing_is_held_twice
-from flexmarl.testing.faults.schedule import draw
-from flexmarl.testing.faults.story import Life
+from flexmarl.testing.faults.story import Life, Story
+from flexmarl.testing.run import ScriptedRun
 
 MOVED = {"event": "moved", "instance": "solver/0", "to": "verifier", "became": "verifier/1"}
 BEREFT = ["life 0: solver/0 was moved, the last of its policy"]
@@ -27,11 +24,13 @@ def failed(because):
 
 def judged(*events, replacements):
     """What the law says of two solvers and a verifier."""
-    drawn = draw(0)
-    sections = {**drawn.sections, "pool": {**drawn.sections["pool"], "replacements": replacements}}
-    schedule = replace(drawn, instances={"solver": 2, "verifier": 1}, sections=sections)
+    settings = ScriptedRun(
+        agents={"solver": "solver", "verifier": "verifier"},
+        policies={"solver": {"instances": 2}},
+        pool={"replacements": replacements},
+    ).settings
     life = Life(events=events, error=None, killed=False, hung=False, engines={}, trainers={})
-    return list(law_4_nothing_is_held_twice(SimpleNamespace(schedule=schedule, lives=[life])))
+    return list(law_4_nothing_is_held_twice(Story(settings=settings, lives=[life], rows=[])))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flexmarl.records import PolicyName, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import FrozenEngine, ScriptedEngine
-from flexmarl.testing.run import ScriptedRun, ServedEngine
+from flexmarl.testing.run import ScriptedRun, spoken
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
 ALL = EngineCapabilities(
@@ -22,11 +22,12 @@ ALL = EngineCapabilities(
 )
 
 
-class Limited(ServedEngine):
+class Limited(ScriptedEngine):
     """A scripted engine that says that it can do all but this."""
 
     def __init__(self, objects, **changes):
-        super().__init__(lambda *_: "a", character_renderer(), objects, seconds_per_token=0.1, fails=lambda request: "")
+        renderer = character_renderer()
+        super().__init__(spoken(lambda *_: "a", renderer), latency_s=0.1, decode=renderer.decode, objects=objects)
         self._said = replace(ALL, **changes)
 
     async def capabilities(self):
