@@ -25,7 +25,7 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.simulator.costs import costs_of
-from flexmarl.simulator.host import Host
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.objects import SimulatedObjectStore
 from flexmarl.simulator.replies import responder_of
 from flexmarl.simulator.residents import ModelledResidents
@@ -169,7 +169,7 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
         ),
         nodes=simulation.nodes,
         rows=StoreRows(store),
-        host=Host(simulation.shared_host),
+        host=CpuShare(simulation.shared_host),
         respond=responder_of(
             team, simulation.replies, recorded=simulation.recorded and settings.path(simulation.recorded)
         ),

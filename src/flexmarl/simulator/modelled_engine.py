@@ -30,8 +30,8 @@ from flexmarl.records import (
     unserved,
 )
 from flexmarl.simulator.costs import EngineCosts
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.decoding import Batch
-from flexmarl.simulator.host import Host
 from flexmarl.simulator.modelled_calls import Answers, Loads, Logprobs, ModelledCall, flat_logprobs, problem_of
 from flexmarl.simulator.replies import Responder, reply_to
 
@@ -50,7 +50,7 @@ class ModelledEngine:
         *,
         policy: PolicyName | None = None,
         objects: ObjectStore | None = None,
-        host: Host | None = None,
+        host: CpuShare | None = None,
         version: Version = FIRST_VERSION,
         costs_of: Callable[[PolicyName], EngineCosts] | None = None,
         logprobs: Logprobs = flat_logprobs,
@@ -62,7 +62,7 @@ class ModelledEngine:
         """
         self.policy, self.version = policy, version
         self._respond, self._objects, self._logprobs = respond, objects, logprobs
-        self._host = host or Host()
+        self._host = host or CpuShare()
         self._costs_of = costs_of or (lambda _: costs)
         self._batch: Batch[ModelledCall] = Batch(costs)
         self._calls: dict[str, ModelledCall] = {}

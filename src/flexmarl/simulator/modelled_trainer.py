@@ -17,7 +17,7 @@ from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundar
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.simulator.costs import TrainerCosts
-from flexmarl.simulator.host import Host
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.rows import HeldRows, RowReader
@@ -32,7 +32,7 @@ class ModelledTrainer:
         costs: TrainerCosts,
         objects: ObjectStore,
         *,
-        host: Host | None = None,
+        host: CpuShare | None = None,
         rows: RowReader | None = None,
         cache: ModelledCache | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class ModelledTrainer:
         """Seconds of its devices at work: micro-batches and updates that ended."""
         self.on_devices = True
         self._objects = objects
-        self._host = host or Host()
+        self._host = host or CpuShare()
         self.cache = ModelledCache(policy) if cache is None else cache
         """What was accumulated since the last update."""
         self._lost = ""

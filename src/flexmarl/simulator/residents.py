@@ -17,7 +17,7 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.simulator.costs import CostSettings
-from flexmarl.simulator.host import Host
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.replies import Responder
@@ -37,7 +37,7 @@ class ModelledResidents:
     """Of a policy's devices."""
     objects: ObjectStore
     rows: RowReader
-    host: Host
+    host: CpuShare
     respond: Responder
     spare: int
     """Replacements that may live beside those that they replace."""

@@ -9,8 +9,8 @@ import numpy as np
 from flexmarl.agents import Team
 from flexmarl.records import GenerationRequest, IntArray, PolicyName, Task
 from flexmarl.simulator.costs import CostSettings, SharedHost, costs_of
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.facts import Facts, read_facts
-from flexmarl.simulator.host import Host
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.testing.run import ScriptedRun
@@ -34,7 +34,7 @@ def random_length(request: GenerationRequest) -> IntArray:
 def simulated_run(costs: Mapping[str, CostSettings], host: SharedHost | None = None, **sections: Any) -> Facts:
     """What the journal of a run says whose devices take this."""
     run = ScriptedRun(take_turns, agents=AGENTS, **{"steps": 3, "batch": {"groups": 6, "episodes": 4}} | sections)
-    shared, objects = Host(host), run.objects
+    shared, objects = CpuShare(host), run.objects
     run.engines = {
         PolicyName(policy): [
             ModelledEngine(

@@ -22,7 +22,7 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.simulator.costs import EngineCosts, SharedHost
-from flexmarl.simulator.host import Host
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
@@ -248,7 +248,7 @@ def test_a_request_that_another_instance_began_is_finished_with_what_it_would_ha
 
 
 def test_busy_trainers_slow_an_engine_down_from_the_next_token_boundary_on() -> None:
-    host = Host(SharedHost(engine_per_trainer=1.0))
+    host = CpuShare(SharedHost(engine_per_trainer=1.0))
     bench = Bench(host=host)
 
     async def train() -> None:
@@ -261,7 +261,7 @@ def test_busy_trainers_slow_an_engine_down_from_the_next_token_boundary_on() -> 
 
 
 def test_busy_engines_slow_one_another_down() -> None:
-    host = Host(SharedHost(engine_per_engine=1.0))
+    host = CpuShare(SharedHost(engine_per_engine=1.0))
     one, other = Bench(host=host), Bench(host=host)
     together(one.ask(request("a", 3)), other.ask(request("b", 1)))
     assert (one.at, other.at) == ({"a": 4.0}, {"b": 2.0})

@@ -12,7 +12,7 @@ from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.costs import SharedHost, TrainerCosts
-from flexmarl.simulator.host import Host
+from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_process_group, check_trainer
@@ -92,7 +92,7 @@ def test_work_takes_what_its_costs_say_and_reports_it() -> None:
 
 def test_on_a_shared_machine_it_takes_longer_and_is_seen() -> None:
     async def scenario() -> None:
-        host = Host(SharedHost(trainer_per_engine=0.5, trainer_per_trainer=0.25, engine_per_trainer=1.0))
+        host = CpuShare(SharedHost(trainer_per_engine=0.5, trainer_per_trainer=0.25, engine_per_trainer=1.0))
         host.engine_busy(lambda: None)
         trainer, empty = new_trainer(host=host), batch_of([])
         work = asyncio.create_task(trainer.accumulate_batch(empty))

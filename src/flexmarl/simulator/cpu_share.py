@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from flexmarl.simulator.costs import SharedHost
 
 
-class Host:
+class CpuShare:
     """One machine of the simulated world.
 
-    >>> host = Host(SharedHost(engine_per_trainer=0.5))
+    >>> host = CpuShare(SharedHost(engine_per_trainer=0.5))
     >>> with host.busy_trainer():
     ...     host.engine_factor()
     1.5
