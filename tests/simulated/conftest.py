@@ -7,6 +7,7 @@ Every test asserts that its faults really happened, over all examples together (
 
 import asyncio
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -334,7 +335,8 @@ def rows_of(run: ScriptedRun) -> list:
             row.sample_id,
             row.state,
             row.settled_version,
-            row.reason,
+            # Of two calls that end at one token boundary without an answer, a slow store decides which one is named.
+            re.sub(r"call \S+ of agent '\w+'", "call", row.reason),
             row.values.get("reward"),
             row.values.get("advantage"),
         )
