@@ -3,7 +3,8 @@
 import asyncio
 import json
 import sys
-import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -23,14 +24,6 @@ class Sleeps(Protocol):
         ...
 
 
-class Sleeper:
-    """Keeps its process and its event loop busy, as torch does."""
-
-    def sleep(self, seconds: float) -> None:
-        """Blocks."""
-        time.sleep(seconds)
-
-
 async def main(address: str, root: Path) -> None:
     """Says what there is on stdout, as JSON, when everything is up."""
     settings = ClusterSettings(backend="ray", address=address)
@@ -39,8 +32,9 @@ async def main(address: str, root: Path) -> None:
         shared.mkdir()
         (shared / "weights").write_bytes(bytes(4096))
         async with ray_cluster(settings, leases=leases, residents=2) as cluster:
+            make = partial(import_module, "time")  # to sleep keeps a process and its event loop busy, as torch does
             names = [f"engine/{number}" for number in range(2)]
-            specs = [ResidentSpec(name=n, kind=ResidentKind.ENGINE, contract=Sleeps, make=Sleeper) for n in names]
+            specs = [ResidentSpec(name=n, kind=ResidentKind.ENGINE, contract=Sleeps, make=make) for n in names]
             residents = await cluster.spawn(specs)
             processes = [process.pid for process in psutil.Process().children(recursive=True)]
             pids = {*processes, *(resident.place.pid for resident in residents)}

@@ -1,7 +1,7 @@
 """The training loop while calls of the store overtake one another, and credit groups are closed in the meantime."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +18,7 @@ from flexmarl.experience.rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowState, Sample, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.faults.faulty import Around, SlowStore
+from flexmarl.testing.faults.faulty import Around, AroundStore, SlowStore
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
@@ -208,13 +208,14 @@ def test_every_row_is_in_one_update_or_filtered_once_however_slow_the_store_is(
     run_virtual(scenario())
 
 
-class SlowToClaim(SlowStore):
-    """Claims take a second, everything else no time."""
+class SlowToClaim(AroundStore):
+    """A store whose claims take a second, and everything else no time."""
 
-    async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
-        claimed = await super().claim(policy, n, holder=holder)
-        await asyncio.sleep(1.0)
-        return claimed
+    async def call(self, name: str, do: Callable[[], Awaitable[Any]]) -> Any:
+        done = await do()
+        if name == "claim":
+            await asyncio.sleep(1.0)
+        return done
 
 
 def test_a_group_that_is_dropped_while_its_rows_are_claimed_is_closed_after_them(make_samples: Samples) -> None:
