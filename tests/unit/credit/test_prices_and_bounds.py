@@ -276,7 +276,7 @@ def test_e8_whitened_advantages_of_the_rows_that_train_have_mean_0_and_variance_
             scope = "" if estimator["whiten"] == "batch" else str(row.tag(estimator["whiten"]))
             found.setdefault(scope, []).extend(tokens)
     for values in found.values():
-        # The 1e-8 under the root takes a little of a small variance away, and the one in the mean leaves a mean of up to
+        # The 1e-8 under the root takes a little of a small variance away. The one in the mean leaves a mean of up to
         # 1e-8 mean / std, of advantages that are close to each other and far from 0.
         if len(values) > 1 and np.std(values) > 0:
             assert np.mean(values) == pytest.approx(0, abs=1e-4)
