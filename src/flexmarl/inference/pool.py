@@ -234,7 +234,7 @@ class InferencePool(PoolObservers):
             policy.lose(instance, because)
 
     async def usage(self) -> dict[str, EngineUse]:
-        """The load of every live instance, but for those that do not say it within the grace period."""
+        """The load of every live instance that says it within the grace period."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
         told = await asyncio.gather(*(self._use(instance.engine) for instance in live))
         return {instance.name: use for instance, use in zip(live, told, strict=True) if use is not None}
@@ -294,7 +294,7 @@ class InferencePool(PoolObservers):
             )
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, EngineError):  # One that is lost is noticed by its calls.
             async with asyncio.timeout(self._settings.abort_grace_s):
                 return await engine.usage()
 

@@ -350,3 +350,18 @@ def test_a_coroutine_that_is_thrown_away_aborts_its_request_too():
             assert text(await heard[0]) == "abcd"
 
     run_virtual(scenario())
+
+
+class Dead(ScriptedEngine):
+    """Its process has ended, and nobody has noticed yet."""
+
+    async def usage(self):
+        raise EngineError("engine/solver/0: it was lost in 'usage'")
+
+
+def test_an_instance_that_is_lost_while_it_is_asked_for_its_load_spoils_nothing():
+    async def scenario():
+        async with InferencePool({POLICY: [Dead(lambda one: LETTERS), scripted()]}).open() as pool:
+            assert list(await pool.usage()) == ["solver/1"]
+
+    run_virtual(scenario())
