@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -169,10 +170,16 @@ def test_a_workflow_that_cancels_all_tasks_of_the_loop_ends_the_command_in_words
 
 
 @contextmanager
-def live_run(config: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own that has saved something and goes on for ever."""
+def live_run(config: Path, folder: Path, *, background: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that has saved something and goes on for ever.
+
+    In the `background` it ignores Ctrl-C, as what a script starts with `&` does.
+    """
     words = [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", "train", str(config), "steps=100000"]
-    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    begin = partial(signal.signal, signal.SIGINT, signal.SIG_IGN) if background else None
+    process = subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=begin
+    )
     try:
         assert process.stdout is not None
         saved = "runs/*/checkpoints/step-*/MANIFEST.json"
@@ -183,9 +190,11 @@ def live_run(config: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_name_the_checkpoint_and_how_to_go_on(config, tmp_path, ending):
-    with live_run(config, tmp_path) as process:
+@pytest.mark.parametrize(
+    ("ending", "background"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
+def test_ctrl_c_and_sigterm_name_the_checkpoint_and_how_to_go_on(config, tmp_path, ending, background):
+    with live_run(config, tmp_path, background=background) as process:
         process.send_signal(ending)
         _, errors = process.communicate()
     assert process.returncode == 130
