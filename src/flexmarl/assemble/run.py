@@ -124,22 +124,33 @@ class Run:
 def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
     """In the block SIGTERM, of a batch system say, does what Ctrl-C does; Ray's own handler would end us at once.
 
-    It also tells `stop`, which sees to it that the run ends.
+    It also tells `stop`, which sees to it that the run ends. Entered in the task that is then cancelled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     like_ctrl_c = signal.getsignal(signal.SIGINT)
+    run, loop = asyncio.current_task(), asyncio.get_running_loop()
+    cancelled = False
 
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal cancelled
         stop.told()
-        # Started in the background of a script, a run has Ctrl-C ignored; it is ended by SIGTERM all the same.
-        handler = like_ctrl_c if callable(like_ctrl_c) else signal.default_int_handler
-        handler(number, frame)
+        if callable(like_ctrl_c):
+            like_ctrl_c(number, frame)
+        elif run is not None and not cancelled:
+            # Started in the background of a script, a run has Ctrl-C ignored, and `asyncio.run` then has no handler.
+            # KeyboardInterrupt raised from here would come up in whatever task or callback runs now.
+            cancelled = True
+            loop.call_soon_threadsafe(run.cancel)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except asyncio.CancelledError:
+        if cancelled:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was set by no Python code
 

@@ -9,13 +9,13 @@ unblocked by time
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from flexmarl.credit.effect import Effect
 from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.parts import RewardParts
-from flexmarl.errors import EngineError, cause_of
+from flexmarl.errors import cause_of
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
@@ -274,9 +274,7 @@ class Monitor:
 
     async def _look(self) -> None:
         while True:
-            # Of an instance that is being lost the pool knows; the figures stay as they were.
-            with suppress(EngineError):
-                self._usage = await self._pool.usage()
+            self._usage = await self._pool.usage()
             self._note_queues()
             self._draw()
             await asyncio.sleep(TICK_S)
@@ -291,7 +289,8 @@ class Monitor:
 
     @property
     def _running(self) -> dict[str, int]:
-        return _by_policy({name: use.running for name, use in self._usage.items()})
+        at_instances = _by_policy({name: use.running for name, use in self._usage.items()})
+        return {policy: at_instances.get(policy, 0) for policy in self._pool.waiting}
 
     @property
     def _queued(self) -> dict[str, int]:

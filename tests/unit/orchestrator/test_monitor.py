@@ -266,7 +266,8 @@ def test_the_loss_of_an_instance_does_not_end_the_watch():
         screen = Screen()
         ended = await watched(monitor_of(screen, engine=Leaving), 1.1)
         assert isinstance(ended, asyncio.CancelledError)
-        assert [(view.running, view.queued) for view in screen.views] == [({"solver": 6}, {"solver": 4})] * 5
+        alive, lost = ({"solver": 6}, {"solver": 4}), ({"solver": 0}, {"solver": 0})
+        assert [(view.running, view.queued) for view in screen.views] == [alive, *[lost] * 4]
 
     run_virtual(scenario())
 
