@@ -26,6 +26,7 @@ from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.rules import Rules
 from flexmarl.orchestrator.settings import Mode
+from flexmarl.orchestrator.update import Updates
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName, Version
 from flexmarl.rollout.admission import Admission
@@ -52,6 +53,9 @@ def make_parts(
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
     sessions = make_sessions(settings, world, versions, monitor)
     crediting = make_crediting(settings, world, admission, monitor, journal)
+    publisher = Publisher(
+        trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+    )
     return Parts(
         feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
         admission=admission,
@@ -68,9 +72,8 @@ def make_parts(
         trainers=world.trainers,
         sessions=sessions,
         pool=world.pool,
-        publisher=Publisher(
-            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
-        ),
+        publisher=publisher,
+        updates=Updates(sessions, publisher, monitor=monitor, journal=journal),
         versions=versions,
         evaluator=make_evaluator(blueprint, world, versions),
         checkpoints=checkpoints,

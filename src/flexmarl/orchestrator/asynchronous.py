@@ -18,7 +18,6 @@ from contextlib import AbstractAsyncContextManager
 
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.stream import Stream
-from flexmarl.orchestrator.update import serve, update
 from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
 
 
@@ -71,6 +70,6 @@ class Asynchronous:
 
     async def _train(self, policy: PolicyName, closed: "asyncio.Future[Mapping[PolicyName, Divisors]]") -> None:
         await self._parts.sessions[policy].accumulate()
-        weights = await update(self._parts, policy, (await closed)[policy])
+        weights = await self._parts.updates.update(policy, (await closed)[policy])
         if weights:
-            await serve(self._parts, weights)
+            await self._parts.updates.serve(weights)

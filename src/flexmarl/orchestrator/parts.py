@@ -13,6 +13,7 @@ from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.save import Prune
+from flexmarl.orchestrator.update import Updates
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName
 from flexmarl.rollout.admission import Admission
@@ -58,6 +59,7 @@ class Parts:
     sessions: Mapping[PolicyName, TrainingSession]
     pool: InferencePool
     publisher: Publisher
+    updates: Updates
     versions: Versions
     evaluator: Evaluator
     checkpoints: Checkpoints

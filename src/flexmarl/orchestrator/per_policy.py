@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.stream import Stream
-from flexmarl.orchestrator.update import serve, update
 from flexmarl.records import CreditedTurn, Divisors, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.tasks import SourceExhausted
 
@@ -145,9 +144,9 @@ class PerPolicy:
                 self._parts.crediting.end_batch(policy)
                 self._parts.journal.event("batch_filled", policy=policy, version=session.version, groups=groups)
                 session.close_step()
-            weights = await update(self._parts, policy, divisors)
+            weights = await self._parts.updates.update(policy, divisors)
             if weights:
-                await serve(self._parts, weights)
+                await self._parts.updates.serve(weights)
             for group in groups:
                 self._updated_on(group, policy)
 

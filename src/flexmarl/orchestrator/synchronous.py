@@ -23,7 +23,6 @@ from flexmarl.errors import EpisodeError
 from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.publish import NewWeights
-from flexmarl.orchestrator.update import serve, update
 from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
 
 Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
@@ -102,11 +101,11 @@ class Synchronous:
     async def _train(self, policy: PolicyName, closed: Closed) -> None:
         """One policy's chain: it waits for its own rows, and for no other policy."""
         await self._parts.sessions[policy].accumulate()
-        weights = await update(self._parts, policy, (await closed)[policy])
+        weights = await self._parts.updates.update(policy, (await closed)[policy])
         if weights and self._colocated:
             self._unserved.append(weights)
         elif weights:
-            await serve(self._parts, weights)
+            await self._parts.updates.serve(weights)
         if self._gate:
             self._gate.open(policy)
 
@@ -118,7 +117,7 @@ class Synchronous:
         unserved, self._unserved = self._unserved, []
         async with asyncio.TaskGroup() as tasks:
             for weights in unserved:
-                tasks.create_task(serve(self._parts, weights), name=f"publish/{weights.policy}")
+                tasks.create_task(self._parts.updates.serve(weights), name=f"publish/{weights.policy}")
 
     async def _finished(self, group: GroupRecord) -> None:
         self._parts.monitor.group_finished(group)

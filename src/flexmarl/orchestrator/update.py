@@ -10,29 +10,47 @@ unblocked by each of them in turn
 """
 
 import asyncio
+from collections.abc import Mapping
 
-from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.publish import NewWeights
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.monitor import Monitor
+from flexmarl.orchestrator.publish import NewWeights, Publisher
 from flexmarl.records import Divisors, PolicyName
+from flexmarl.training.session import TrainingSession
 
 
-async def update(parts: Parts, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
-    """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
-    session, began = parts.sessions[policy], asyncio.get_running_loop().time()
-    report = await session.finish(divisors)
-    weights = None
-    if report is None:
-        parts.journal.event("update_skipped", policy=policy, because="no weighted token in the step")
-    else:
-        parts.monitor.updated(policy, report, began)
-        with parts.monitor.time("publish"):
-            weights = await parts.publisher.set(policy, report.version)
-    session.leave()
-    return weights
+class Updates:
+    """The updates of all policies, each made and served when its batch is complete."""
 
+    def __init__(
+        self,
+        sessions: Mapping[PolicyName, TrainingSession],
+        publisher: Publisher,
+        *,
+        monitor: Monitor,
+        journal: Journal,
+    ) -> None:
+        self._sessions = sessions
+        self._publisher = publisher
+        self._monitor = monitor
+        self._journal = journal
 
-async def serve(parts: Parts, weights: NewWeights) -> None:
-    """Returns when every instance of the policy serves the weights."""
-    with parts.monitor.time("publish"):
-        await parts.publisher.serve(weights)
-    parts.monitor.published(weights.policy, weights.version)
+    async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
+        """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
+        session, began = self._sessions[policy], asyncio.get_running_loop().time()
+        report = await session.finish(divisors)
+        weights = None
+        if report is None:
+            self._journal.event("update_skipped", policy=policy, because="no weighted token in the step")
+        else:
+            self._monitor.updated(policy, report, began)
+            with self._monitor.time("publish"):
+                weights = await self._publisher.set(policy, report.version)
+        session.leave()
+        return weights
+
+    async def serve(self, weights: NewWeights) -> None:
+        """Returns when every instance of the policy serves the weights."""
+        with self._monitor.time("publish"):
+            await self._publisher.serve(weights)
+        self._monitor.published(weights.policy, weights.version)
