@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from common import parser, report
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.settings import EmbeddedSettings

@@ -39,8 +39,8 @@ from flexmarl.config import RunSettings
 from flexmarl.experience.staleness import LengthBias, length_bias
 from flexmarl.observability.journal import read_run
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.orchestrator.versions import law_of
 from flexmarl.rollout.admission import AdmissionLaw
 from flexmarl.simulator.facts import read_facts
 from flexmarl.simulator.workload import plan_of

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from common import interleaved_rates, median_ratio, parser, report
 
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.rows import TURN_COLUMNS, response_row
 from flexmarl.records import (
     AgentName,

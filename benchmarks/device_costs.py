@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from common import parser, report
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine

@@ -14,9 +14,8 @@ from collections.abc import Callable
 import torch
 from common import interleaved_rates, median_ratio, parser, report
 
-from flexmarl.objects.block import layout_of
-from flexmarl.objects.digest import part_sums
 from flexmarl.objects.interface import TensorTree, checksum
+from flexmarl.objects.tensors import layout_of, part_sums
 
 
 def blake2b(tree: TensorTree) -> str:

@@ -19,7 +19,7 @@ import torch
 from common import interleaved, median_ratio, parser, report, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore

@@ -39,7 +39,7 @@ import transfer_queue
 from common import interleaved_rates, median_ratio, parser, report
 from tensordict import TensorDict
 
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import PartialRow
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.records import AgentName, PolicyName, Version, make_sample_id, make_trajectory_id

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.observability.journal import read_journal
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import ROW_TERMINAL

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from examples.math_team.tasks import draw, evaluate
 from examples.math_team.workflow import misread, review
 from examples.math_team.workflow import question as ask
-from flexmarl.agents.reply import ToolUse
+from flexmarl.agents.seat import ToolUse
 
 Message = dict[str, str]
 """`{"role": ..., "content": ...}`; what an assistant says is what the model is trained to say."""

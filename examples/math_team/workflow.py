@@ -15,9 +15,9 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
-from flexmarl.agents.reply import ToolUse
+from flexmarl.agents.seat import ToolUse
 from flexmarl.agents.team import Team
-from flexmarl.agents.workflow import workflow
+from flexmarl.agents.team import workflow
 from flexmarl.records import Task
 
 MAX_ATTEMPTS = 3

@@ -21,7 +21,7 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.observability.curve import INK, PALETTE
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import IntArray

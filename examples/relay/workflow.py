@@ -7,7 +7,7 @@ changes nothing: neither can get better unless the other does.
 """
 
 from flexmarl.agents.team import Team
-from flexmarl.agents.workflow import workflow
+from flexmarl.agents.team import workflow
 from flexmarl.records import Task
 
 

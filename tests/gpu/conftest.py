@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 
 T = TypeVar("T")
 Scenario = Callable[[DeviceThread], Awaitable[T]]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import ObjectStore

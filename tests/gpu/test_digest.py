@@ -2,8 +2,8 @@
 
 import torch
 
-from flexmarl.objects.digest import BLOCK
 from flexmarl.objects.interface import checksum
+from flexmarl.objects.tensors import BLOCK
 from flexmarl.testing.objects import heterogeneous_tree
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.backends.shm import ShmObjectStore

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexmarl.cli.machine import BYTES, TRAINER_BYTES
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.testing.agreement import sample_of

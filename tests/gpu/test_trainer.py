@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree

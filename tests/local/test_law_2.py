@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flexmarl.agents import Team, TeamSpec
 from flexmarl.agents.settings import TeamSettings
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.credit import CreditSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row

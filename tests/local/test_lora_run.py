@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flexmarl import cli
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 
 RELAY = Path(__file__).parents[2] / "examples" / "relay" / "cpu.yaml"
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexmarl.cluster.leases import leases_root
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.observability.journal import read_journal
 from flexmarl.observability.run_folder import RunFolder
 from tests.conftest import Hang

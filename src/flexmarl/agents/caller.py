@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from flexmarl.agents.chat import ChatRenderer
-from flexmarl.agents.context import EpisodeContext
-from flexmarl.agents.conversation import Conversation
+from flexmarl.agents.chat import ChatRenderer, Conversation
+from flexmarl.agents.context import EpisodeContext, Memory, call_seed, context_hash
+from flexmarl.agents.interpret import Parser
 from flexmarl.agents.ledger import Ledger
-from flexmarl.agents.memory import Memory
-from flexmarl.agents.parsers import Parser
-from flexmarl.agents.seeds import call_seed, context_hash
 from flexmarl.agents.workflow_tasks import outside
 from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (

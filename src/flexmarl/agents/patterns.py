@@ -8,11 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from flexmarl.agents.reply import Reply
-from flexmarl.agents.seeds import task_seed
-from flexmarl.agents.team import Team
+from flexmarl.agents.context import task_seed
+from flexmarl.agents.seat import Reply
+from flexmarl.agents.team import WORKFLOWS, Team, Workflow
 from flexmarl.agents.tree_sampling import TURNS, PlayTurn, grow
-from flexmarl.agents.workflow import WORKFLOWS, Workflow
 from flexmarl.records import Task
 from flexmarl.settings import Settings
 

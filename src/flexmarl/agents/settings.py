@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from pydantic import Field, field_validator, model_validator
 
-from flexmarl.agents.memory import Memory
-from flexmarl.agents.parsers import Choice
+from flexmarl.agents.context import Memory
+from flexmarl.agents.interpret import Choice
 from flexmarl.agents.patterns import AnyWorkflow
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling

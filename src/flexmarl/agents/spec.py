@@ -1,22 +1,57 @@
-"""TeamSpec: the team of a run; seats one Team per episode."""
+"""Loads the files of the user's own that a config lists under `code`.
 
+TeamSpec: the team of a run; seats one Team per episode.
+"""
+
+import hashlib
+import importlib.util
 import pickle
+import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext
-from flexmarl.agents.parsers import PARSERS
+from flexmarl.agents.interpret import PARSERS
 from flexmarl.agents.settings import AgentSettings, TeamSettings
-from flexmarl.agents.team import Team
-from flexmarl.agents.user_code import load_code
-from flexmarl.agents.workflow import Workflow
+from flexmarl.agents.team import Team, Workflow
 from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName, Task
 from flexmarl.tasks import Environment
+
+
+def load_code(path: str | Path) -> ModuleType:
+    """Imports a user's file by its path, once per process, so that what it registers can be named in a config."""
+    path = Path(path).resolve()
+    # Named by path: two files called team.py are two modules, and what they define can be pickled.
+    name = f"flexmarl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"code: {str(path)!r} is no Python file; give the path of a .py file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        raise ConfigError(f"code: {path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _line(error: Exception, path: Path) -> int:
+    """The line of the file at which the error left it."""
+    if isinstance(error, SyntaxError):
+        return error.lineno or 1
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 1 for frame in reversed(frames) if frame.filename == str(path)), 1)
 
 
 class Level(NamedTuple):

@@ -1,20 +1,23 @@
-"""Team: the agents of one episode at one table; what a workflow is given."""
+"""Team: the agents of one episode at one table; what a workflow is given.
+
+What a workflow is, and the table of those that a config can name.
+"""
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from flexmarl.agents.caller import AgentSpec
-from flexmarl.agents.context import EpisodeContext, Node
+from flexmarl.agents.context import EpisodeContext, Node, episode_seed
 from flexmarl.agents.ledger import Ledger
 from flexmarl.agents.seat import Seat
-from flexmarl.agents.seeds import episode_seed
 from flexmarl.errors import EpisodeError, is_unicode, writable
-from flexmarl.records import AgentName, SampleId, Turn
+from flexmarl.records import AgentName, SampleId, Task, Turn
 from flexmarl.tasks import Environment
+from flexmarl.tasks.registry import Registry
 
 
 class Team:
@@ -117,3 +120,20 @@ class Team:
 def reserved_names() -> frozenset[str]:
     """Names that no agent can have, because `team.name` means something else."""
     return frozenset({"context", *(name for name in vars(Team) if not name.startswith("_"))})
+
+
+Workflow = Callable[[Task, Team], Awaitable[None]]
+"""`async def run(task, team)`: how the agents interact on one task; an exception in it fails the episode."""
+
+WORKFLOWS: Registry[Workflow] = Registry("workflow", setting="team.workflow.name")
+
+
+def workflow(name: str) -> Callable[[Workflow], Workflow]:
+    """Decorator that puts a workflow into the table.
+
+    @workflow("echo")
+    async def echo(task: Task, team: Team) -> None:
+        reply = await team.solver.act(task.prompt)
+        team.solver.reward(task.score(reply.text))
+    """
+    return WORKFLOWS.register(name)

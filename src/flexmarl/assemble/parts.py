@@ -20,13 +20,10 @@ from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.evaluate import Evaluator
 from flexmarl.orchestrator.feed import Feed
-from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.rules import Rules
+from flexmarl.orchestrator.parts import Parts, Rules
+from flexmarl.orchestrator.publish import Gate, Publisher, Updates
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.orchestrator.update import Updates
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName, Version
 from flexmarl.rollout.admission import Admission

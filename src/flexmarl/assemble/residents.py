@@ -19,14 +19,14 @@ from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import ChatRenderer
 from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.cluster.host import give_way
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.priority import give_way
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.interface import WeightedEngine
@@ -37,7 +37,7 @@ from flexmarl.records import PolicyName
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.rows import StoreRows
 
 RESUME = "go on from the last checkpoint with --resume"

@@ -24,8 +24,7 @@ from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.backends.tensorboard import TensorBoardSink
@@ -40,8 +39,8 @@ from flexmarl.observability.strict_json import parse_json
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.resume import resume
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
+from flexmarl.orchestrator.saving import resume
 from flexmarl.orchestrator.versions import Versions
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})

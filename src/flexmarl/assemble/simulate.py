@@ -24,7 +24,7 @@ from flexmarl.observability.progress import NullProgress
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.resume import resume
+from flexmarl.orchestrator.saving import resume
 from flexmarl.simulator.store import SimulatedStore
 from flexmarl.simulator.tools import twinned
 from flexmarl.simulator.virtual_time import run_virtual

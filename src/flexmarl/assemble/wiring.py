@@ -16,20 +16,17 @@ from flexmarl.experience.interface import ExperienceStore
 from flexmarl.observability.journal import Journal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import Progress
-from flexmarl.orchestrator.asynchronous import Asynchronous
+from flexmarl.orchestrator.asynchronous import Asynchronous, Stream
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.gate import Gate
-from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.parts import PRODUCTION, Parts, Rules
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.pool_journal import journal_pool
-from flexmarl.orchestrator.rules import PRODUCTION, Rules
+from flexmarl.orchestrator.publish import Gate
 from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.orchestrator.stream import Stream
 from flexmarl.orchestrator.synchronous import Synchronous
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.versions import Versions, law_of
 from flexmarl.records import WorkerLost
 from flexmarl.training.residency import Swapped
 

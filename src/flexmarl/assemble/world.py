@@ -30,8 +30,7 @@ from flexmarl.simulator.objects import SimulatedObjectStore
 from flexmarl.simulator.replies import responder_of
 from flexmarl.simulator.residents import ModelledResidents
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
-from flexmarl.training.residency import Residency
+from flexmarl.training.residency import ProcessGroup, Residency
 from flexmarl.training.rows import StoreRows
 
 

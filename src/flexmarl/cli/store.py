@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flexmarl.cli.terminal import SafeConsole, printable, say
 from flexmarl.errors import ConfigError, StoreError
-from flexmarl.experience.backends.reader import StoreReader, read_store
+from flexmarl.experience.backends.store_file import StoreReader, read_store
 from flexmarl.experience.export import export_parquet
 from flexmarl.experience.interface import Table
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote

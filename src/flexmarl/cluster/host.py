@@ -1,4 +1,6 @@
-"""Host of one resident: makes what lives there and answers calls, in any process; calls and replies are bytes.
+"""Scheduling priority of a worker's process, where processes outnumber cores.
+
+Host of one resident: makes what lives there and answers calls, in any process; calls and replies are bytes.
 
 controller                     process of the resident
 proxy ── call ───────────────► Host ─► one method of what lives there
@@ -17,6 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import FlexmarlError
+
+NICENESS = 5
+"""A third of an engine's weight. Linux's idle class hides more of training behind rollout, but starves it where the
+machine has other work to do."""
+
+
+def give_way() -> None:
+    """From now on this process, with the threads it will start, goes after the others of the run.
+
+    A step waits for its slowest episode, so engines go first and training fills the gaps.
+    """
+    os.nice(NICENESS)
+
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

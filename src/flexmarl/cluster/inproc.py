@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
-from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.records import WorkerLost
 

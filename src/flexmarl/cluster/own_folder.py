@@ -10,17 +10,20 @@ a name is used only if it is a folder, ours, and closed to others, and if nobody
 
 After these checks no other user can change what a path inside it leads to, so there is no moment between check and use
 that could be exploited.
+
+Free space of a disk, asked for before much is written: a full disk is then noticed while nothing is half-written.
 """
 
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flexmarl.errors import ConfigError
+from flexmarl.errors import CheckpointError, ConfigError
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # As many as the kernel follows.
@@ -199,3 +202,13 @@ def _hidden_users() -> Iterator[int]:
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if not any(first <= hidden < first + count for first, _, count in ranges):
             yield hidden
+
+
+def require_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Raises CheckpointError if `what`, of so many bytes, does not fit on the disk of an existing folder."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"no room for {what} in {folder}: it takes about {num_bytes / 1e9:.3g} GB, {free / 1e9:.3g} GB are free; "
+            f"free some there, or lower checkpoint.keep or checkpoint.budget_gb"
+        )

@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run import RunSettings
-from flexmarl.credit.shaping.shaped import Shaped
-from flexmarl.credit.shaping.turn_discount import TurnDiscount
-from flexmarl.credit.shaping.turn_weighted import TurnWeighted
+from flexmarl.credit.shaping.outcomes import Shaped, TurnDiscount, TurnWeighted
 
 
 class Caution(NamedTuple):

@@ -7,7 +7,7 @@ from flexmarl.config.potentials import potentials_cancel, type_of
 from flexmarl.credit.estimators.gdpo import Gdpo
 from flexmarl.credit.interface import GroupKey
 from flexmarl.credit.settings import CreditSettings, divides_by_mean
-from flexmarl.credit.shaping.reward_to_go import RewardToGo
+from flexmarl.credit.shaping.step_rewards import RewardToGo
 from flexmarl.records import AgentName
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.settings import CreditSettings
-from flexmarl.credit.shaping.potential import Potential
-from flexmarl.credit.shaping.reward_to_go import RewardToGo
+from flexmarl.credit.shaping.step_rewards import Potential, RewardToGo
 from flexmarl.records import AgentName
 
 REMEDY = (

@@ -12,8 +12,8 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config.credit_fits import has_key, misfits
 from flexmarl.config.potentials import type_of
-from flexmarl.credit.estimators.grouped import Grouped
-from flexmarl.credit.keys import tags_for
+from flexmarl.credit.estimators.base import Grouped
+from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types

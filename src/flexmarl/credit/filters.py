@@ -1,17 +1,74 @@
-"""Decides which tasks are worth training on (DAPO's dynamic sampling, docs/math.md section 6)."""
+"""Decides whether a group's rewards can teach anything, and if not, why not (docs/math.md section 6).
+
+Decides what is reported of a group: whether its rewards can teach, and whether only penalties do.
+
+Decides which tasks are worth training on (DAPO's dynamic sampling, docs/math.md section 6).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from flexmarl.credit.effect import Effect, RewardRange, effect_of
-from flexmarl.credit.interface import CreditRow, GroupKey, in_order
-from flexmarl.credit.keys import group_rows
+from flexmarl.credit.interface import AgentReport, CreditRow, GroupKey, in_order
+from flexmarl.credit.rows import group_rows
 from flexmarl.records import AgentName
 from flexmarl.settings import Settings
+
+
+def _ordered(given: tuple[float, float]) -> tuple[float, float]:
+    bottom, top = given
+    if bottom >= top:
+        raise ValueError(f"reward_range: {bottom} is not below {top}; give the worst reward, then the best")
+    return given
+
+
+RewardRange = Annotated[tuple[float, float], AfterValidator(_ordered)]
+"""Worst and best reward."""
+
+
+class Effect(StrEnum):
+    """What a group is good for."""
+
+    EFFECTIVE = "effective"
+    TOO_EASY = "too_easy"
+    TOO_HARD = "too_hard"
+    FLAT = "flat"
+
+
+def effect_of(rewards: Sequence[float], *, tol: float, bottom: float, top: float) -> Effect:
+    """EFFECTIVE when max - min > tol.
+
+    >>> str(effect_of([1.0, 1.0], tol=1e-6, bottom=0.0, top=1.0))
+    'too_easy'
+    """
+    if max(rewards) - min(rewards) > tol:
+        return Effect.EFFECTIVE
+    if min(rewards) >= top - tol:
+        return Effect.TOO_EASY
+    if max(rewards) <= bottom + tol:
+        return Effect.TOO_HARD
+    return Effect.FLAT
+
+
+def describe(members: Sequence[CreditRow], *, size: int, tol: float, reward_range: tuple[float, float]) -> AgentReport:
+    """One group of `size` observations; all its rows have rewards."""
+    bottom, top = reward_range
+    rewards = [row.reward for row in members if row.reward is not None]
+    outcomes = [reward if row.outcome is None else row.outcome for row, reward in zip(members, rewards, strict=True)]
+    effect = effect_of(rewards, tol=tol, bottom=bottom, top=top)
+    return AgentReport(
+        groups=1,
+        group_sizes=(size,),
+        effective=effect is Effect.EFFECTIVE,
+        too_easy=effect is Effect.TOO_EASY,
+        too_hard=effect is Effect.TOO_HARD,
+        flat=effect is Effect.FLAT,
+        penalty_alone=effect is Effect.EFFECTIVE and max(outcomes) - min(outcomes) <= tol,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

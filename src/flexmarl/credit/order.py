@@ -1,4 +1,10 @@
-"""Decides the credit of rows: shape, penalise, filter, estimate, whiten, balance; in this order.
+"""Decides whitened advantages: mean 0 and variance 1 over all sampled tokens (docs/math.md section 5).
+
+Decides row weights that give the agents of a shared policy equal shares of its step (docs/math.md section 5).
+
+Decides which estimator judges a row: its agent's own, or the one of all other agents.
+
+Decides the credit of rows: shape, penalise, filter, estimate, whiten, balance; in this order.
 
   rows of a task ──► shape ──► penalise ──► decide
                                             ╰──► rows of whole groups ──► estimate ──► whiten ──► (penalise) ──► balance
@@ -8,12 +14,212 @@ or split.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Estimator
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.interface import (
+    AgentReport,
+    Credit,
+    CreditRow,
+    Estimator,
+    Extra,
+    GroupKey,
+    Needs,
+    Tokens,
+    in_order,
+)
+from flexmarl.credit.rows import Group
 from flexmarl.errors import CreditError
-from flexmarl.records import LARGEST_REWARD
+from flexmarl.records import LARGEST_REWARD, AgentName, CreditLine, PolicyName, SampleId
+
+Scope = Literal["batch", "policy", "agent"]
+"""Whose tokens share one mean and variance: all of the step, a policy's, or an agent's."""
+
+EPS = 1e-8
+TOO_FEW = "not whitened: fewer than 2 sampled tokens have no variance"
+
+
+def whiten(credit: Credit, rows: Sequence[CreditRow], scope: Scope) -> Credit:
+    """The credit with whitened advantages of the rows that train and have a weight; returns stay as they are.
+
+    Where there are fewer than two tokens all advantages are 0, and the agents' reports say so.
+    """
+    blocks: dict[str, list[CreditRow]] = {}
+    for row in in_order(rows):
+        if row.num_tokens and row.trains and not row.greedy and credit.weights.get(row.sample_id):
+            blocks.setdefault("" if scope == "batch" else str(row.tag(scope)), []).append(row)
+    advantages, tokens, report = dict(credit.advantages), dict(credit.token_advantages), dict(credit.report)
+    for members in blocks.values():
+        found = whitened(np.concatenate([_tokens_of(row, credit) for row in members]))
+        for row, of_row in zip(members, _split(found, members), strict=True):
+            advantages[row.sample_id] = float(of_row[0])
+            if row.sample_id in tokens:
+                tokens[row.sample_id] = Tokens(of_row.tolist())
+                advantages[row.sample_id] = float(of_row.mean())
+        if len(found) < 2:
+            agent = members[0].agent
+            report[agent] = report.get(agent, AgentReport()) + AgentReport(notes=(TOO_FEW,))
+    return replace(credit, advantages=advantages, token_advantages=tokens, report=report)
+
+
+def whitened(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(x - mean) / sqrt(var + 1e-8), the variance with N - 1; 0 for equal numbers, and for a single one.
+
+    >>> whitened(np.array([1.0, 2.0, 3.0])).round(4).tolist()
+    [-1.0, 0.0, 1.0]
+    """
+    # The 1e-8 in the mean leaves equal numbers beside it, which the 1e-8 under the root would magnify.
+    if len(x) < 2 or x.min() == x.max():
+        return np.zeros_like(x)
+    n = len(x)
+    centred = x - x.sum() / (n + EPS)
+    variance = (centred**2).sum() / (n + EPS) * n / (n - 1)
+    return centred / np.sqrt(variance + EPS)
+
+
+def _tokens_of(row: CreditRow, credit: Credit) -> NDArray[np.float64]:
+    tokens = credit.token_advantages.get(row.sample_id)
+    return np.full(row.num_tokens, credit.advantages[row.sample_id]) if tokens is None else np.array(tokens, np.float64)
+
+
+def _split(x: NDArray[np.float64], rows: Sequence[CreditRow]) -> list[NDArray[np.float64]]:
+    return np.split(x, np.cumsum([row.num_tokens for row in rows])[:-1])
+
+
+def equal_shares(credit: Credit, rows: Sequence[CreditRow]) -> Credit:
+    """The credit with w_i times N / (K N_agent), for a policy of K agents with N tokens in all.
+
+    Then token-mean is the mean over agents of each agent's token-mean, and N_tok is still N. A policy with one agent
+    keeps its weights.
+    """
+    tokens: dict[PolicyName, dict[AgentName, float]] = defaultdict(lambda: defaultdict(float))
+    for row in in_order(rows):
+        weighted = credit.weights[row.sample_id] * row.num_tokens
+        if weighted:
+            tokens[row.policy][row.agent] += weighted
+    weights = dict(credit.weights)
+    for row in rows:
+        if weights[row.sample_id]:
+            of_agents = tokens[row.policy]
+            weights[row.sample_id] *= sum(of_agents.values()) / (len(of_agents) * of_agents[row.agent])
+    return replace(credit, weights=weights)
+
+
+ORDER_OF_NEEDS: tuple[Needs, ...] = ("row", "group", "batch", "state")
+
+
+def most(needs: Iterable[Needs]) -> Needs:
+    """The one that sees most."""
+    return ORDER_OF_NEEDS[max(map(ORDER_OF_NEEDS.index, needs))]
+
+
+class ByAgent:
+    """Several estimators as one. An agent's rows never meet those of an agent with another estimator."""
+
+    def __init__(self, others: Estimator, per_agent: Mapping[AgentName, Estimator]) -> None:
+        self._others = others
+        self._per_agent = per_agent
+
+    @property
+    def estimators(self) -> tuple[Estimator, ...]:
+        """All of them."""
+        return (self._others, *self._per_agent.values())
+
+    @property
+    def needs(self) -> Needs:
+        """The most that any of them must see."""
+        return most(estimator.needs for estimator in self.estimators)
+
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """What any of them uses."""
+        return frozenset[Extra]().union(*(estimator.uses for estimator in self.estimators))
+
+    @property
+    def key(self) -> GroupKey:
+        """As grouped."""
+        return self.grouping
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether any of them does."""
+        return any(estimator.learns_from_equal_rewards for estimator in self.estimators)
+
+    @property
+    def grouping(self) -> GroupKey:
+        """One key for all, or one per agent where they have their own estimators."""
+        others = self._others.grouping
+        if not self._per_agent:
+            return others
+        keys = {"*": others} if isinstance(others, tuple) else dict(others)
+        for agent, estimator in self._per_agent.items():
+            key = estimator.grouping
+            keys[agent] = key if isinstance(key, tuple) else key.get(agent, key.get("*", ()))
+        return keys
+
+    def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """Each row with the reward that its estimator compares."""
+        return [row for _, estimator, share in self._shares(rows) for row in estimator.compared(share)]
+
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
+        """Each row's credit by its estimator; those of a greedy play go to whoever uses them."""
+        whole = Credit(advantages={}, weights={}, report={}, memory=memory)
+        for _, estimator, share in self._shares(rows):
+            seen = [row for row in share if not row.greedy or "greedy" in estimator.uses]
+            whole = _joined(whole, estimator.estimate(seen, memory), before=memory)
+        return whole
+
+    @property
+    def linear(self) -> bool:
+        """Whether all of them are lines over scores that are known before a group is complete."""
+        return all(isinstance(estimator, GroupRelative) and estimator.linear for estimator in self.estimators)
+
+    def open_places(self, rows: Sequence[CreditRow]) -> dict[SampleId, tuple[Group, float]]:
+        """Group and score of every sampled row; only if `linear`."""
+        return {
+            sample_id: (whose + group, score)
+            for whose, estimator, share in self._shares(rows)
+            if isinstance(estimator, GroupRelative)
+            for sample_id, (group, score) in estimator.open_places(share).items()
+        }
+
+    def lines(self, rows: Sequence[CreditRow]) -> dict[Group, CreditLine]:
+        """What each complete group makes of its scores; only if `linear`."""
+        return {
+            whose + group: line
+            for whose, estimator, share in self._shares(rows)
+            if isinstance(estimator, GroupRelative)
+            for group, line in estimator.lines(share).items()
+        }
+
+    def _shares(self, rows: Sequence[CreditRow]) -> Iterator[tuple[Group, Estimator, Sequence[CreditRow]]]:
+        """Each estimator that has rows, with what tells its groups from those of another one."""
+        others = [row for row in rows if row.agent not in self._per_agent]
+        if others:
+            yield (), self._others, others
+        for agent, estimator in self._per_agent.items():
+            own = [row for row in rows if row.agent == agent]
+            if own:
+                yield (("estimator", agent),), estimator, own
+
+
+def _joined(whole: Credit, part: Credit, *, before: Mapping[str, float]) -> Credit:
+    changed = {name: value for name, value in part.memory.items() if before.get(name) != value}
+    return Credit(
+        advantages={**whole.advantages, **part.advantages},
+        weights={**whole.weights, **part.weights},
+        report={**whole.report, **part.report},
+        token_advantages={**whole.token_advantages, **part.token_advantages},
+        returns={**whole.returns, **part.returns},
+        memory={**whole.memory, **changed},
+    )
+
 
 LARGEST_CREDITED = 1e6 * LARGEST_REWARD
 """Of a reward after all terms: room for the sum of what a million calls earned, and squares are far from overflow."""

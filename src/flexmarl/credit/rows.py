@@ -1,9 +1,38 @@
-"""Decides which turns of a group take part in credit, and what credit sees of them."""
+"""Decides which turns of a group take part in credit, and what credit sees of them.
 
-from collections.abc import Collection, Mapping
+Decides which rows are the calls of one act, and what they have in common when acts are compared.
 
-from flexmarl.credit.interface import Call, CreditRow
-from flexmarl.records import AnyTurn, Episode, FinishReason, GroupRecord, PolicyName, SampleId, Task, split_sample_id
+An act is one `seat.act`: a call, and those that go on after a tool or a stop string. The later ones have prompts that
+nobody shares, so that their own tags compare them with nobody:
+
+    act 0   call 0   branch 0   context of the turn          act 3   call 3   branch 0   context of the turn
+            call 1   branch 0:1 what the tool said                   call 4   branch 0:2 what the tool said
+
+Decides which rows form a group: rows with equal values of the tags in a key.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexmarl.credit.interface import Call, CreditRow, GroupKey
+from flexmarl.errors import CreditError
+from flexmarl.records import (
+    AgentName,
+    AnyTurn,
+    Episode,
+    EpisodeId,
+    FinishReason,
+    GroupRecord,
+    PolicyName,
+    SampleId,
+    Scalar,
+    Task,
+    split_sample_id,
+)
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 """The system ended these calls, not the policy."""
@@ -65,3 +94,89 @@ def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> Call:
         num_tokens=turn.num_tokens,
         tool_s=float(turn.tags.get("tool_s", 0.0)),
     )
+
+
+OF_CONTEXT = ("branch", "context_hash")
+"""Tags that say what a call was sampled from."""
+
+
+def led(rows: Sequence[CreditRow]) -> list[CreditRow]:
+    """The rows, each later call of an act with what its first call was sampled from, if that is among them."""
+    first = {_act_of(row): row for row in rows if row.act == row.hop}
+    found: list[CreditRow] = []
+    for row in rows:
+        lead = first.get(_act_of(row), row)
+        tags = {name: lead.tags[name] for name in OF_CONTEXT if name in lead.tags}
+        found.append(row if lead is row else replace(row, tags={**row.tags, **tags}))
+    return found
+
+
+def places_of_acts(rows: Sequence[CreditRow]) -> list[list[int]]:
+    """For each act, in the order of first calls, the places of its calls among the rows."""
+    places: dict[tuple[EpisodeId, Scalar], list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(_act_of(row), []).append(place)
+    return list(places.values())
+
+
+def means_of_acts(rows: Sequence[CreditRow], x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """(mean of x [N] over the calls of each act [K], number of its act for each row [N])."""
+    acts = places_of_acts(rows)
+    means = np.array([x[places[0]] if x[places].min() == x[places].max() else x[places].mean() for places in acts])
+    numbers = np.zeros(len(rows), np.intp)
+    for number, places in enumerate(acts):
+        numbers[places] = number
+    return means, numbers
+
+
+def _act_of(row: CreditRow) -> tuple[EpisodeId, Scalar]:
+    return row.episode, row.act
+
+
+Requirement = Literal["one_task", "one_policy", "one_context"]
+REQUIRED_TAG: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}
+"""The tag that has one value in every group, for each requirement."""
+
+Group = tuple[tuple[str, Scalar], ...]
+"""The tags of a group and their values, e.g. (("task", "u0"), ("agent", "solver"))."""
+
+
+def group_name(group: Group) -> str:
+    """For people, e.g. `task=u0, agent=solver`."""
+    return ", ".join(f"{tag}={value}" for tag, value in group)
+
+
+def group_rows(
+    rows: Sequence[CreditRow], key: GroupKey, require: Sequence[Requirement] = ("one_task",)
+) -> dict[Group, list[CreditRow]]:
+    """The groups, in the order of their first rows; rows keep their order. Raises CreditError naming a bad group."""
+    groups: dict[Group, list[CreditRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple((tag, row.tag(tag)) for tag in tags_for(row.agent, key)), []).append(row)
+    for group, members in groups.items():
+        for requirement in require:
+            values = {row.tag(REQUIRED_TAG[requirement]) for row in members}
+            if len(values) > 1:
+                shown = ", ".join(sorted(map(str, values))[:4])
+                raise CreditError(
+                    f"group ({group_name(group)}) breaks {requirement}: its rows have {len(values)} values of "
+                    f"'{REQUIRED_TAG[requirement]}' ({shown}); add '{REQUIRED_TAG[requirement]}' to the key"
+                )
+    return groups
+
+
+def also(key: GroupKey, tag: str) -> GroupKey:
+    """The key with one more tag, for every agent that it names."""
+    if isinstance(key, Mapping):
+        return {agent: (*tags, tag) for agent, tags in key.items()}
+    return (*key, tag)
+
+
+def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
+    """What the rows of an agent are grouped by."""
+    if not isinstance(key, Mapping):
+        return key
+    tags = key.get(agent, key.get("*"))
+    if tags is None:
+        raise CreditError(f"no key for agent {agent}: there are keys for {', '.join(sorted(key))}; add it, or '*'")
+    return tags

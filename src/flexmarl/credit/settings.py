@@ -6,18 +6,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from flexmarl.credit.balance import equal_shares
-from flexmarl.credit.by_agent import ByAgent, most
 from flexmarl.credit.estimators import AnyEstimator
-from flexmarl.credit.estimators.default import Default
 from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.estimators.presets import Default
 from flexmarl.credit.filters import FilterDecision, OutcomeFilter
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, Needs
-from flexmarl.credit.keys import Group
-from flexmarl.credit.order import counted, estimated
-from flexmarl.credit.penalties import InvalidAction
+from flexmarl.credit.order import ByAgent, Scope, counted, equal_shares, estimated, most, whiten
+from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping import AnyTerm, Terms, shape
-from flexmarl.credit.whitening import Scope, whiten
+from flexmarl.credit.shaping.shape import InvalidAction
 from flexmarl.records import AgentName, CreditLine, FinishReason, SampleId
 from flexmarl.settings import Settings
 

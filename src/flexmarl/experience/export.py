@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexmarl.errors import MissingExtra, StoreError, boundary
-from flexmarl.experience.backends.reader import StoreReader
+from flexmarl.experience.backends.store_file import StoreReader
 from flexmarl.experience.interface import ColumnKind, Row
 from flexmarl.experience.ledger import claim_order
 from flexmarl.records import AgentName

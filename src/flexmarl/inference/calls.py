@@ -1,13 +1,76 @@
-"""Calls of the pool, from request to answer, and the line in which those wait that no instance has yet."""
+"""One instance, as the pool sees it: its engine, what that holds, and who waits for it.
+
+Calls of the pool, from request to answer, and the line in which those wait that no instance has yet.
+
+Decides how a request goes on at another instance, and what its caller gets of the parts.
+"""
 
 import asyncio
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import cast
 
-from flexmarl.inference.continuation import joined, rest_of
-from flexmarl.inference.instance import Instance
+import numpy as np
+
+from flexmarl.errors import EngineError
+from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
 from flexmarl.inference.observed import CallRecord
-from flexmarl.records import Generation, GenerationRequest
+from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.records import Generation, GenerationRequest, Version, VersionRun
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """What every instance must hold."""
+
+    version: Version
+    key: ObjectKey
+    expected: Checksum | None
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One replica, and the tasks that wait for it."""
+
+    name: str
+    engine: InferenceEngine
+    capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
+    """Its engine's, once the pool has asked it."""
+    version: Version = FIRST_VERSION
+    """The newest that it has acknowledged."""
+    holds: Weights | None = None
+    checksum: Checksum | None = None
+    """Its own, of what it holds."""
+    loading: asyncio.Future[None] | None = None
+    tasks: set[asyncio.Future[None]] = field(default_factory=set)
+    """Cancelled when it is lost."""
+    running: set[str] = field(default_factory=set)
+    """Ids of the requests that it was given and has not answered."""
+    hands_over: bool = False
+    """Its requests go on elsewhere, as soon as they have ended here."""
+    lost: bool = False
+
+    @property
+    def weighted(self) -> WeightedEngine:
+        """The engine, for a call that its capabilities allow."""
+        return cast(WeightedEngine, self.engine)
+
+    def watch(self, task: asyncio.Future[None]) -> None:
+        """The task waits for this instance."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def acknowledged(self, answer: Generation) -> None:
+        """Returns when the instance has acknowledged the version of its answer (law 10).
+
+        An answer can overtake the acknowledgement of a load. Raises EngineError if there is no such load.
+        """
+        newest = max(run.version for run in answer.versions)
+        if newest > self.version and self.loading is not None:
+            await asyncio.wait([self.loading])
+        if newest > self.version:
+            raise EngineError(f"it answered with version {newest}, but has acknowledged {self.version}")
 
 
 @dataclass(slots=True, eq=False)
@@ -94,3 +157,39 @@ class Line:
         if call.waits:
             call.waits = False
             self._size -= 1
+
+
+def rest_of(request: GenerationRequest, part: Generation) -> GenerationRequest:
+    """What is left to ask after `part`: the same call, its prompt longer by what was sampled, its budget smaller.
+
+    >>> rest_of(request, part).prompt_ids      # request asked after [1, 2], part answered [7]
+    array([1, 2, 7], dtype=int32)
+    """
+    sampled = len(part.response_ids)
+    if not sampled:
+        return request
+    return replace(
+        request,
+        prompt_ids=np.concatenate([request.prompt_ids, part.response_ids]),
+        offset=request.offset + sampled,
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled),
+    )
+
+
+def joined(part: Generation, rest: Generation) -> Generation:
+    """One answer of two: the tokens of both, the end of the second, and the versions that sampled each."""
+    sampled = len(part.response_ids)
+    if not sampled:
+        return rest
+    runs = list(part.versions)
+    for run in rest.versions if len(rest.response_ids) else ():
+        if run.version != runs[-1].version:
+            runs.append(VersionRun(sampled + run.start, run.version))
+    return replace(
+        rest,
+        response_ids=np.concatenate([part.response_ids, rest.response_ids]),
+        logprobs=np.concatenate([part.logprobs, rest.logprobs]),
+        raw_logprobs=np.concatenate([part.raw_logprobs, rest.raw_logprobs]),
+        versions=tuple(runs),
+        reused_tokens=part.reused_tokens,
+    )

@@ -15,9 +15,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.calls import Call, Line
+from flexmarl.inference.calls import Call, Instance, Line
 from flexmarl.inference.engines import FIRST_VERSION
-from flexmarl.inference.instance import Instance
 from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.observed import PoolObservers
 from flexmarl.records import FinishReason, Generation, unserved

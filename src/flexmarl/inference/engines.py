@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.objects.settings import Verify

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.instance import Instance, Weights
+from flexmarl.inference.calls import Instance, Weights
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.observed import LoadRecord, PoolObservers
 from flexmarl.inference.routing import Router

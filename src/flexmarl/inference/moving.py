@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from flexmarl.inference.instance import Instance
+from flexmarl.inference.calls import Instance
 from flexmarl.inference.instances import Instances
 from flexmarl.inference.settings import PoolSettings
 

@@ -18,11 +18,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Self
 
-from flexmarl.cluster.task_block import task_block
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
-from flexmarl.inference.calls import Call
+from flexmarl.inference.calls import Call, Instance, Weights
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.instance import Instance, Weights
 from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import Move

@@ -7,8 +7,7 @@ from typing import NewType, Protocol
 import torch
 
 from flexmarl.errors import FlexmarlError
-from flexmarl.objects.block import layout_of
-from flexmarl.objects.digest import facts_digest, tree_sums, whole_digest
+from flexmarl.objects.tensors import facts_digest, layout_of, tree_sums, whole_digest
 
 ObjectKey = NewType("ObjectKey", str)
 """Names one immutable object, e.g. `weights/solver/3`."""

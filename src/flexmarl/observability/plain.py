@@ -19,7 +19,7 @@ MAX_ARRAY = 1024
 """Elements of one array; a larger one is named by its type and shape."""
 MAX_BITS = 1024
 """Of one integer."""
-MAX_DEPTH = 24
+WRITE_DEPTH = 24
 """Levels of nesting; whoever goes deeper most likely holds itself."""
 
 
@@ -34,7 +34,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value if value.bit_length() <= MAX_BITS else f"integer of {value.bit_length()} bits"
     if kind is float:
         return value if math.isfinite(value) else repr(value)
-    if depth > MAX_DEPTH:
+    if depth > WRITE_DEPTH:
         return "..."
     if kind is dict:
         return _mapping(value.items(), depth)

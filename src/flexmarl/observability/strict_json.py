@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_DEPTH = 200
+READ_DEPTH = 200
 """Levels of nesting of what is read; Python's own limit depends on who calls, and ends in a RecursionError."""
 
 
@@ -27,10 +27,10 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError(f"more than {MAX_DEPTH} levels of nesting") from None
+        raise ValueError(f"more than {READ_DEPTH} levels of nesting") from None
     opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if opened > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
-        raise ValueError(f"more than {MAX_DEPTH} levels of nesting")
+    if opened > READ_DEPTH and _deeper_than(value, READ_DEPTH):
+        raise ValueError(f"more than {READ_DEPTH} levels of nesting")
     return value
 
 

@@ -1,4 +1,15 @@
-"""Runs one step of the asynchronous modes: a batch of groups is trained while others go on playing.
+"""Runs rollout that never waits for an update: groups play as slots become free, and wait in a window to be taken.
+
+  feed ──► rollout ──► judge ──► window ──► next()
+   ▲                     │ drop               │
+   └──── a slot is free ─┴─── (trained) ◄─────┘
+
+consumes    tasks
+waits for   a free slot; `next` for a finished group inside the window, and for its head no longer than the deadline
+produces    kept groups, in the window's order; groups that end as filtered, failed or expired
+unblocked by a group's end, whatever it is; the head's deadline; the end of the tasks
+
+Runs one step of the asynchronous modes: a batch of groups is trained while others go on playing.
 
   stream ──► credit ──► per policy: accumulate ──► update ──► serve ──► slots free
   (never waits)
@@ -13,12 +24,213 @@ unblocked by the stream, which ends what holds it up; any failure ends the step 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from flexmarl.errors import EpisodeError
+from flexmarl.experience.interface import ExperienceStore, Outcome
+from flexmarl.experience.window import Window
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.crediting import Crediting
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.stream import Stream
-from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
+from flexmarl.orchestrator.settings import PipelineSettings
+from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName, RowState
+from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.rollout import Rollout
+from flexmarl.tasks import SourceExhausted
+
+LAST = "the run's last step was done"
+FEWEST_BARREN = 64
+"""Groups without a sample, one after another, that say something: of few slots, all may fail by chance."""
+MARGIN_S = 0.001
+"""Looked at so much after the deadline: the rule wants more than it, and a timer may come at the very instant."""
+
+
+class Stream:
+    """The groups of a run, from admission until `next` hands them out."""
+
+    def __init__(
+        self,
+        *,
+        feed: Feed,
+        rollout: Rollout,
+        crediting: Crediting,
+        admission: Admission,
+        store: ExperienceStore,
+        settings: PipelineSettings,
+        retries: int,
+        journal: Journal,
+        monitor: Monitor,
+        window: type[Window] = Window,
+    ) -> None:
+        """`retries`: how often the task of a late group is admitted again, if `settings.late` says so."""
+        self._feed = feed
+        self._rollout = rollout
+        self._crediting = crediting
+        self._admission = admission
+        self._store = store
+        self._settings = settings
+        self._retries = retries
+        self._journal = journal
+        self._monitor = monitor
+        law = admission.law
+        self._window = window(law.window, step=law.groups if law.steps_in_order else None)
+        self._done: dict[GroupId, GroupRecord] = {}
+        """Finished, kept and not taken."""
+        self._late: dict[GroupId, str] = {}
+        """Groups that were stopped, and why."""
+        self._changed = asyncio.Event()
+        self._barren: list[str] = []
+        """Why each group since the last one with samples has none."""
+        self._bears = asyncio.Event()
+        """Not set while so many groups are barren that no more are asked for."""
+        self._bears.set()
+        self._step = 0
+
+    @asynccontextmanager
+    async def playing(self) -> AsyncIterator[None]:
+        """Plays while the block lasts; what still plays at its end is stopped, and ends as expired."""
+        async with asyncio.TaskGroup() as tasks:
+            self._playing = tasks.create_task(self._play(), name="rollout")
+            self._playing.add_done_callback(lambda _: self._changed.set())
+            yield
+            self._feed.end()
+            self._bears.set()
+            for group in self._admission.active:
+                self._stop(group, LAST)
+        for group in self._admission.active:
+            await self._expire(group, LAST, again=False)
+
+    async def next(self, step: int) -> GroupRecord:
+        """The next group that step `step` is made of, when it may be taken.
+
+        Raises SourceExhausted if none will come, EpisodeError if groups come but none of many has samples.
+        """
+        if step != self._step:
+            self._step = step
+            self._window.begin_step()
+        while (taken := self._window.take()) is None:
+            self._check_alive()
+            self._stop_late_head()
+            await self._wait()
+        self._journal.event("group_taken", group=taken.group, step=step, because=taken.because)
+        return self._done.pop(taken.group)
+
+    def give_back(self, group: GroupRecord) -> None:
+        """A group that was taken and handed to nobody: it ends with the block of `playing`."""
+        self._done[group.group] = group
+
+    def taken(self, *, kept: bool) -> None:
+        """What became of a group that was taken: it has samples, or has ended without."""
+        if kept:
+            self._barren.clear()
+            self._bears.set()
+        else:
+            self._window.lacks_one()
+            self._note_barren("no row has weight")
+        self._feed.look_again()
+
+    async def _play(self) -> None:
+        with self._monitor.rollout():
+            await self._rollout.play(self._submitted(), self._finished)
+
+    async def _submitted(self) -> AsyncIterator[GroupRecord]:
+        async for group in self._feed.endless(lambda: self._step):
+            self._window.submitted(group.group, asyncio.get_running_loop().time())
+            yield group
+            # Else groups that fail at once would use up the tasks while a step trains, and not look at `next`.
+            await self._bears.wait()
+
+    async def _finished(self, group: GroupRecord) -> None:
+        self._monitor.group_finished(group)
+        if group.group in self._late:
+            self._done[group.group] = group
+            because = self._late.pop(group.group)
+            await self._expire_late(group.group, because)
+        elif not group.finished:
+            self._window.ended(group.group)
+            self._note_barren(group.episodes[-1].reason)
+        else:
+            await self._judge(group)
+        self._feed.look_again()
+        self._changed.set()
+
+    async def _judge(self, group: GroupRecord) -> None:
+        judged = self._crediting.judge(group)
+        self._monitor.judged(judged.effects, judged.parts)
+        if judged.drop:
+            await self._crediting.drop(group, judged.drop)
+            self._window.ended(group.group)
+            self._note_barren("it was filtered")
+        else:
+            self._window.finished(group.group)
+            self._done[group.group] = group
+
+    async def _expire_late(self, group: GroupId, because: str) -> None:
+        """Ends a group that was stopped; a task that is late time after time is not admitted for ever."""
+        if because == LAST or self._settings.late == "expire":
+            await self._expire(group, because, again=False)
+        else:
+            verdict = self._admission.after_expiry(group, retries=self._retries)
+            await self._expire(group, f"{because}; {verdict.because}", again=verdict.allowed)
+
+    async def _expire(self, group: GroupId, because: str, *, again: bool) -> None:
+        """Ends a group that nobody will take; the rows of its unfinished episodes have ended already."""
+        played = self._done.pop(group, None)
+        ids = [turn.sample_id for episode in played.finished for turn in episode.turns] if played else []
+        await self._store.settle(ids, Outcome(state=RowState.EXPIRED, reason=because))
+        self._admission.expire(group, again=again)
+        self._journal.event("group_expired", group=group, again=again, because=because)
+
+    def _stop_late_head(self) -> None:
+        late = self._window.overdue(asyncio.get_running_loop().time(), self._settings.head_deadline_s)
+        if late is not None:
+            because = f"it held up others for longer than pipeline.head_deadline_s={self._settings.head_deadline_s:g}"
+            if self._stop(late, because):
+                self._window.ended(late)
+                self._journal.event("group_stopped", group=late, because=because)  # Its end may be a grace away.
+                self._note_barren(because)
+
+    def _stop(self, group: GroupId, because: str) -> bool:
+        stopped = group not in self._late and self._rollout.stop(group, because)
+        if stopped:
+            self._late[group] = because
+        return stopped
+
+    async def _wait(self) -> None:
+        """Until a group ends, or the head is late."""
+        head_at, due = self._window.head_at, None
+        if head_at is not None:
+            due = head_at + self._settings.head_deadline_s + MARGIN_S
+            due = due if due > asyncio.get_running_loop().time() else None  # Else it is on its way already.
+        self._changed.clear()
+        try:
+            async with asyncio.timeout_at(due):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _note_barren(self, because: str) -> None:
+        self._barren.append(because)
+        if self._is_barren:
+            self._bears.clear()
+
+    @property
+    def _is_barren(self) -> bool:
+        return len(self._barren) >= max(2 * self._admission.slots, FEWEST_BARREN)
+
+    def _check_alive(self) -> None:
+        """What would never end is an error: tasks that are over, or groups that teach nothing, one after another."""
+        if self._is_barren:
+            raise EpisodeError(
+                f"step {self._step}: the last {len(self._barren)} groups gave no sample to train on, the last one "
+                f"because: {self._barren[-1]}; so many in a row are taken for all that will come. "
+                f"Mend the workflow, or choose tasks that are neither too easy nor too hard, or credit.filter=null"
+            )
+        if self._playing.done() and self._feed.exhausted:
+            raise SourceExhausted(f"step {self._step} cannot be filled: {self._feed.exhausted}")
 
 
 class Asynchronous:

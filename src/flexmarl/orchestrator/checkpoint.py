@@ -1,4 +1,6 @@
-"""Checkpoints on a folder: one atomic set per step boundary.
+"""Decides which checkpoints go when a new one is there.
+
+Checkpoints on a folder: one atomic set per step boundary.
 
     checkpoints/step-00040/
         state.json          the RunState
@@ -9,7 +11,7 @@ The folder is written under another name, flushed to the disk, and renamed when 
 the same, by a disk say, does not count: the newest intact one is the newest.
 
 What a checkpoint need not hold: a call's seed is computed from the run's seed and from what the call is
-(agents/seeds.py), and a learning rate from the version (training/schedule.py).
+(agents/context.py), and a learning rate from the version (training/schedule.py).
 """
 
 import asyncio
@@ -21,15 +23,65 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, boundary
 from flexmarl.observability.strict_json import json_text, parse_json
 from flexmarl.orchestrator.evaluate import Evaluation
-from flexmarl.orchestrator.retention import Drop, Held, to_drop
 from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
 from flexmarl.records import GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState
-from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One checkpoint on the disk."""
+
+    step: int
+    num_bytes: int = 0
+    damage: str = ""
+    """What is wrong with it; then its size is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """One checkpoint that goes."""
+
+    step: int
+    because: str
+
+
+def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None) -> list[Drop]:
+    """The checkpoints that go now that the one of step `saved`, among them, is complete; newest first.
+
+    The saved one stays whatever it takes. Of the others the oldest go first, so that what stays is always a run of the
+    newest intact ones.
+
+    >>> held = [Held(step=step, num_bytes=10**9) for step in (1, 2, 3)]
+    >>> to_drop(held, saved=3, keep=5, budget_bytes=2 * 10**9)
+    [Drop(step=1, because='with it there are 3 GB, checkpoint.budget_gb is 2')]
+    """
+    drops: list[Drop] = []
+    stay = total = 0
+    for checkpoint in sorted(held, key=lambda one: one.step, reverse=True):
+        total += checkpoint.num_bytes if checkpoint.step <= saved else 0
+        because = ""
+        if checkpoint.step > saved:
+            because = f"the run went back behind it, and is at step {saved} now"
+        elif checkpoint.step == saved:
+            stay += 1
+        elif checkpoint.damage:
+            because = checkpoint.damage
+        elif stay >= keep:
+            because = f"checkpoint.keep is {keep}"
+        elif budget_bytes is not None and total > budget_bytes:
+            because = f"with it there are {total / 1e9:.3g} GB, checkpoint.budget_gb is {budget_bytes / 1e9:.3g}"
+        else:
+            stay += 1
+        if because:
+            drops.append(Drop(step=checkpoint.step, because=because))
+    return drops
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

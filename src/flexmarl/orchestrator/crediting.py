@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
-from flexmarl.credit.effect import Effect
-from flexmarl.credit.filters import OutcomeFilter
+from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.credit.interface import AgentReport, Tokens
-from flexmarl.credit.keys import Group
-from flexmarl.credit.parts import RewardParts, reward_parts
+from flexmarl.credit.rows import Group
+from flexmarl.credit.shaping.shape import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row, open_row, turn_from_row
 from flexmarl.observability.journal import Journal

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from flexmarl.credit.effect import Effect
+from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import AgentReport
-from flexmarl.credit.parts import RewardParts
+from flexmarl.credit.shaping.shape import RewardParts
 from flexmarl.errors import cause_of
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool

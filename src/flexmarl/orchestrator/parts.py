@@ -1,9 +1,13 @@
-"""Parts of one run: what the orchestrator joins and `assemble` makes."""
+"""The rules of a run that may be exchanged: what `wire` makes of each kind, and of which class.
+
+Parts of one run: what the orchestrator joins and `assemble` makes.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flexmarl.experience.window import Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints
@@ -11,15 +15,28 @@ from flexmarl.orchestrator.collect import Collector, Crediting
 from flexmarl.orchestrator.evaluate import Evaluator
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.save import Prune
-from flexmarl.orchestrator.update import Updates
+from flexmarl.orchestrator.publish import Gate, Publisher, Updates
+from flexmarl.orchestrator.saving import Prune
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Classes from which a run is wired. The defaults are those of production; a test of the laws breaks one."""
+
+    admission: type[Admission] = Admission
+    window: type[Window] = Window
+    gate: type[Gate] = Gate
+    rollout: type[Rollout] = Rollout
+
+
+PRODUCTION = Rules()
+"""None is broken."""
 
 
 def _ignore(warning: str) -> None:

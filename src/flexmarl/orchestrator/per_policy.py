@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from flexmarl.experience.divisors import divisors_of
+from flexmarl.orchestrator.asynchronous import Stream
 from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.stream import Stream
 from flexmarl.records import CreditedTurn, Divisors, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.tasks import SourceExhausted
 

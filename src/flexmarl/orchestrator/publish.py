@@ -1,20 +1,64 @@
-"""Runs publishing: new weights reach every instance of their policy before they count as served (law 10).
+"""Runs the gate between two steps: a call of the next one waits until its own policy serves its new version.
+
+  step k      rollout ────────────┤ solver: update, serve ──┤
+                                  │ verifier: train, update, serve ───────┤
+  step k + 1                      └─ rollout ─► solver's calls ─► verifier's calls
+
+consumes    calls
+waits for   the version that their policy makes in the step before
+produces    the same calls, each at the version of its own step; the time limit of their episode stands still meanwhile
+unblocked by `open`, when all instances of the policy serve it
+
+Runs publishing: new weights reach every instance of their policy before they count as served (law 10).
 
 consumes    a policy's new version
 waits for   the object store, then every live instance's own checksum
 produces    the version, acknowledged
 unblocked by the last instance; one that fails is deregistered by the pool
+
+Runs the end of a policy's batch: its gradient sums become an update, and the update's weights are served.
+
+  accumulate ──► finish ──► set ──► (devices free) ──► serve
+                 update     object store               every instance
+
+consumes    a policy's gradient sums, and the divisors of its batch
+waits for   the trainer, the object store, the policy's instances; never for another policy
+produces    a version, served; nothing if the batch has no weighted token
+unblocked by each of them in turn
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import PolicyName, Version
+from flexmarl.records import Divisors, PolicyName, Version
 from flexmarl.training.interface import Trainer
+from flexmarl.training.session import TrainingSession
+
+
+class Gate:
+    """Shut for the policies that are between two versions."""
+
+    def __init__(self) -> None:
+        self._shut: dict[PolicyName, asyncio.Event] = {}
+
+    def shut(self, policies: Iterable[PolicyName]) -> None:
+        """Calls of these policies wait from now on."""
+        self._shut = {policy: asyncio.Event() for policy in policies}
+
+    def open(self, policy: PolicyName) -> None:
+        """The policy serves what the next step is sampled with; one that was not shut is no error."""
+        if policy in self._shut:
+            self._shut.pop(policy).set()
+
+    def holds(self, policy: PolicyName) -> Awaitable[object] | None:
+        """What a call of the policy has to wait for before it is sent; None: nothing."""
+        return self._shut[policy].wait() if policy in self._shut else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +117,40 @@ class Publisher:
         self._keys[policy] = new.key
         if stale is not None and stale != new.key:
             await self._objects.release(stale)
+
+
+class Updates:
+    """The updates of all policies, each made and served when its batch is complete."""
+
+    def __init__(
+        self,
+        sessions: Mapping[PolicyName, TrainingSession],
+        publisher: Publisher,
+        *,
+        monitor: Monitor,
+        journal: Journal,
+    ) -> None:
+        self._sessions = sessions
+        self._publisher = publisher
+        self._monitor = monitor
+        self._journal = journal
+
+    async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
+        """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
+        session, began = self._sessions[policy], asyncio.get_running_loop().time()
+        report = await session.finish(divisors)
+        weights = None
+        if report is None:
+            self._journal.event("update_skipped", policy=policy, because="no weighted token in the step")
+        else:
+            self._monitor.updated(policy, report, began)
+            with self._monitor.time("publish"):
+                weights = await self._publisher.set(policy, report.version)
+        session.leave()
+        return weights
+
+    async def serve(self, weights: NewWeights) -> None:
+        """Returns when every instance of the policy serves the weights."""
+        with self._monitor.time("publish"):
+            await self._publisher.serve(weights)
+        self._monitor.published(weights.policy, weights.version)

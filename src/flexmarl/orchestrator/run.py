@@ -20,7 +20,7 @@ from flexmarl.errors import cause_of
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.save import Saver
+from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
 from flexmarl.records import GroupId
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from flexmarl.credit.keys import group_name
+from flexmarl.credit.rows import group_name
 from flexmarl.orchestrator.crediting import NO_WEIGHT, Credited, Crediting
 from flexmarl.records import CreditedTurn, CreditLine, Episode, GroupId, GroupRecord, PolicyName, SampleId
 from flexmarl.training.session import TrainingSession

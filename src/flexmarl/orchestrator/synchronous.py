@@ -20,9 +20,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from flexmarl.errors import EpisodeError
-from flexmarl.orchestrator.gate import Gate
 from flexmarl.orchestrator.parts import Parts
-from flexmarl.orchestrator.publish import NewWeights
+from flexmarl.orchestrator.publish import Gate, NewWeights
 from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
 
 Closed = asyncio.Future[Mapping[PolicyName, Divisors]]

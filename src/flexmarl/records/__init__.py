@@ -1,7 +1,21 @@
 """What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
 
 from flexmarl.records.batch import CreditedTurn, CreditLine, Divisors, LossReport, MicroBatch, Sample
-from flexmarl.records.episode import LARGEST_REWARD, Episode, EpisodeStatus, GroupRecord
+from flexmarl.records.episode import (
+    LARGEST_REWARD,
+    AnyTurn,
+    Episode,
+    EpisodeStatus,
+    FinishReason,
+    FloatArray,
+    GroupRecord,
+    IntArray,
+    PlayedTurn,
+    Task,
+    Turn,
+    VersionRun,
+    exact_match,
+)
 from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
     AgentName,
@@ -11,15 +25,13 @@ from flexmarl.records.ids import (
     SampleId,
     Scalar,
     Version,
+    WorkerLost,
     make_sample_id,
     make_trajectory_id,
     split_sample_id,
     split_trajectory_id,
 )
 from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
-from flexmarl.records.task import Task, exact_match
-from flexmarl.records.turn import AnyTurn, FinishReason, FloatArray, IntArray, PlayedTurn, Turn, VersionRun
-from flexmarl.records.worker import WorkerLost
 
 __all__ = [
     "AgentName",

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flexmarl.records.episode import AnyTurn, Turn
 from flexmarl.records.ids import PolicyName
-from flexmarl.records.turn import AnyTurn, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flexmarl.records.episode import FinishReason, FloatArray, IntArray, VersionRun
 from flexmarl.records.ids import PolicyName, Version
-from flexmarl.records.turn import FinishReason, FloatArray, IntArray, VersionRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,10 @@
-"""Names and identifiers: plain strings and integers with a meaning."""
+"""Names and identifiers: plain strings and integers with a meaning.
+
+What becomes known about the processes of a run.
+"""
 
 import re
+from dataclasses import dataclass
 from typing import NewType
 
 AgentName = NewType("AgentName", str)
@@ -50,3 +54,14 @@ def split_sample_id(sample_id: str) -> tuple[str, int, str]:
     """(input id, hop, trajectory id) of a sample id; the input id may itself hold underscores."""
     input_id, hop, trajectory_id = sample_id.rsplit("_", 2)
     return input_id, int(hop), trajectory_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker's process died, and nobody had stopped it."""
+
+    name: str
+    """`engine/solver/0`, `trainer/solver`."""
+    node: str
+    pid: int
+    because: str

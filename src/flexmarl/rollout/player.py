@@ -25,9 +25,8 @@ from flexmarl.records import (
     RowState,
     make_trajectory_id,
 )
-from flexmarl.rollout.calls import EpisodeCalls, Holds
+from flexmarl.rollout.calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
-from flexmarl.rollout.time_limit import TimeLimit
 
 AT_THE_END_S = 2.0
 """Grace of a workflow whose run ends, if `rollout.cancel_grace_s` is not less: such a run has only seconds."""

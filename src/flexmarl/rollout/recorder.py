@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flexmarl.agents.recorder import TurnOf
+from flexmarl.agents.context import TurnOf
 from flexmarl.errors import EngineError, StoreError
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import closing_row, prompt_row, response_row

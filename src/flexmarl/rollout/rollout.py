@@ -14,7 +14,7 @@ from dataclasses import replace
 from flexmarl.observability.journal import Journal
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
-from flexmarl.rollout.lockstep import Lockstep
+from flexmarl.rollout.calls import Lockstep
 from flexmarl.rollout.player import Player, Stop
 from flexmarl.rollout.settings import RolloutSettings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from flexmarl.errors import ConfigError
-from flexmarl.experience.backends.reader import StoreReader, read_store
+from flexmarl.experience.backends.store_file import StoreReader, read_store
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, SampleId
 from flexmarl.simulator.reply_kinds import Responder

@@ -22,7 +22,7 @@ from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.replies import Responder
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.rows import RowReader
 
 NODE = "simulated"

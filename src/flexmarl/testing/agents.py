@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexmarl.agents.context import Interrupted, forget
-from flexmarl.agents.seeds import context_hash
+from flexmarl.agents.context import Interrupted, context_hash, forget
 from flexmarl.records import FinishReason, Generation, GenerationRequest, SampleId, Turn, Version, VersionRun
 
 Script = Callable[[str, GenerationRequest], str]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flexmarl.credit import Credit, CreditRow, Estimator
-from flexmarl.credit.acts import places_of_acts
+from flexmarl.credit.rows import places_of_acts
 from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId, Scalar
 

@@ -33,9 +33,9 @@ from flexmarl.observability.journal import MemoryJournal
 from flexmarl.observability.metrics import Metrics
 from flexmarl.observability.progress import NullProgress, Progress
 from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.resume import resume
-from flexmarl.orchestrator.rules import PRODUCTION
+from flexmarl.orchestrator.parts import PRODUCTION
 from flexmarl.orchestrator.run import RunOutcome
+from flexmarl.orchestrator.saving import resume
 from flexmarl.records import GenerationRequest, PolicyName, Task
 from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
@@ -46,7 +46,7 @@ from flexmarl.testing.inference import Script as EngineScript
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.rows import StoreRows
 
 

@@ -18,7 +18,7 @@ from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.rows import HeldRows, RowReader
 
 NOBODY = SampleId("nobody_0_g0e0a0")

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from flexmarl.errors import TrainingError
 from flexmarl.records import Divisors, LossReport, Sample, Version
-from flexmarl.training.aggregation import divisor
+from flexmarl.training.aggregation import Rows, divisor, rows_of
 from flexmarl.training.backends.forward import TokenOutputs
-from flexmarl.training.corrections.base import Sampled
+from flexmarl.training.corrections import Sampled
 from flexmarl.training.kl import divergence
 from flexmarl.training.settings import TrainingSettings
-from flexmarl.training.token_rows import Rows, rows_of
 
 MEASURED = ("clipped", "kl_to_sampler", "entropy")
 TOKENS = "measured_tokens"

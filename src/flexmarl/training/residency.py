@@ -1,4 +1,6 @@
-"""Runs the swaps of training state: at most `at_once` policies hold devices, the others' state is set aside.
+"""What a policy's training processes can do as one: hold devices with the policy's state on them, or neither.
+
+Runs the swaps of training state: at most `at_once` policies hold devices, the others' state is set aside.
 
   sessions   expect ──► hold ............ train, train ──► expect (open step) or leave (published)
   residency        └─ resume ──► wakes ─┘                      └─ suspend, for another one's resume
@@ -13,15 +15,38 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from flexmarl.cluster.allocation import Lease, Places
-from flexmarl.cluster.task_block import task_block
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import FlexmarlError, TrainingError, boundary
 from flexmarl.records import PolicyName
-from flexmarl.training.process_groups import ProcessGroup
 from flexmarl.training.settings import ProcessGroupSettings
 from flexmarl.training.swapping import Direction, Need, Standing, Swap, Where, gives_way, next_swap
+
+
+class ProcessGroup(Protocol):
+    """The training processes of one policy. Called by `Residency`, one call at a time.
+
+    Between `suspend` and `resume` the policy holds no device memory; what it trained so far, gradient sums included,
+    is as it was (law 9).
+    """
+
+    @property
+    def policy(self) -> PolicyName:
+        """Whose they are."""
+        ...
+
+    async def resume(self, lease: Lease) -> None:
+        """Brings weights, optimiser state and gradient sums onto the devices of the leased place.
+
+        They are the group's own until `suspend` returns. Raises TrainingError.
+        """
+        ...
+
+    async def suspend(self) -> None:
+        """Sets them aside in host memory and frees the leased devices. Raises TrainingError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
-from flexmarl.training.critic import CriticSettings
-from flexmarl.training.kl import KlSettings
+from flexmarl.training.kl import CriticSettings, KlSettings
 from flexmarl.training.lora import LoraSettings
 from flexmarl.training.losses import LossSettings, Ppo
 from flexmarl.training.schedule import ScheduleSettings

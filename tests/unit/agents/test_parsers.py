@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import flexmarl.agents.memory
-import flexmarl.agents.parsers
-from flexmarl.agents.parsers import PARSERS, Choice
+import flexmarl.agents.context
+import flexmarl.agents.interpret
+from flexmarl.agents.interpret import PARSERS, Choice
 
 
-@pytest.mark.parametrize("module", [flexmarl.agents.parsers, flexmarl.agents.memory])
+@pytest.mark.parametrize("module", [flexmarl.agents.interpret, flexmarl.agents.context])
 def test_the_examples_in_the_docs_are_true(module):
     assert doctest.testmod(module).failed == 0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.agents.signals import language_mix, scripts
+from flexmarl.agents.interpret import language_mix, scripts
 from flexmarl.records import Task
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.agents.tables import CALCULATOR, TASK, context, says, spec

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexmarl.agents.context import recall
 from flexmarl.agents.ledger import Ledger
-from flexmarl.agents.memory import recall
 from flexmarl.agents.team import Team, reserved_names
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual

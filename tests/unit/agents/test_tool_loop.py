@@ -1,6 +1,6 @@
 import pytest
 
-from flexmarl.agents.tool_loop import Ending, Next, next_move
+from flexmarl.agents.interpret import Ending, Next, next_move
 from flexmarl.tools import Incomplete, Malformed, ToolCall
 
 CALL, PART, BAD = ToolCall("calculator", "1+1"), Incomplete("error: open"), Malformed("error: what?")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from flexmarl.cli.store import store
 from flexmarl.errors import ConfigError, FlexmarlError, StoreError
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
@@ -29,7 +29,7 @@ LONG = "because\n" * 100
 WRITER = """
 import asyncio, sys, time
 from pathlib import Path
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from tests.unit.cli.test_store import fill
 store = DurableStore.{how}
 asyncio.run(fill(store))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flexmarl.cluster.task_block import task_block
+from flexmarl.cluster.concurrency import task_block
 
 
 async def fails():

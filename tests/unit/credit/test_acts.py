@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.credit import ESTIMATORS
-from flexmarl.credit.estimators.atgrpo import AtGrpo
+from flexmarl.credit.estimators.base import Grouped
 from flexmarl.credit.estimators.c3 import C3
-from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.gae import StepGae
 from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.estimators.grouped import Grouped
-from flexmarl.credit.estimators.pass_at_k import PassAtK
-from flexmarl.credit.estimators.step_gae import StepGae
+from flexmarl.credit.estimators.presets import AtGrpo, Default, PassAtK
 from flexmarl.credit.interface import Call, CreditRow, Estimator
 from flexmarl.credit.shaping import shape
-from flexmarl.credit.shaping.reward_to_go import RewardToGo
+from flexmarl.credit.shaping.step_rewards import RewardToGo
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import acts_of, credit_row, random_credit_rows
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from flexmarl.credit.interface import Call
 from flexmarl.credit.shaping import shape
-from flexmarl.credit.shaping.completion_time import CompletionTime
-from flexmarl.credit.shaping.graph import descendants, longest_path
-from flexmarl.credit.shaping.process import Process
-from flexmarl.credit.shaping.reward_to_go import RewardToGo
+from flexmarl.credit.shaping.bonuses import CompletionTime, Process, descendants, longest_path
+from flexmarl.credit.shaping.step_rewards import RewardToGo
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.credit import ESTIMATORS, CreditRow
+from flexmarl.credit.estimators.base import Grouped
 from flexmarl.credit.estimators.c3 import C3
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.estimators.grouped import Grouped
-from flexmarl.credit.estimators.rloo import Rloo
-from flexmarl.credit.keys import Group, group_rows
+from flexmarl.credit.estimators.presets import Rloo
+from flexmarl.credit.rows import Group, group_rows
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId
 from flexmarl.testing.credit import credit_row, random_credit_rows

@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from flexmarl.credit import CreditSettings, Estimator, credit_rows
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.drmas import DrMas
+from flexmarl.credit.estimators.base import Singleton
+from flexmarl.credit.estimators.baselines import Rae, Reinforce, ReinforcePP
 from flexmarl.credit.estimators.gae import Gae
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.estimators.grouped import Singleton
-from flexmarl.credit.estimators.grpo import Grpo
-from flexmarl.credit.estimators.pass_at_k import PassAtK
-from flexmarl.credit.estimators.rae import Rae
-from flexmarl.credit.estimators.reinforce import Reinforce
-from flexmarl.credit.estimators.reinforce_pp import ReinforcePP
-from flexmarl.credit.estimators.rllm import Rllm
-from flexmarl.credit.estimators.rloo import Rloo
+from flexmarl.credit.estimators.presets import Default, DrMas, Grpo, PassAtK, Rllm, Rloo
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.returns import discounted_returns, generalised_advantages
 from flexmarl.errors import CreditError
@@ -28,9 +21,8 @@ from flexmarl.orchestrator.crediting import samples_of
 from flexmarl.records import AgentName, FinishReason, GroupRecord, PolicyName, Sample
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.credit import credit_row
-from flexmarl.training.aggregation import divisor, token_weights
+from flexmarl.training.aggregation import divisor, rows_of, token_weights
 from flexmarl.training.losses import Ppo
-from flexmarl.training.token_rows import rows_of
 from tests.unit.rollout.plays import GROUP, player
 
 MASK = (1, 1, 0, 0, 1, 1)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from flexmarl.credit.estimators import AnyEstimator
 from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.interface import CreditRow
-from flexmarl.credit.penalties import InvalidAction
+from flexmarl.credit.shaping.shape import InvalidAction
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row
 

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexmarl.credit.estimators.atgrpo import AtGrpo
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.dr_grpo import DrGrpo
-from flexmarl.credit.estimators.drmas import DrMas
-from flexmarl.credit.estimators.grouped import Grouped
-from flexmarl.credit.estimators.grpo import Grpo
-from flexmarl.credit.estimators.grpo_trajectory import GrpoTrajectory
-from flexmarl.credit.estimators.reinforce_pp_baseline import ReinforcePPBaseline
-from flexmarl.credit.estimators.rloo import Rloo
-from flexmarl.credit.estimators.rloo_trajectory import RlooTrajectory
+from flexmarl.credit.estimators.base import Grouped
+from flexmarl.credit.estimators.presets import (
+    AtGrpo,
+    Default,
+    DrGrpo,
+    DrMas,
+    Grpo,
+    GrpoTrajectory,
+    ReinforcePPBaseline,
+    Rloo,
+    RlooTrajectory,
+)
 from flexmarl.testing.credit import credit_row
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexmarl.credit.estimators.baselines import ReinforcePP
 from flexmarl.credit.estimators.gae import Gae
 from flexmarl.credit.estimators.gigpo import GiGpo
-from flexmarl.credit.estimators.reinforce_pp import ReinforcePP
 from flexmarl.credit.interface import Credit, CreditRow
+from flexmarl.credit.order import whitened
 from flexmarl.credit.returns import generalised_advantages
-from flexmarl.credit.whitening import whitened
 from tests.unit.credit.test_golden import TOLERANCE, batch_rows, golden
 
 PROJECTS = ("drmas", "verl", "pettingllms")

@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flexmarl.credit import ESTIMATORS, CreditRow
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.dr_grpo import DrGrpo
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.estimators.grpo import Grpo
-from flexmarl.credit.estimators.max_rl import MaxRl
-from flexmarl.credit.estimators.opo import Opo
+from flexmarl.credit.estimators.presets import Default, DrGrpo, Grpo, MaxRl, Opo
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows

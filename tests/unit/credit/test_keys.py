@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexmarl.credit.keys import group_name, group_rows
+from flexmarl.credit.rows import group_name, group_rows
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row
 

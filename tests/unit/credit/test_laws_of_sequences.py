@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.credit.estimators.gae import Gae
+from flexmarl.credit.estimators.baselines import Rae, Reinforce, ReinforcePP, ReMax
+from flexmarl.credit.estimators.gae import Gae, StepGae
 from flexmarl.credit.estimators.gigpo import GiGpo
-from flexmarl.credit.estimators.rae import Rae
-from flexmarl.credit.estimators.reinforce import Reinforce
-from flexmarl.credit.estimators.reinforce_pp import ReinforcePP
-from flexmarl.credit.estimators.remax import ReMax
-from flexmarl.credit.estimators.step_gae import StepGae
 from flexmarl.credit.interface import Credit, CreditRow, Estimator
 from flexmarl.credit.returns import token_rewards
 from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId

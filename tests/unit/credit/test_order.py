@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flexmarl.credit import CreditRow, CreditSettings
-from flexmarl.credit.balance import equal_shares
-from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.presets import Default
 from flexmarl.credit.interface import Credit
-from flexmarl.credit.whitening import Scope, whiten, whitened
+from flexmarl.credit.order import Scope, equal_shares, whiten, whitened
 from flexmarl.records import AgentName, SampleId
 from flexmarl.testing.credit import credit_row, random_credit_rows
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexmarl.credit import CreditSettings
-from flexmarl.credit.parts import reward_parts
+from flexmarl.credit.shaping.shape import reward_parts
 from flexmarl.testing.credit import credit_row
 
 

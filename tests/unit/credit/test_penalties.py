@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from flexmarl.credit import CreditSettings
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.drmas import DrMas
+from flexmarl.credit.estimators.presets import Default, DrMas
 from flexmarl.credit.filters import OutcomeFilter
-from flexmarl.credit.penalties import InvalidAction
+from flexmarl.credit.shaping.shape import InvalidAction
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row
 

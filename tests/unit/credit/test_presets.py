@@ -8,25 +8,27 @@ import pytest
 from pydantic import TypeAdapter
 
 from flexmarl.credit import ESTIMATORS, AnyEstimator, CreditRow, CreditSettings
-from flexmarl.credit.estimators.atgrpo import AtGrpo
+from flexmarl.credit.estimators.base import Grouped
 from flexmarl.credit.estimators.c3 import C3
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.dr_grpo import DrGrpo
-from flexmarl.credit.estimators.drmas import DrMas
 from flexmarl.credit.estimators.gdpo import Gdpo
-from flexmarl.credit.estimators.gpg import Gpg
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.estimators.grouped import Grouped
-from flexmarl.credit.estimators.grpo import Grpo
-from flexmarl.credit.estimators.grpo_trajectory import GrpoTrajectory
-from flexmarl.credit.estimators.hierarchical import Hierarchical
-from flexmarl.credit.estimators.max_rl import MaxRl
-from flexmarl.credit.estimators.opo import Opo
-from flexmarl.credit.estimators.pass_at_k import PassAtK
-from flexmarl.credit.estimators.reinforce_pp_baseline import ReinforcePPBaseline
-from flexmarl.credit.estimators.rllm import Rllm
-from flexmarl.credit.estimators.rloo import Rloo
-from flexmarl.credit.estimators.rloo_trajectory import RlooTrajectory
+from flexmarl.credit.estimators.presets import (
+    AtGrpo,
+    Default,
+    DrGrpo,
+    DrMas,
+    Gpg,
+    Grpo,
+    GrpoTrajectory,
+    Hierarchical,
+    MaxRl,
+    Opo,
+    PassAtK,
+    ReinforcePPBaseline,
+    Rllm,
+    Rloo,
+    RlooTrajectory,
+)
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import check_estimator, credit_row
 

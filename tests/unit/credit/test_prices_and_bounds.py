@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from flexmarl.credit import ESTIMATORS, CreditRow, CreditSettings
 from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.interface import Call
+from flexmarl.credit.order import whitened
 from flexmarl.credit.shaping import SHAPING
-from flexmarl.credit.whitening import whitened
 from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD
 from flexmarl.testing.credit import credit_row, random_credit_rows

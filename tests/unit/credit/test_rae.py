@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from flexmarl.credit.estimators import AnyEstimator
-from flexmarl.credit.estimators.rae import Rae
+from flexmarl.credit.estimators.baselines import Rae
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row, random_credit_rows
 

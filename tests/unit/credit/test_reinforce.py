@@ -3,7 +3,7 @@
 from pydantic import TypeAdapter
 
 from flexmarl.credit.estimators import AnyEstimator
-from flexmarl.credit.estimators.reinforce import Reinforce
+from flexmarl.credit.estimators.baselines import Reinforce
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
 

@@ -6,10 +6,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from flexmarl.credit import CreditSettings
-from flexmarl.credit.effect import Effect
 from flexmarl.credit.estimators import AnyEstimator
-from flexmarl.credit.estimators.default import Default
-from flexmarl.credit.estimators.remax import ReMax
+from flexmarl.credit.estimators.baselines import ReMax
+from flexmarl.credit.estimators.presets import Default
+from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import CreditRow
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from flexmarl.credit.estimators import AnyEstimator
-from flexmarl.credit.estimators.step_gae import StepGae
+from flexmarl.credit.estimators.gae import StepGae
 from flexmarl.credit.interface import CreditRow
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row

@@ -19,7 +19,7 @@ from examples.math_team.tasks import LEVELS, draw, evaluate, math_task, split_of
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.math_team.workflow import misread, question, review  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
-from flexmarl.agents.reply import ToolUse  # noqa: E402
+from flexmarl.agents.seat import ToolUse  # noqa: E402
 from flexmarl.tools import Calculator  # noqa: E402
 
 SEED_MODEL = ROOT / "examples" / "math_team" / "seed_model"

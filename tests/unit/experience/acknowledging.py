@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import PartialRow
 from flexmarl.testing.experience import AGENTS, COLUMNS, SOLVER, partial, sample
 

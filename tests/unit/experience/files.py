@@ -4,7 +4,7 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.testing.experience import AGENTS, COLUMNS, SOLVER, sample
 from tests.unit.experience.acknowledging import a_row, tokens
 

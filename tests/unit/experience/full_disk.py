@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.testing.experience import SOLVER, sample
 from tests.unit.experience.acknowledging import a_row, the_store, tokens
 

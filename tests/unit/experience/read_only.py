@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.sqlite import DurableStore
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.testing.experience import AGENTS, COLUMNS
 
 if __name__ == "__main__":

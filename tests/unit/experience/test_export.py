@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from flexmarl.errors import MissingExtra, StoreError
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.sqlite import DurableStore
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.experience.export import CHUNK_ROWS, META, export_parquet
 from flexmarl.experience.interface import Column, ColumnKind, PartialRow
 from flexmarl.records import AgentName, PolicyName, SampleId, Version

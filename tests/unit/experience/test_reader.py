@@ -3,8 +3,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.reader import ROWS_AT_ONCE, read_store
+from flexmarl.experience.backends.sqlite import DurableStore
+from flexmarl.experience.backends.store_file import ROWS_AT_ONCE, read_store
 from flexmarl.records import GroupId
 from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, SOLVER, VERIFIER, partial, sample
 from tests.unit.experience.acknowledging import a_row, tokens

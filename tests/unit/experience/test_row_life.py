@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flexmarl.errors import StoreError, TransitionError
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.ledger import claim_order
 from flexmarl.records import (

@@ -11,8 +11,8 @@ import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends import store_file
-from flexmarl.experience.backends.durable import DurableStore
-from flexmarl.experience.backends.reader import read_store
+from flexmarl.experience.backends.sqlite import DurableStore
+from flexmarl.experience.backends.store_file import read_store
 from flexmarl.testing.experience import SOLVER
 from tests.unit.experience.acknowledging import a_row, tokens
 from tests.unit.experience.files import assert_holds, copy_as_it_is, filled, new_store, wal_of

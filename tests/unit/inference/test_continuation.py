@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flexmarl.inference.continuation import joined, rest_of
+from flexmarl.inference.calls import joined, rest_of
 from flexmarl.records import FinishReason, Generation, Version, VersionRun
 from tests.unit.inference.models import request
 

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.kv_slots import row_blocks
-from flexmarl.inference.continuation import joined, rest_of
+from flexmarl.inference.calls import joined, rest_of
 from flexmarl.objects.interface import checksum
 from flexmarl.records import FinishReason, Version, VersionRun
 from flexmarl.training.backends.onednn import use_onednn

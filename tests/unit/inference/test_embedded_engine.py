@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine

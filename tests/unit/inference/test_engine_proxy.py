@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S
 from flexmarl.errors import EngineError

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.inference.backends.embedded.stops import StopWatch
+from flexmarl.inference.backends.embedded.sampler import StopWatch
 from flexmarl.records import Sampling
 
 PIECES = ["a", "b", "ab", "</", "answer", ">", "x>", " ", "er>y", "\n\n", "é", ""]

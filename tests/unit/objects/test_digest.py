@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.objects import digest
-from flexmarl.objects.block import copy_in, layout_of, views
-from flexmarl.objects.digest import BLOCK, Sums, coefficients, part_sums, tree_sums, whole_digest
 from flexmarl.objects.interface import Checksum, checksum, names_checksum, vouches
 from flexmarl.objects.settings import ObjectSettings
+from flexmarl.objects.tensors import (
+    BLOCK,
+    Sums,
+    coefficients,
+    copy_in,
+    layout_of,
+    part_sums,
+    tree_sums,
+    views,
+    whole_digest,
+)
 from flexmarl.testing.objects import heterogeneous_tree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.observability.jsonl import read_lines
-from flexmarl.observability.strict_json import MAX_DEPTH, json_text, parse_json
+from flexmarl.observability.strict_json import READ_DEPTH, json_text, parse_json
 from flexmarl.tasks.jsonl import read_jsonl
 
 VALUES = st.recursive(
@@ -51,7 +51,7 @@ def test_any_text_is_read_or_refused_as_a_value_error(text):
     strictly(text)
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize("depth", [READ_DEPTH + 1, 900, 100_000])
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_what_is_nested_too_deep_is_refused_however_deep(tmp_path, depth, opening, closing):
     text = f"{opening * depth}1{closing * depth}"
@@ -65,7 +65,7 @@ def test_what_is_nested_too_deep_is_refused_however_deep(tmp_path, depth, openin
 
 
 def test_as_deep_as_is_allowed_and_as_wide_as_can_be_is_read():
-    deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    deepest = "[" * READ_DEPTH + "]" * READ_DEPTH
     assert parse_json(deepest) is not None
     assert len(parse_json(f"[{','.join(['[]'] * 1000)}]")) == 1000
 

@@ -14,9 +14,8 @@ import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
+from flexmarl.orchestrator.checkpoint import Checkpoints, Drop, RunState
 from flexmarl.orchestrator.evaluate import Evaluation
-from flexmarl.orchestrator.retention import Drop
 from flexmarl.orchestrator.sealed_folder import MANIFEST, seal
 from flexmarl.records import AgentName, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flexmarl.orchestrator.law import law_of
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.orchestrator.versions import law_of
 
 
 @pytest.mark.parametrize(

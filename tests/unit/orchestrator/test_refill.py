@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flexmarl.credit.effect import Effect
-from flexmarl.credit.filters import OutcomeFilter
+from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.errors import EpisodeError
 from flexmarl.orchestrator.crediting import Judged
 from flexmarl.orchestrator.refill import Refill

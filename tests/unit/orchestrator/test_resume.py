@@ -12,7 +12,7 @@ from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.resume import resume
+from flexmarl.orchestrator.saving import resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.run import ScriptedRun

@@ -10,7 +10,7 @@ from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.save import Saver
+from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual

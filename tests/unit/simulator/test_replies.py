@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from flexmarl.agents import TeamSpec
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import ConfigError, EngineError
-from flexmarl.experience.backends.durable import DurableStore
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.rows import TURN_COLUMNS, prompt_row, response_row
 from flexmarl.records import (
     AgentName,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
+from flexmarl.training.aggregation import rows_of
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.corrections import (
@@ -24,13 +25,12 @@ from flexmarl.training.corrections import (
     IcePop,
     MultiLevelImportanceSampling,
     NoCorrection,
+    Sampled,
     TruncatedImportanceSampling,
 )
-from flexmarl.training.corrections.base import Sampled
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LossSettings, Ppo, Reinforce
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
-from flexmarl.training.token_rows import rows_of
 
 SOLVER = PolicyName("solver")
 logprobs = st.floats(-30, 0)

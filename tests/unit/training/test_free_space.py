@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError
-from flexmarl.training.free_space import require_space
 
 
 def test_what_fits_is_silent_and_what_does_not_names_the_path_what_it_needs_what_is_free_and_what_to_do(

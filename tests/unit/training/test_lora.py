@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.engines import EngineParts, make_engine

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from flexmarl.training.aggregation import Rows, rows_of
 from flexmarl.training.losses import LOSSES, Cispo, Gmpo, Gspo, PolicyLoss, Ppo, Reinforce, Sapo
-from flexmarl.training.token_rows import Rows, rows_of
 
 OLD = -1.0
 

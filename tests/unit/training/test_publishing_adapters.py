@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore

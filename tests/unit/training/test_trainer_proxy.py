@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.inproc import InprocResident, inproc_cluster
 from flexmarl.errors import StoreError, TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore

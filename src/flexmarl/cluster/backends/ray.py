@@ -22,13 +22,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
+from flexmarl.cluster.concurrency import OwnThread, task_block
 from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.own_thread import OwnThread
 from flexmarl.cluster.proxy import methods_of, proxy_of
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.cluster.task_block import task_block
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.records import WorkerLost
 

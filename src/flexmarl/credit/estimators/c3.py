@@ -7,10 +7,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from flexmarl.credit.acts import means_of_acts, places_of_acts
-from flexmarl.credit.estimators.grouped import Grouped, Scores, rewards_of
+from flexmarl.credit.estimators.base import Grouped, Scores, rewards_of
 from flexmarl.credit.interface import Credit, CreditRow, Extra, GroupKey, in_order
-from flexmarl.credit.keys import Requirement
+from flexmarl.credit.rows import Requirement, means_of_acts, places_of_acts
 from flexmarl.errors import CreditError
 from flexmarl.records import SampleId, Scalar
 

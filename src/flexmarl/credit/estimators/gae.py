@@ -1,15 +1,20 @@
-"""Decides advantages as PPO does: what followed each token, against what a critic expected."""
+"""Decides advantages as PPO does: what followed each token, against what a critic expected.
+
+Decides advantages of whole calls: what followed a call in its episode, against what a critic expected before it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
-from flexmarl.credit.estimators.ungrouped import Ungrouped, tokens_of, weighted
+from flexmarl.credit.estimators.base import Ungrouped, tokens_of, weighted
 from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs, in_order
-from flexmarl.credit.returns import generalised_advantages, token_rewards, token_values
-from flexmarl.credit.whitening import Scope, whiten
+from flexmarl.credit.order import Scope, whiten
+from flexmarl.credit.returns import Steps, generalised_advantages, own_rewards, token_rewards, token_values
+from flexmarl.records import SampleId
 
 
 class Gae(Ungrouped):
@@ -55,3 +60,59 @@ class Gae(Ungrouped):
             returns=tokens_of({sample_id: of_row + values[sample_id] for sample_id, of_row in found.items()}),
         )
         return whiten(credit, rows, self.whiten)
+
+
+class StepGae(Ungrouped):
+    """Generalised advantages with calls as steps, as in MAPPO (arXiv 2103.01955).
+
+    r_k   what call k was given itself, and its act if it is the act's last call; after the last call of all comes what
+          its agent, or the team, was given
+    V_k   what the critic expected at the first sampled token of call k
+    A_k   r_k + gamma V_next - V_k + gamma lam A_next, for every token of call k
+    """
+
+    follows_calls: ClassVar[bool] = True
+    adds_up_calls: ClassVar[bool] = True
+    has_fixed_baseline: ClassVar[bool] = True
+
+    type: Literal["step_gae"] = "step_gae"
+    scope: Literal["team", "agent"] = "team"
+    """The next call is the team's next one; or that of the same agent. The team's takes the next agent's critic at
+    its word, which expects that agent's reward: give the team one reward."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per call."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """1: all that followed, less what was expected; 0: the next call's value stands for all that follows."""
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """A critic may have expected others."""
+        return True
+
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """A critic's values."""
+        return frozenset[Extra]({"values"})
+
+    def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
+        """One advantage and one return per call; a critic learns the return at all of the call's tokens."""
+        ordered = in_order(rows)
+        chains: dict[tuple[str, ...], list[CreditRow]] = {}
+        for row in ordered:
+            if row.num_tokens:
+                scope = (row.task, row.episode, *([row.agent] if self.scope == "agent" else []))
+                chains.setdefault(scope, []).append(row)
+        advantages: dict[SampleId, float] = {}
+        returns: dict[SampleId, Steps] = {}
+        for calls in chains.values():
+            values = np.array([token_values(row)[0] for row in calls])
+            for row, advantage, value in zip(calls, self._advantages(calls, values), values, strict=True):
+                advantages[row.sample_id] = float(advantage)
+                returns[row.sample_id] = np.full(row.num_tokens, advantage + value)
+        return replace(weighted(ordered, advantages), returns=tokens_of(returns))
+
+    def _advantages(self, calls: Sequence[CreditRow], values: Steps) -> Steps:
+        # A reward after the last call adds (gamma lam)^(calls in between) times itself: each row has its own share.
+        reach = (self.gamma * self.lam) ** np.arange(len(calls) - 1, -1, -1)
+        shares = np.array([row.shared_reward for row in calls])
+        return generalised_advantages(own_rewards(calls), values, gamma=self.gamma, lam=self.lam) + reach * shares

@@ -6,10 +6,10 @@ from typing import Literal
 
 import numpy as np
 
+from flexmarl.credit.estimators.base import Scores, Singleton
 from flexmarl.credit.estimators.group_relative import GroupRelative, Scale
-from flexmarl.credit.estimators.grouped import Scores, Singleton
 from flexmarl.credit.interface import Credit, CreditRow, GroupKey, Needs
-from flexmarl.credit.whitening import Scope, whiten
+from flexmarl.credit.order import Scope, whiten
 
 
 class Gdpo(GroupRelative):

@@ -11,9 +11,9 @@ from pydantic import Field
 from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.interface import Credit, CreditRow, GroupKey, in_order
-from flexmarl.credit.keys import also, group_rows
-from flexmarl.credit.penalties import PART as PENALTY
 from flexmarl.credit.returns import discounted_returns, own_rewards
+from flexmarl.credit.rows import also, group_rows
+from flexmarl.credit.shaping.shape import PART as PENALTY
 from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, SampleId
 

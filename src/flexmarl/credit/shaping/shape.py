@@ -1,4 +1,13 @@
-"""Decides the final reward of every turn of a task: its outcome as a term makes it, and what others add.
+"""Decides what the rewards of each agent are made of, on average: each part apart.
+
+Decides what a call costs that was not valid: its reply, or its tool call, was not in the form asked for.
+
+`before`   r_i -= c, and the group is compared with it in. With centring alone no advantage changes by more than c; with
+           division by the standard deviation, a group that is otherwise constant turns c into an advantage of order 1,
+           however small c is: give the estimator a `std_floor` then.
+`after`    A_i -= c: neither compared nor scaled.
+
+Decides the final reward of every turn of a task: its outcome as a term makes it, and what others add.
 
   reward = outcome' + what the workflow gave as other parts + terms that add       act_reward, call_reward: of this, the
   outcome = outcome'                                     what filters look at      act's and the very call's own
@@ -11,10 +20,77 @@ must be the last, reads what the others came to.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from flexmarl.credit.interface import CreditRow
+from pydantic import Field
+
+from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.credit.shaping.base import AddedTerm, AnyTerm, OutcomeTerm, given
-from flexmarl.credit.shaping.reward_to_go import RewardToGo
+from flexmarl.credit.shaping.step_rewards import RewardToGo
+from flexmarl.records import AgentName
+from flexmarl.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """Of one agent's rewarded turns."""
+
+    turns: int
+    means: Mapping[str, float]
+    """By part; together they are the mean reward."""
+
+
+def reward_parts(rows: Sequence[CreditRow]) -> Mapping[AgentName, RewardParts]:
+    """By agent, of rows with their final rewards; those of a greedy play are not counted."""
+    by_agent: dict[AgentName, list[Mapping[str, float]]] = {}
+    for row in rows:
+        if row.reward is not None and not row.greedy:
+            by_agent.setdefault(row.agent, []).append(row.parts or {"outcome": row.reward})
+    return {agent: RewardParts(turns=len(parts), means=_means(parts)) for agent, parts in by_agent.items()}
+
+
+def _means(turns: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """A part that a turn has not is 0 there."""
+    names = dict.fromkeys(name for parts in turns for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in turns) / len(turns) for name in names}
+
+
+PART = "invalid_action"
+
+
+class InvalidAction(Settings):
+    """A penalty for each call that was not valid."""
+
+    penalty: float = Field(default=0.1, ge=0)
+    """c."""
+    order: Literal["before", "after"] = "before"
+    """Before rows are compared, as a part of the reward; or after it, off the advantage."""
+
+    def penalise(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+        """Shaped rows, with the penalty in their rewards if that is its place; outcomes stay."""
+        return rows if self.order == "after" else [self._penalised(row) for row in rows]
+
+    def lower(self, credit: Credit, rows: Sequence[CreditRow]) -> Credit:
+        """The credit of these rows, with the penalty off their advantages if that is its place."""
+        costs = {row.sample_id: 0.0 if row.valid else self.penalty for row in rows}
+        if self.order == "before" or not any(costs.values()):
+            return credit
+        return replace(
+            credit,
+            advantages={
+                name: advantage - costs[name] if credit.weights[name] else advantage
+                for name, advantage in credit.advantages.items()
+            },
+            token_advantages={
+                name: tuple(advantage - costs[name] for advantage in tokens)
+                for name, tokens in credit.token_advantages.items()
+            },
+        )
+
+    def _penalised(self, row: CreditRow) -> CreditRow:
+        if row.reward is None:
+            return row
+        return row.pays(PART, 0.0 if row.valid else self.penalty)
 
 
 def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[CreditRow]:

@@ -12,8 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import StoreError, boundary
-from flexmarl.experience.backends.chains import MARK, Chains, chain, is_chain
-from flexmarl.experience.backends.statements import COUNT_OPENED, OWNERS, SHARED_LAYOUT, Statements, claimable
+from flexmarl.experience.backends.statements import (
+    COUNT_OPENED,
+    MARK,
+    OWNERS,
+    SHARED_LAYOUT,
+    Chains,
+    Statements,
+    chain,
+    claimable,
+    is_chain,
+)
 from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     Place,

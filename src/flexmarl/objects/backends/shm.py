@@ -20,10 +20,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from flexmarl.objects.block import bytes_of, copy_in, layout_of, views
-from flexmarl.objects.digest import part_sums, whole_digest
 from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree
 from flexmarl.objects.packing import ALIGNMENT, Layout
+from flexmarl.objects.tensors import bytes_of, copy_in, layout_of, part_sums, views, whole_digest
 
 _LENGTH_BYTES = 8
 _LONGEST_NAME = 200

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flexmarl.agents.seeds import context_hash
+from flexmarl.agents.context import context_hash
 from flexmarl.experience.interface import Row
 from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
 from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId

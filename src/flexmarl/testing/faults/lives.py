@@ -40,7 +40,7 @@ from flexmarl.testing.faults.watched import MortalJournal, Pulse, WatchedEngine,
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
 from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 
 ENGINE_COSTS = EngineCosts(
     decode_s=SECONDS_PER_TOKEN, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0

@@ -9,14 +9,14 @@ from pydantic import PrivateAttr
 
 from flexmarl.agents.context import forget
 from flexmarl.config import RunSettings
-from flexmarl.credit.estimators.default import Default
+from flexmarl.credit.estimators.presets import Default
 from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.window import Taken, Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.orchestrator.gate import Gate
-from flexmarl.orchestrator.rules import PRODUCTION, Rules
+from flexmarl.orchestrator.parts import PRODUCTION, Rules
+from flexmarl.orchestrator.publish import Gate
 from flexmarl.records import (
     FinishReason,
     Generation,

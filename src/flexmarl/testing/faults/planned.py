@@ -31,7 +31,7 @@ from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultySto
 from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.torn import tear
 from flexmarl.training.interface import Trainer
-from flexmarl.training.process_groups import ProcessGroup
+from flexmarl.training.residency import ProcessGroup
 
 
 class PlannedFaults:

@@ -1,4 +1,6 @@
-"""Network of a policy on one device: a Hugging Face causal LM, and what the settings attach to it.
+"""Reference policy in the trainer's process: the initial weights of the run, which never change.
+
+Network of a policy on one device: a Hugging Face causal LM, and what the settings attach to it.
 
          ┌── adapter      the part that is trained, if not all (LoRA)
 model ───┼── value head   what a critic expects
@@ -8,7 +10,9 @@ model ───┼── value head   what a critic expects
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +27,34 @@ from flexmarl.training.backends.causal_lm import (
     unbounded,
     unique_tensors,
 )
-from flexmarl.training.backends.forward import Pass, TokenOutputs, plan, run
+from flexmarl.training.backends.forward import Pass, TokenOutputs, ValueHead, plan, run
 from flexmarl.training.backends.lora import Adapter
-from flexmarl.training.backends.reference import FrozenCopy, Reference
-from flexmarl.training.backends.value_head import ValueHead
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
+
+
+class Reference(Protocol):
+    """Gives the reference policy for the length of a block, in which nothing may be trained."""
+
+    @contextmanager
+    def model(self) -> Iterator[PreTrainedModel]:
+        """A model that computes what the initial weights would."""
+        ...
+
+
+class FrozenCopy:
+    """A second copy of the weights, as they are when it is made: before a checkpoint is loaded over them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes the memory of the weights once more, and no gradients or optimiser state."""
+        self._copy = deepcopy(model).requires_grad_(False)
+
+    @contextmanager
+    def model(self) -> Iterator[PreTrainedModel]:
+        """The copy."""
+        yield self._copy
 
 
 class Network:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import (
@@ -28,16 +29,14 @@ from flexmarl.records import (
     Version,
 )
 from flexmarl.training.aggregation import token_weights
-from flexmarl.training.backends.backward import Backward, Weighted
 from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
-from flexmarl.training.backends.gradients import GradientCache, OpenSums
+from flexmarl.training.backends.gradients import Backward, GradientCache, OpenSums, Weighted
 from flexmarl.training.backends.network import Network
-from flexmarl.training.free_space import require_space
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.objective import Objective
 from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import TrainingSettings
-from flexmarl.training.tree.figures import tree_figures
+from flexmarl.training.tree.cost import tree_figures
 from flexmarl.training.tree.merge import PrefixTree
 
 P = ParamSpec("P")

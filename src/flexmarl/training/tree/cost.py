@@ -4,16 +4,19 @@ The rates are constants of the kind of device: a choice by the clock would make 
 last bits. Only their ratios matter, and the choice is not close to where they would: sharing that pays at all mostly
 pays many times. A CPU's were measured once (benchmarks/tree.py). CUDA's are derived from what an H100 is known to do,
 and no GPU has checked them; benchmarks/gpu/run.py measures what they should be.
+
+Decides what trees saved, as figures of a micro-batch and of an update.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexmarl.records import LossReport
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
-from flexmarl.training.tree.block_mask import BLOCK, padded_ends, visible_blocks
+from flexmarl.training.tree.flex import BLOCK, padded_ends, visible_blocks
 from flexmarl.training.tree.merge import PrefixTree
 from flexmarl.training.tree.pieces import attention_pieces
 
@@ -121,3 +124,19 @@ def pays(tree: float, rows: float) -> bool:
     (True, False)
     """
     return tree <= MARGIN * rows
+
+
+ROW_TOKENS, SAVED = "row_tokens", "tokens_saved"
+"""Sums of a LossReport: tokens of all rows, were each computed alone, and how many of them were shared."""
+
+
+def tree_figures(reports: Iterable[LossReport]) -> dict[str, float]:
+    """`tokens_saved`, and `tree_token_ratio`: tokens of rows over tokens computed, 1 where nothing was shared.
+
+    >>> sums = {"row_tokens": 40.0, "tokens_saved": 30.0}
+    >>> tree_figures([LossReport(micro_batch_id="m", num_samples=2, num_tokens=3.0, sums=sums)])
+    {'tokens_saved': 30.0, 'tree_token_ratio': 4.0}
+    """
+    sums = [report.sums for report in reports]
+    tokens, saved = (float(sum(each.get(name, 0.0) for each in sums)) for name in (ROW_TOKENS, SAVED))
+    return {SAVED: saved, "tree_token_ratio": tokens / (tokens - saved)} if tokens else {}

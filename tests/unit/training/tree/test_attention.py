@@ -23,8 +23,7 @@ from transformers import (
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray
 from flexmarl.training.tree.attention import NAME, use_prefix_trees
-from flexmarl.training.tree.block_mask import BLOCK, padded_ends
-from flexmarl.training.tree.flex import FlexAttention
+from flexmarl.training.tree.flex import BLOCK, FlexAttention, padded_ends
 from flexmarl.training.tree.merge import merge
 from flexmarl.training.tree.pieces import attention_pieces
 from flexmarl.training.tree.piecewise import PiecewiseAttention

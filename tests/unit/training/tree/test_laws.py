@@ -19,8 +19,7 @@ from flexmarl.records import AgentName, EpisodeId, FinishReason, PolicyName, Sam
 from flexmarl.records.ids import make_sample_id
 from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.causal_lm import precision, prepare_for_training
-from flexmarl.training.backends.forward import plan, run
-from flexmarl.training.backends.value_head import ValueHead
+from flexmarl.training.backends.forward import ValueHead, plan, run
 from flexmarl.training.kl import KlSettings
 from flexmarl.training.losses import Cispo, Gspo, Ppo
 from flexmarl.training.objective import Objective

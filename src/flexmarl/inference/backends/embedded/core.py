@@ -18,12 +18,10 @@ import numpy as np
 import torch
 
 from flexmarl.cluster.torch_device import free_unused, place
-from flexmarl.inference.backends.embedded.adapted import AdaptedWeights
 from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, SlotCache
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
-from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
-from flexmarl.inference.backends.embedded.stops import Decode, StopWatch
-from flexmarl.inference.backends.embedded.weights import swap_weights
+from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
+from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.adapter import PublishedAdapter

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 
-from flexmarl.cluster.device_thread import DeviceThread
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.core import EngineCore
-from flexmarl.inference.backends.embedded.stops import Decode
+from flexmarl.inference.backends.embedded.sampler import Decode
 from flexmarl.inference.engines import FIRST_VERSION, EngineParts
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.settings import EmbeddedSettings

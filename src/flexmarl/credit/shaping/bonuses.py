@@ -1,0 +1,219 @@
+"""Decides what follows from the graph of an episode's calls: how long it takes at best, and what depends on what.
+
+Decides what successful episodes earn for being quicker than the other successes of their task.
+
+Decides what a proposer earns: most for tasks that are solved half of the time.
+
+Decides what a response costs that comes near the length limit, or passes it (DAPO's soft punishment).
+
+Decides what a call costs in which something went wrong, whatever its episode came to.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import ClassVar, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from flexmarl.credit.interface import Call, CreditRow
+from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, Sees, by_episode, given, turn_of
+from flexmarl.errors import CreditError
+from flexmarl.records import AgentName, SampleId
+
+
+def longest_path(calls: Sequence[Call], cost: Callable[[Call], float]) -> float:
+    """The largest sum of costs along calls that wait for one another. `calls` in hop order.
+
+    >>> longest_path([Call(hop=0), Call(hop=1, after=(0,)), Call(hop=2, after=(0,))], lambda call: call.hop + 1.0)
+    4.0
+    """
+    ends: dict[int, float] = {}
+    for call in calls:
+        ends[call.hop] = cost(call) + max((ends[hop] for hop in call.after), default=0.0)
+    return max(ends.values(), default=0.0)
+
+
+def descendants(calls: Sequence[Call]) -> Mapping[int, frozenset[int]]:
+    """For each hop, the hops of the calls that depend on it, directly or not. `calls` in hop order."""
+    found: dict[int, set[int]] = {call.hop: set() for call in calls}
+    for call in reversed(calls):  # All that depends on it has been seen.
+        for hop in call.after:
+            found[hop] |= {call.hop, *found[call.hop]}
+    return {hop: frozenset(later) for hop, later in found.items()}
+
+
+class CompletionTime(AddedTerm):
+    """bonus clip((ref - T) / ref, -1, 1) for successes, 0 for failures; ref is the median T of the successes.
+
+    T is the longest path through the calls of an episode, each costing what the model below says: calls at once shorten
+    it. With one success there is nothing to compare: 0.
+    """
+
+    type: Literal["completion_time"] = "completion_time"
+    bonus: float = Field(default=0.1, ge=0)
+    """lambda: less than what a success is above a failure, so that no failure beats a success."""
+    success: float = 1.0
+    """Least outcome of a success; an agent's episode is one if all its turns there have it."""
+    failure: float = 0.0
+    """Largest outcome of a failure. Outcomes in between are an error."""
+    prompt_token_s: float = Field(default=0.0002, ge=0)
+    """c_p: of a token that is new in a prompt."""
+    output_token_s: float = Field(default=0.02, ge=0)
+    """c_d: of a sampled token."""
+
+    sees: ClassVar[Sees] = "task"
+    follows_calls: ClassVar[bool] = True
+    of_call: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _successes_stay_ahead(self) -> "CompletionTime":
+        lead = self.success - self.failure
+        if self.bonus >= lead:
+            raise ValueError(
+                f"bonus: {self.bonus:g} must be less than success - failure = {lead:g}, "
+                f"else a quick failure could beat a slow success"
+            )
+        return self
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a slow success may lose more than it has; failures lose nothing."""
+        return self.bonus > self.success
+
+    def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
+        """Per agent, for every turn of an episode the same."""
+        episodes = by_episode([row for row in rows if self.is_for(row.agent)])
+        times = {episode: longest_path(played[0].calls, self.cost) for episode, played in episodes.items()}
+        successes: dict[AgentName, list[CreditRow]] = {}
+        for played in episodes.values():
+            for agent in {row.agent: None for row in played}:
+                own = [row for row in played if row.agent == agent]
+                if {self._is_success(row) for row in own} == {True}:
+                    successes.setdefault(agent, []).extend(own)
+        earned = {row.sample_id: 0.0 for played in episodes.values() for row in played}
+        for own in successes.values():
+            compared = {row.episode for row in own if not row.greedy}
+            if len(compared) > 1:
+                reference = median(times[episode] for episode in compared)
+                earned |= {row.sample_id: self.bonus * _ahead(times[row.episode], reference) for row in own}
+        return earned
+
+    def cost(self, call: Call) -> float:
+        """Modelled seconds, so that the reward does not depend on the machine; those of tools are measured."""
+        return call.new_prompt_tokens * self.prompt_token_s + call.num_tokens * self.output_token_s + call.tool_s
+
+    def _is_success(self, row: CreditRow) -> bool:
+        outcome = given(row)
+        if self.failure < outcome < self.success:
+            raise CreditError(
+                f"sample {row.sample_id} of agent {row.agent} has outcome {outcome:g}, for completion_time neither "
+                f"a success (>= {self.success:g}) nor a failure (<= {self.failure:g}); change one of these settings"
+            )
+        return outcome >= self.success
+
+
+def _ahead(time: float, reference: float) -> float:
+    return min(max((reference - time) / reference, -1.0), 1.0) if reference else 0.0
+
+
+class Learnability(OutcomeTerm):
+    """4 p (1 - p), where p is the share of the episode's attempts at the proposed task that solved it."""
+
+    type: Literal["learnability"] = "learnability"
+    agents: tuple[AgentName, ...] = Field(min_length=1)
+    """The proposers."""
+    solvers: tuple[AgentName, ...] = Field(min_length=1)
+    """Trained agents whose turns are the attempts."""
+    threshold: float = 0.5
+    """An attempt with a higher outcome solved the task."""
+
+    sees: ClassVar[Sees] = "episode"
+
+    def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
+        """The same for all proposers of an episode. Raises CreditError where nobody attempted what they proposed."""
+        earned: dict[SampleId, float] = {}
+        for episode, played in by_episode(rows).items():
+            proposed = [row for row in played if self.is_for(row.agent)]
+            attempts = {_attempt(row): given(row) for row in played if row.agent in self.solvers}
+            if proposed and not attempts:
+                raise CreditError(
+                    f"episode {episode}: no trained turn of {', '.join(self.solvers)}, so that what "
+                    f"{proposed[0].agent} proposed has no solve rate; name agents that attempt it in every episode"
+                )
+            for row in proposed:
+                solved = sum(outcome > self.threshold for outcome in attempts.values()) / len(attempts)
+                earned[row.sample_id] = 4 * solved * (1 - solved)
+        return earned
+
+
+def _attempt(row: CreditRow) -> tuple[AgentName, int, str]:
+    """Whose attempt a call is a part of; in a tree of turns, each candidate is one."""
+    return row.agent, turn_of(row), str(row.tags.get("path", ""))
+
+
+class Overlong(AddedTerm):
+    """-f clip((len - (Lmax - buffer)) / buffer, 0, 1)."""
+
+    type: Literal["overlong"] = "overlong"
+    max_tokens: int = Field(ge=1)
+    """Lmax: here, and beyond, all of the penalty."""
+    buffer: int = Field(ge=1)
+    """The penalty grows over so many tokens before that."""
+    penalty: float = Field(default=1.0, ge=0)
+    """f."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "Overlong":
+        if self.buffer > self.max_tokens:
+            raise ValueError(f"buffer: {self.buffer} is more than max_tokens={self.max_tokens}; use a part of it")
+        return self
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Where a response is too long."""
+        return self.penalty > 0
+
+    def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
+        """By the sampled tokens of each call."""
+        return {row.sample_id: -self.penalty * self._share(row.num_tokens) for row in rows}
+
+    def _share(self, num_tokens: int) -> float:
+        return min(max((num_tokens - (self.max_tokens - self.buffer)) / self.buffer, 0.0), 1.0)
+
+
+Signal = Literal["tool_error", "format_error", "language_mix"]
+
+
+class Process(AddedTerm):
+    """-min(c_max, sum of c_q v_q) over what was found in the very call, v_q in [0, 1]."""
+
+    type: Literal["process"] = "process"
+    costs: Mapping[Signal, float] = dict.fromkeys(get_args(Signal), 0.05)
+    """c_q, of each signal that counts."""
+    most: float = Field(default=0.2, ge=0)
+    """c_max."""
+    language_mix_from: float = Field(default=0.1, ge=0, le=1)
+    """A smaller share of letters that are foreign to the task counts as none: names and quotations."""
+
+    @field_validator("costs")
+    @classmethod
+    def _costs_are_costs(cls, costs: Mapping[Signal, float]) -> Mapping[Signal, float]:
+        for signal, cost in costs.items():
+            if cost < 0:
+                raise ValueError(f"{signal}: a cost must be at least 0, got {cost}; what is found is never paid for")
+        return costs
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Where something went wrong in a call."""
+        return self.most > 0 and any(self.costs.values())
+
+    def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
+        """By the signals of each call."""
+        return {row.sample_id: -min(self.most, self._cost(row.signals)) for row in rows}
+
+    def _cost(self, signals: Mapping[str, float]) -> float:
+        found = {signal: signals.get(signal, 0.0) for signal in self.costs}
+        if found.get("language_mix", 0.0) < self.language_mix_from:
+            found["language_mix"] = 0.0
+        return sum(cost * found[signal] for signal, cost in self.costs.items())

@@ -1,0 +1,231 @@
+"""Trees of tensors on torch: laid out on a block of bytes, and digested, whole or part by part.
+
+Tensors on a block of bytes, laid out by the packing rule: copied in once, viewed without copying.
+
+Digest of tensors on torch: what a tree amounts to, added up from parts in any order, on any device.
+
+    block of the layout:  | w0 | w1 | w2 | ...        64-bit words, little-endian; padding is zero
+    sums                  S = sum of w[p] c[p]         mod 2^64, c[p] odd
+                          T = sum of (w[p] >> 32) d[p] mod 2^64, d[p] odd, w signed
+    coefficients          c[p] = table[p mod BLOCK] factor[p div BLOCK], d alike
+
+Both sums are linear in the bytes, so sums of parts add up to those of the whole, whoever made them. A change of one
+word always changes S, as c[p] is odd. T is there because S sees of a word's highest bits only the lowest ones of c:
+with S alone, two flipped signs could cancel. That any two changes cancel in both sums has a probability of 2^-32 at
+most; of a torn, stale or swapped tensor, 2^-64 or less. It is not cryptographic: who wants to can make two trees of one
+digest.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexmarl.objects.packing import ALIGNMENT, Layout, TensorFacts, plan
+
+
+def layout_of(tree: Mapping[str, torch.Tensor]) -> Layout:
+    """The layout of a tree's tensors, wherever they live."""
+    return plan(
+        {
+            name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.element_size())
+            for name, tensor in tree.items()
+        }
+    )
+
+
+def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor]:
+    """The tensors in a writable block of bytes that begins at `offset`; as long as one lives, the block does."""
+    tree: dict[str, torch.Tensor] = {}
+    for buffer in layout.buffers:
+        dtype = getattr(torch, buffer.dtype)
+        items = torch.empty(0, dtype=dtype)
+        if buffer.num_items:
+            items = torch.frombuffer(block, dtype=dtype, count=buffer.num_items, offset=offset + buffer.offset)
+        for slot in buffer.slots:
+            tree[slot.name] = items[slot.start : slot.start + prod(slot.shape)].view(slot.shape)
+    return tree
+
+
+def bytes_of(block: Any, offset: int, num_bytes: int) -> torch.Tensor:
+    """So many bytes of a block, without copying."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+
+def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    """Copies every tensor to its view: straight from its device, and contiguous afterwards."""
+    with torch.no_grad():
+        for name, view in into.items():
+            view.copy_(tree[name])
+
+
+BLOCK = 1 << 15
+"""Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache; fewer cost calls."""
+_SMALL = 1 << 12
+"""Numbers. Smaller neighbours are joined first: a copy costs less than the dozen calls that each tensor takes."""
+_CHUNK = 64
+"""Blocks that an accelerator multiplies in one go: 16 MiB of products."""
+_MASK = (1 << 64) - 1
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The two sums of some part of a block. Those of disjoint parts add up."""
+
+    words: int = 0
+    upper: int = 0
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums((self.words + other.words) & _MASK, (self.upper + other.upper) & _MASK)
+
+
+def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
+    """Sums of a part whose first byte is at this place of the block; any tensor, on its own device.
+
+    >>> whole = torch.arange(20)
+    >>> part_sums(whole[:7], 0) + part_sums(whole[7:], 56) == part_sums(whole, 0)
+    True
+    """
+    data = part.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not len(data):
+        return Sums()
+    head = first_byte % _WORD_BYTES
+    if head or data.storage_offset() % _WORD_BYTES:
+        return _sums(_padded(data, head), first_byte // _WORD_BYTES)
+    first, num_whole = first_byte // _WORD_BYTES, len(data) // _WORD_BYTES
+    end = num_whole * _WORD_BYTES
+    sums = _sums(data[:end].view(torch.int64), first)
+    return sums if end == len(data) else sums + _sums(_padded(data[end:], 0), first + num_whole)
+
+
+def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
+    """Sums of those tensors of a layout's tree that are given."""
+    sums = Sums()
+    for buffer in layout.buffers:
+        slots = [slot for slot in buffer.slots if slot.name in tree]
+        for start, run in _runs([(slot.start, tree[slot.name].detach().reshape(-1)) for slot in slots]):
+            together = torch.cat(run) if len(run) > 1 else run[0]
+            sums += part_sums(together, buffer.offset + start * together.element_size())
+    return sums
+
+
+def facts_digest(layout: Layout) -> str:
+    """64-bit BLAKE2b over names, dtypes and shapes, in hex."""
+    facts = [[buffer.dtype, [[slot.name, slot.shape] for slot in buffer.slots]] for buffer in layout.buffers]
+    return blake2b(json.dumps(facts).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def whole_digest(layout: Layout, sums: Sums) -> str:
+    """What a tree of this layout with these sums amounts to: `{facts}:{sums}`, in hex."""
+    return f"{facts_digest(layout)}:{sums.words:016x}{sums.upper:016x}"
+
+
+def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """c and d of these words of a block, in uint64: the definition, for tests and other implementations."""
+    within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
+    return _odd(within, 0) * _odd(block, 2), _odd(within, 1) * _odd(block, 3)
+
+
+def _odd(index: np.ndarray, stream: int) -> np.ndarray:
+    """Odd 64-bit numbers: splitmix64 (Steele et al. 2014) at these places of one of four streams."""
+    with np.errstate(over="ignore"):
+        z = (index.astype(np.uint64) + np.uint64(stream << 40) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    within = np.arange(BLOCK)
+    first, second = (torch.from_numpy(_odd(within, stream).view(np.int64)).to(device) for stream in (0, 1))
+    return first, second
+
+
+def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Flat tensors in the order of their places as (place, run): small neighbours, with zeros between, are one run."""
+    run: list[torch.Tensor] = []
+    start = end = 0
+    for place, tensor in placed:
+        gap, small = place - end, len(tensor) < _SMALL
+        if run and (not small or gap >= ALIGNMENT or tensor.device != run[0].device):
+            yield start, run
+            run = []
+        if not small:
+            yield place, [tensor]
+            continue
+        if not run:
+            start = place
+        elif gap:
+            run.append(tensor.new_zeros(gap))
+        run.append(tensor)
+        end = place + len(tensor)
+    if run:
+        yield start, run
+
+
+@lru_cache(maxsize=1 << 12)
+def _block_factors(block: int) -> tuple[int, int]:
+    (factor,), (upper_factor,) = _factors(block, 1)
+    return int(factor), int(upper_factor)
+
+
+def _factors(first: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    blocks = np.arange(first, first + number)
+    return _odd(blocks, 2).view(np.int64), _odd(blocks, 3).view(np.int64)
+
+
+def _padded(data: torch.Tensor, head: int) -> torch.Tensor:
+    """The bytes as words, behind `head` zero bytes and in front of as many as the last word needs."""
+    num_words = -(-(head + len(data)) // _WORD_BYTES)
+    words = torch.zeros(num_words, dtype=torch.int64, device=data.device)
+    words.view(torch.uint8)[head : head + len(data)] = data
+    return words
+
+
+def _sums(words: torch.Tensor, first: int) -> Sums:
+    return _block_by_block(words, first) if words.device.type == "cpu" else _many_blocks(words, first)
+
+
+def _block_by_block(words: torch.Tensor, first: int) -> Sums:
+    """For a processor: each block is read into the cache once, and multiplied there twice."""
+    table, upper_table = _tables(words.device)
+    upper = torch.empty(min(BLOCK, len(words)), dtype=torch.int64)
+    sums, at = [0, 0], 0
+    while at < len(words):
+        block, start = divmod(first + at, BLOCK)
+        size = min(BLOCK - start, len(words) - at)
+        piece, halves = words[at : at + size], upper[:size]
+        torch.bitwise_right_shift(piece, 32, out=halves)
+        factor, upper_factor = _block_factors(block)
+        sums[0] += factor * int(torch.dot(piece, table[start : start + size]))
+        sums[1] += upper_factor * int(torch.dot(halves, upper_table[start : start + size]))
+        at += size
+    return Sums(sums[0] & _MASK, sums[1] & _MASK)
+
+
+def _many_blocks(words: torch.Tensor, first: int) -> Sums:
+    """For an accelerator: few large kernels, and no number comes back before the last."""
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    tables, at = _tables(words.device), 0
+    while at < len(words):
+        block, start = divmod(first + at, BLOCK)
+        whole = (len(words) - at) // BLOCK if start == 0 else 0
+        number = min(whole, _CHUNK)
+        size = number * BLOCK if number else min(BLOCK - start, len(words) - at)
+        piece = words[at : at + size].view(max(number, 1), -1)
+        factors = _factors(block, max(number, 1))
+        for which, values in enumerate((piece, piece >> 32)):
+            table = tables[which][start : start + piece.shape[1]]
+            total[which] += ((values * table).sum(1) * torch.from_numpy(factors[which]).to(words.device)).sum()
+        at += size
+    return Sums(*(int(number) & _MASK for number in total.tolist()))

@@ -1,0 +1,137 @@
+"""Runs saving: the end of a step becomes a checkpoint, and what no checkpoint needs goes if space is short.
+
+consumes    the state of a run at a step boundary
+waits for   each trainer, then the disk
+produces    a checkpoint; in the journal what was saved, dropped or failed
+unblocked by the disk; a full one is a warning, as long as an older checkpoint is there to go on from
+
+Runs resumption: trainers and store go back to one step boundary, the newest that is whole.
+
+consumes    the checkpoints and the store that a run left behind
+waits for   the disk, the trainers, the store
+produces    the state to go on from; what was passed over and discarded, in the journal and on screen
+unblocked by nothing else: no other part of the run has started yet
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from flexmarl.errors import CheckpointError
+from flexmarl.experience.interface import ExperienceStore
+from flexmarl.observability.journal import Journal
+from flexmarl.orchestrator.checkpoint import Checkpoints, Found, RunState, Saved, first_group
+from flexmarl.orchestrator.settings import CheckpointSettings
+from flexmarl.records import GroupId, PolicyName, Version
+from flexmarl.rollout.admission import AdmissionState
+from flexmarl.training.interface import Trainer
+
+Prune = Callable[[GroupId], Awaitable[int]]
+"""Told the first group that a run may still play again: the payloads of older ones may go. Returns of how many rows."""
+
+
+class Saver:
+    """Saves when it is due, and decides what a failed save means."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainers: Mapping[PolicyName, Trainer],
+        settings: CheckpointSettings,
+        *,
+        journal: Journal,
+        warn: Callable[[str], None],
+        prune: Prune | None,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._trainers = trainers
+        self._settings = settings
+        self._journal = journal
+        self._warn = warn
+        self._prune = prune
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether the end of this step is saved."""
+        return bool(self._settings.every) and (last or step % self._settings.every == 0)
+
+    async def not_saved(self, admission: AdmissionState) -> None:
+        """The end of a step that is not saved; where none ever is, what has ended is needed by nobody."""
+        if not self._settings.every:
+            await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
+
+    async def save(self, state: RunState, *, last: bool) -> None:
+        """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""
+        began = self._journal.now()
+        try:
+            saved = await self._checkpoints.save(state, self._trainers)
+        except CheckpointError as error:
+            self._failed(state, error, last)
+            return
+        self._tell(state, saved, began)
+        await self._make_room(saved.first_group, f"every checkpoint goes on from group {saved.first_group} or later")
+
+    async def _make_room(self, before_group: GroupId, because: str) -> None:
+        rows = await self._prune(before_group) if self._prune else 0
+        if rows:
+            self._journal.event("store_pruned", before_group=before_group, rows=rows, because=because)
+
+    def _failed(self, state: RunState, error: CheckpointError, last: bool) -> None:
+        """The run goes on if an older checkpoint is there and a later save will come; else now is the time to end."""
+        older = [one.step for one in self._checkpoints.held() if not one.damage]
+        self._journal.event("checkpoint_failed", step=state.step, because=str(error))
+        if last or not older:
+            raise error
+        self._warn(f"no checkpoint of step {state.step}: {error}. Going on; the newest is of step {older[-1]}")
+
+    def _tell(self, state: RunState, saved: Saved, began: float) -> None:
+        self._journal.event(
+            "checkpoint", process="controller", began=began, step=state.step, path=saved.path, bytes=saved.num_bytes
+        )
+        for drop in saved.dropped:
+            self._journal.event("checkpoint_dropped", step=drop.step, because=drop.because)
+        budget = self._settings.budget_bytes
+        if budget is not None and saved.num_bytes > budget:
+            self._warn(
+                f"a checkpoint takes {saved.num_bytes / 1e9:.3g} GB, more than checkpoint.budget_gb, "
+                f"{self._settings.budget_gb:g}: only the newest stays"
+            )
+
+
+async def resume(
+    checkpoints: Checkpoints,
+    trainers: Mapping[PolicyName, Trainer],
+    store: ExperienceStore,
+    *,
+    journal: Journal,
+    say: Callable[[str], None],
+) -> RunState:
+    """Goes back to the newest intact checkpoint, or to step 0 if the run was killed before its first.
+
+    Groups of which the checkpoint knows nothing are discarded from the store, and played again under the same ids.
+    Raises CheckpointError if there are checkpoints and none is intact.
+    """
+    for left in checkpoints.clear_partial():
+        journal.event("checkpoint_removed", path=left, because="a killed run left it half-written")
+    found = await checkpoints.find()
+    for because in found.passed_over:
+        journal.event("checkpoint_passed_over", because=because)
+        say(f"passed over a checkpoint: {because}")
+    state = await _restored(checkpoints, found, trainers, say)
+    next_group, active = state.admission.next_group, state.replayed
+    rows = await store.rewind(GroupId(next_group), replay=active)
+    because = f"groups from {next_group} on are played again"
+    if active:
+        because += f", and {len(active)} that were active: {', '.join(map(str, active))}"
+    journal.event("store_rewound", next_group=next_group, replay=active, rows=rows, because=because)
+    say(f"going on after step {state.step}; {because}, {rows} rows of them are discarded")
+    return state
+
+
+async def _restored(
+    checkpoints: Checkpoints, found: Found, trainers: Mapping[PolicyName, Trainer], say: Callable[[str], None]
+) -> RunState:
+    if found.path:
+        return await checkpoints.restore(found.path, trainers)
+    if found.passed_over:
+        raise CheckpointError(checkpoints.none_intact(found))
+    say("the run was ended before its first checkpoint: it begins again, in the same folder")
+    start = AdmissionState(next_group=0, next_position=0)
+    return RunState(step=0, admission=start, versions=dict.fromkeys(trainers, Version(0)))
