@@ -20,7 +20,7 @@ def recorded_responders(run: Path, agents: Sequence[AgentName]) -> dict[AgentNam
             f"simulation.recorded: '{run}' has no {store.name}; give the folder of a run whose `store.type` is sqlite"
         )
     with read_store(store) as reader:
-        return {agent: _responder(agent, _replies(reader, run, agent)) for agent in agents}
+        return {agent: _recorded(agent, _replies(reader, run, agent)) for agent in agents}
 
 
 def _replies(reader: StoreReader, run: Path, agent: AgentName) -> dict[SampleId, IntArray]:
@@ -40,7 +40,7 @@ def _uncut(ids: IntArray, finish: str) -> IntArray:
     return np.append(ids, ids[-1:]) if finish == FinishReason.LENGTH else ids
 
 
-def _responder(agent: AgentName, replies: dict[SampleId, IntArray]) -> Responder:
+def _recorded(agent: AgentName, replies: dict[SampleId, IntArray]) -> Responder:
     others = [replies[sample_id] for sample_id in sorted(replies)]
 
     def respond(request: GenerationRequest) -> IntArray:
