@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from common import report
 
+from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings
 from flexmarl.experience.staleness import LengthBias, length_bias
@@ -42,7 +43,6 @@ from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.orchestrator.versions import law_of
 from flexmarl.rollout.admission import AdmissionLaw
-from flexmarl.simulator.facts import read_facts
 from flexmarl.simulator.workload import plan_of
 
 GROUPS, EPISODES, EARLY = 16, 4, 6

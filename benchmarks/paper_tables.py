@@ -32,16 +32,16 @@ from common import report
 from rich.console import Console
 from rich.table import Table
 
+from flexmarl.analysis.bound import bounds_of, mean_bound
+from flexmarl.analysis.facts import Facts, read_facts
+from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
 from flexmarl.observability.journal import read_run
 from flexmarl.observability.overlap import seconds
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.bound import bounds_of, mean_bound
 from flexmarl.simulator.costs import costs_of
-from flexmarl.simulator.facts import Facts, read_facts
-from flexmarl.simulator.report import Pools, report_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "paper"
 PRINTED: Mapping[str, Mapping[str, Mapping[str, float]]] = yaml.safe_load((EXAMPLES / "printed.yaml").read_text())

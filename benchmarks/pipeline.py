@@ -32,8 +32,8 @@ from rich.console import Console
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
 from flexmarl.observability.journal import read_journal
+from flexmarl.observability.metrics import read_metrics
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.sinks import read_metrics
 
 GROUPS, EPISODES, DRAFT, REMARK, SLOTS, WARM_UP = 48, 2, 128, 8, 28, 2
 WANTED = {"training_hidden": 0.8}

@@ -8,7 +8,7 @@ import random
 import re
 from math import prod
 
-from flexmarl.simulator.reply_kinds import responder
+from flexmarl.simulator.replies import responder
 
 CALLS = 0.25
 LIES = 0.3

@@ -16,8 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from flexmarl.agents.seat import ToolUse
-from flexmarl.agents.team import Team
-from flexmarl.agents.team import workflow
+from flexmarl.agents.team import Team, workflow
 from flexmarl.records import Task
 
 MAX_ATTEMPTS = 3

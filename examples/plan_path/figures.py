@@ -21,8 +21,8 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from flexmarl.analysis.curve import INK, PALETTE
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.curve import INK, PALETTE
 from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import IntArray
 from flexmarl.training.tree.merge import merge

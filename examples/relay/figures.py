@@ -14,7 +14,7 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flexmarl.observability.curve import INK, PALETTE, smooth
+from flexmarl.analysis.curve import INK, PALETTE, smooth
 from flexmarl.observability.run_folder import RunFolder
 
 

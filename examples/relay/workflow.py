@@ -6,8 +6,7 @@ Nothing says which word means what. At the start a word tells the listener nothi
 changes nothing: neither can get better unless the other does.
 """
 
-from flexmarl.agents.team import Team
-from flexmarl.agents.team import workflow
+from flexmarl.agents.team import Team, workflow
 from flexmarl.records import Task
 
 

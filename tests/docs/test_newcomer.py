@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from flexmarl.agents import load_code
+from flexmarl.analysis.summary import Summary
 from flexmarl.cli import app
-from flexmarl.observability.report import Summary
 from tests.docs.pages import ROOT, blocks, commands, files
 
 SEED_MODEL = "math_team/seed_model"

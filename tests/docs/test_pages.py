@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import flexmarl.records
+from flexmarl.analysis.summary import Summary
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.inference.settings import ENGINES
-from flexmarl.observability.report import Summary
 from tests.docs.config_reference import reference
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, files, links, prose, read, rows
 

@@ -20,7 +20,7 @@ from flexmarl.assemble.blueprint import (
 )
 from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies, newest_checkpoint
 from flexmarl.assemble.simulate import simulate
-from flexmarl.assemble.wiring import wire
+from flexmarl.assemble.wire import wire
 from flexmarl.assemble.world import World, open_world
 
 __all__ = [

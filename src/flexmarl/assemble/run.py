@@ -15,10 +15,10 @@ import yaml
 from rich.console import Console
 
 from flexmarl.agents.workflow_tasks import end_left_behind
+from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.parts import initial_versions, make_evaluator
 from flexmarl.assemble.residents import settle_memory
-from flexmarl.assemble.wiring import journal_start, watch_workers, wire
+from flexmarl.assemble.wire import initial_versions, journal_start, make_evaluator, watch_workers, wire
 from flexmarl.assemble.world import World, open_world
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
@@ -29,13 +29,10 @@ from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.backends.tensorboard import TensorBoardSink
 from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import Metrics
+from flexmarl.observability.metrics import JsonlSink, Metrics
 from flexmarl.observability.progress import progress_on
-from flexmarl.observability.report import Summary, render_pictures, render_summary, summary_table
 from flexmarl.observability.run_folder import RunFolder, make_run_folder
-from flexmarl.observability.secrets import is_secret_key
-from flexmarl.observability.sinks import JsonlSink
-from flexmarl.observability.strict_json import parse_json
+from flexmarl.observability.safe_json import is_secret_key, parse_json
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher

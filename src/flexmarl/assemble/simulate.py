@@ -12,17 +12,16 @@ import yaml
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.run import failure_told, new_run_folder, until_lost
-from flexmarl.assemble.wiring import journal_start, watch_workers, wire
+from flexmarl.assemble.wire import journal_start, watch_workers, wire
 from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import Metrics
+from flexmarl.observability.metrics import JsonlSink, Metrics
 from flexmarl.observability.progress import NullProgress
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.sinks import JsonlSink
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.saving import resume
 from flexmarl.simulator.store import SimulatedStore

@@ -3,8 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from flexmarl.cli.lazy import examine
-from flexmarl.cli.options import Config, Overrides
+from flexmarl.cli.options import Config, Overrides, examine
 from flexmarl.cli.terminal import SafeConsole
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError

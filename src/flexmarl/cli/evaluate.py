@@ -8,12 +8,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from flexmarl.cli.lazy import assemble
-from flexmarl.cli.options import Overrides, load_run_folder
+from flexmarl.cli.options import Overrides, assemble, load_run_folder
 from flexmarl.cli.terminal import SafeConsole, say
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.strict_json import json_text
+from flexmarl.observability.safe_json import json_text
 
 
 def evaluate(

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flexmarl.agents import load_code
 from flexmarl.assemble import open_tasks, seat_team
-from flexmarl.cli.finding import Finding
 from flexmarl.cli.machine import look_at_machine
-from flexmarl.cli.models import look_at_models
+from flexmarl.cli.models import Finding, look_at_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.observability.machine import this_machine
-from flexmarl.tasks.disjoint import MOST_COMPARED
+from flexmarl.tasks.sound import MOST_COMPARED
 
 Look = Callable[[], Iterable[Finding]]
 

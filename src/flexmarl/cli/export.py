@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.cli.lazy import assemble
-from flexmarl.cli.options import load_run_folder
+from flexmarl.cli.options import assemble, load_run_folder
 from flexmarl.cli.terminal import say
 
 

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from flexmarl.cli.finding import Finding
-from flexmarl.cli.models import ModelFacts
+from flexmarl.cli.models import Finding, ModelFacts
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.config.run import PolicySettings

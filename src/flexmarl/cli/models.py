@@ -1,8 +1,12 @@
-"""What a policy's model is, without loading its weights: from its folder, the hub's cache, or the hub."""
+"""What `flexmarl check` has to say about one thing.
+
+What a policy's model is, without loading its weights: from its folder, the hub's cache, or the hub.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfApi
@@ -11,11 +15,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.agents import ChatRenderer
 from flexmarl.assemble import check_model, load_tokenizer, model_source
-from flexmarl.cli.finding import Finding
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
 from flexmarl.inference.backends.embedded.kv_slots import attention_shape
 from flexmarl.inference.settings import EmbeddedSettings
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    subject: str
+    found: str
+    todo: str = ""
+    """What to do; empty when it is fine as it is."""
+
 
 HUB_TIMEOUT_S = 3.0
 

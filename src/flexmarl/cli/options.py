@@ -1,13 +1,38 @@
-"""Arguments that several commands share."""
+"""What several commands share: arguments, and modules that import torch, loaded when a command first uses them."""
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
 from flexmarl.observability.run_folder import RunFolder
+
+
+class Lazy:
+    """Stands for a module until one of its names is asked for.
+
+    Not importlib's LazyLoader: that leaves a husk in `sys.modules`, and torch looks into all of them while it loads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+if TYPE_CHECKING:
+    from flexmarl import assemble
+    from flexmarl.analysis import plots
+    from flexmarl.cli import examine, simulations
+else:
+    assemble = Lazy("flexmarl.assemble")
+    examine = Lazy("flexmarl.cli.examine")
+    plots = Lazy("flexmarl.analysis.plots")
+    simulations = Lazy("flexmarl.cli.simulations")
 
 Config = Annotated[Path, typer.Argument(help="The run's YAML file.", show_default=False)]
 Overrides = Annotated[

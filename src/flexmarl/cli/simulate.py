@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flexmarl.cli.lazy import plots, simulations
-from flexmarl.cli.options import load_run_folder
+from flexmarl.cli.options import load_run_folder, plots, simulations
 from flexmarl.cli.terminal import SafeConsole, outlived
 from flexmarl.errors import ConfigError
 

@@ -12,6 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flexmarl.analysis.bound import bounds_of, mean_bound
+from flexmarl.analysis.facts import Facts, read_facts
+from flexmarl.analysis.figures import Pools, SimulationReport, report_of
+from flexmarl.analysis.fit import Fit, fit_costs
+from flexmarl.analysis.plots import draw_run
+from flexmarl.analysis.queues import looks_of
+from flexmarl.analysis.summary import render_pictures
+from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
 from flexmarl.assemble.simulate import Disturbance
 from flexmarl.config import RunSettings, load_run
@@ -19,19 +27,10 @@ from flexmarl.config.load import parse_override
 from flexmarl.config.yaml_text import parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.observability.journal import read_run
-from flexmarl.observability.plain import plain
-from flexmarl.observability.report import render_pictures
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.strict_json import json_text
+from flexmarl.observability.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.bound import bounds_of, mean_bound
 from flexmarl.simulator.costs import costs_of
-from flexmarl.simulator.facts import Facts, read_facts
-from flexmarl.simulator.fit import Fit, fit_costs
-from flexmarl.simulator.plots import draw_run
-from flexmarl.simulator.queues import looks_of
-from flexmarl.simulator.report import Pools, SimulationReport, report_of
-from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
 from flexmarl.testing.faults.fault_plan import read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in

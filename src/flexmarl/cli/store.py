@@ -20,7 +20,7 @@ from flexmarl.experience.export import export_parquet
 from flexmarl.experience.interface import Table
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.strict_json import json_text
+from flexmarl.observability.safe_json import json_text
 
 CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24

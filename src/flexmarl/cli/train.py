@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flexmarl.cli.lazy import assemble
-from flexmarl.cli.options import Config, Overrides
+from flexmarl.cli.options import Config, Overrides, assemble
 from flexmarl.cli.terminal import SafeConsole, outlived, say
 from flexmarl.config import cautions, load_run
 from flexmarl.observability.run_folder import RunFolder

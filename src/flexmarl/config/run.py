@@ -10,8 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.credit_fits import has_key, misfits
-from flexmarl.config.potentials import type_of
+from flexmarl.config.credit_fits import has_key, misfits, type_of
 from flexmarl.credit.estimators.base import Grouped
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings

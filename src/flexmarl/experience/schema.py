@@ -18,7 +18,7 @@ import numpy as np
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import Column, ColumnKind
-from flexmarl.observability.strict_json import json_text
+from flexmarl.observability.safe_json import json_text
 from flexmarl.records import AgentName
 
 Stored = int | float | str | bytes

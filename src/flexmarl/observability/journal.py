@@ -1,4 +1,9 @@
-"""Journal on a JSON Lines file: every event and every decision of a run, with its reason.
+"""JSON Lines on disk, appended to by one process that may be killed at any moment.
+
+A line counts when its newline is there: each is written at once, a reader passes over an unfinished last line, and
+whoever continues the file cuts it off first.
+
+Journal on a JSON Lines file: every event and every decision of a run, with its reason.
 
     journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
 
@@ -15,13 +20,51 @@ What took time also says when it began, by `journal.now()`, and in which process
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from flexmarl.observability.jsonl import append_lines, read_lines
-from flexmarl.observability.plain import plain
+from flexmarl.errors import FlexmarlError
+from flexmarl.observability.safe_json import parse_json, plain
+
+
+def append_lines(path: Path) -> TextIO:
+    """Opens the file for more lines, made or continued; each goes to the file when its newline is written."""
+    if path.exists():
+        _cut_torn_line(path)
+    return path.open("a", buffering=1, encoding="ascii", newline="\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects in order, without a torn last line. Any other unreadable line is an error that names it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = parse_json(line)
+            except ValueError as error:
+                raise FlexmarlError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
+            if not isinstance(entry, dict):
+                raise FlexmarlError(f"{path}, line {number}: no JSON object: {entry!r:.60}; remove that line")
+            yield entry
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 4096)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
 
 START = "run_started"
 """An event of each command that works on a run; the first, but for what it found when it began."""

@@ -1,4 +1,6 @@
-"""Decides what a synthetic workload asks of its agents: whom, in which order, for how many tokens, with what pauses.
+"""Decides how long something is, or takes: numbers drawn from a long-tailed, a short-tailed or no distribution.
+
+Decides what a synthetic workload asks of its agents: whom, in which order, for how many tokens, with what pauses.
 
     query (task)   turns: round(turns_min + Exp(turns_extra))  ──► common route    planner writer planner
                                                                         │ at each turn, with chance route_correlation
@@ -7,18 +9,76 @@
 
 Every number is a function of (seed, split, task, trajectory, hop) alone, never of time: two systems that play the same
 tasks play the same calls, so that their steps can be compared one by one.
+
+Decides what a recorded workload asks of its agents: what the journal of a run says that its episodes did.
+
+Each policy of the run is one agent of its name, since the journal knows no other. The calls of an episode are played
+one after another, by hop; the pause behind one is what passed until the next was sent: tools, and the workflow's own
+time.
 """
 
 import math
-from collections.abc import Mapping
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from flexmarl.errors import ConfigError
+from flexmarl.observability.journal import read_run
+from flexmarl.observability.run_folder import RunFolder
+from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
+from flexmarl.records import split_sample_id, split_trajectory_id
 from flexmarl.settings import Settings
 from flexmarl.tasks import Split
+
+
+class Distribution(Settings):
+    """Where numbers are drawn from; a plain number is always drawn.
+
+    >>> Distribution.model_validate(3.5).draw(random.Random(0))
+    3.5
+    """
+
+    shape: Literal["constant", "exponential", "lognormal"] = Field(
+        default="constant", description="Lognormal has the longest tail; `sigma` says how long."
+    )
+    mean: float = Field(ge=0, description="Before floor and cap.")
+    sigma: float = Field(
+        default=1.0,
+        ge=0,
+        description="Lognormal: standard deviation of the logarithm; 1.0 draws ten means once in 400.",
+    )
+    floor: float = Field(default=0.0, ge=0, description="Less counts as this.")
+    cap: float = Field(default=math.inf, description="More counts as this.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_number_is_constant(cls, value: Any) -> Any:
+        return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _the_range_is_not_empty(self) -> Self:
+        if self.cap < self.floor:
+            raise ValueError(f"cap is {self.cap}, below floor, which is {self.floor}; use a cap of at least the floor")
+        return self
+
+    def draw(self, rng: random.Random) -> float:
+        """The next number of this stream."""
+        return min(max(self._draw(rng), self.floor), self.cap)
+
+    def _draw(self, rng: random.Random) -> float:
+        if self.mean == 0 or self.shape == "constant":
+            return self.mean
+        if self.shape == "exponential":
+            return rng.expovariate(1 / self.mean)
+        # exp(mu + sigma²/2) is the mean of a lognormal.
+        return rng.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +190,65 @@ def _median(workload: WorkloadSettings) -> float:
     """Of the lognormal that has the mean `len_mean`: the mean of exp(N(0, s)) is exp(s^2 / 2)."""
     variance = workload.sigma_query**2 + workload.sigma_traj**2 + workload.sigma_call**2
     return workload.len_mean * math.exp(-variance / 2)
+
+
+Calls = tuple[PlannedCall, ...]
+COMPLETE = frozenset({"stop", "length"})
+"""Finish reasons of calls that were answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    """The plan of one task: the episodes that a recorded group had."""
+
+    episodes: tuple[Calls, ...]
+
+    def calls(self, trajectory: int) -> Calls:
+        """Those of one episode; where the run had fewer episodes, from the first one again."""
+        return self.episodes[trajectory % len(self.episodes)]
+
+
+def recorded_plan(run: Path, index: int) -> RecordedPlan:
+    """The plan of task number `index`; where the run had fewer groups, from the first one again. Raises ConfigError."""
+    plans = _plans_of(run)
+    return plans[index % len(plans)]
+
+
+@cache
+def _plans_of(run: Path) -> tuple[RecordedPlan, ...]:
+    journal = RunFolder(run).journal
+    if not journal.is_file():
+        raise ConfigError(f"tasks.params.recorded: '{run}' is no run folder ({journal} does not exist)")
+    plans = plans_in(read_run(journal))
+    if not plans:
+        raise ConfigError(f"tasks.params.recorded: {journal} has no answered call of a training step; use another run")
+    return plans
+
+
+def plans_in(events: Iterable[Mapping[str, Any]]) -> tuple[RecordedPlan, ...]:
+    """The plan of each group of training, in order of admission; of a group that was played again, the last attempt."""
+    groups: dict[int, dict[tuple[int, int], dict[int, Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for event in events:
+        if event["event"] == "call" and event["finish"] in COMPLETE and event["sampled_tokens"]:
+            _, hop, trajectory = split_sample_id(event["request"])
+            group, index, attempt = split_trajectory_id(trajectory)
+            if group < EVALUATION_GROUPS:
+                groups[group][attempt, index][hop] = event
+    return tuple(_plan(groups[group]) for group in sorted(groups))
+
+
+def _plan(episodes: Mapping[tuple[int, int], Mapping[int, Mapping[str, Any]]]) -> RecordedPlan:
+    last = max(attempt for attempt, _ in episodes)
+    return RecordedPlan(tuple(_calls(episodes[place]) for place in sorted(episodes) if place[0] == last))
+
+
+def _calls(by_hop: Mapping[int, Mapping[str, Any]]) -> Calls:
+    events = [by_hop[hop] for hop in sorted(by_hop)]
+    began = [event["began"] for event in events[1:]]
+    ended = [event.get("ended", event["t"]) for event in events]
+    # Calls of one episode may overlap: the pause between two such is none.
+    pauses = [max(0.0, after - before) for after, before in zip(began, ended, strict=False)]
+    return tuple(
+        PlannedCall(event["policy"], event["sampled_tokens"], pause)
+        for event, pause in zip(events, [*pauses, 0.0], strict=True)
+    )

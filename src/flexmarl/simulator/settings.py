@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from flexmarl.settings import Settings
-from flexmarl.simulator.costs import CostSettings, SharedHost, TransferCosts
-from flexmarl.simulator.profiles import PROFILES, with_profile
-from flexmarl.simulator.reply_kinds import AnyReplies
+from flexmarl.simulator.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
+from flexmarl.simulator.replies import AnyReplies
 from flexmarl.simulator.tools import ToolTwin
 
 

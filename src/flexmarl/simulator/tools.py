@@ -11,7 +11,7 @@ from pydantic import Field
 from flexmarl.agents import TeamSpec
 from flexmarl.errors import ConfigError
 from flexmarl.settings import Settings
-from flexmarl.simulator.distributions import Distribution
+from flexmarl.simulator.plan import Distribution
 from flexmarl.tools import Calculator, Tool
 
 AS_IS: Final = "as_is"

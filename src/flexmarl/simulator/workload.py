@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from flexmarl.agents import Team, workflow
 from flexmarl.errors import ConfigError
 from flexmarl.records import Task, split_trajectory_id
-from flexmarl.simulator.plan import Plan, WorkloadSettings, draw_plan
-from flexmarl.simulator.recorded_plan import recorded_plan
+from flexmarl.simulator.plan import Plan, WorkloadSettings, draw_plan, recorded_plan
 from flexmarl.tasks import Split, task_generator
 
 

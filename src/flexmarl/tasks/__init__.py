@@ -1,11 +1,11 @@
 """Where questions come from. In: generators, files, datasets. Out: tasks by position; environments to play them in."""
 
-from flexmarl.tasks.disjoint import check_disjoint
 from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
 from flexmarl.tasks.generator import TaskGenerator, task_generator
 from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource
 from flexmarl.tasks.scorers import SCORERS, scorer
 from flexmarl.tasks.settings import TaskSettings
+from flexmarl.tasks.sound import check_disjoint
 
 __all__ = [
     "Environment",

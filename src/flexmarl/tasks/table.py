@@ -1,13 +1,21 @@
-"""Task source on rows: which are held out, in which order the others come, and how a row becomes a task."""
+"""Task source on rows: which are held out, in which order the others come, and how a row becomes a task.
+
+Task source on a JSONL file: one JSON object per line.
+
+Task source on Hugging Face datasets: the hub, or local Parquet, CSV and JSON files.
+"""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, MissingExtra, boundary
+from flexmarl.observability.safe_json import parse_json
 from flexmarl.records import Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted
@@ -128,3 +136,76 @@ def _choose_held_out(prompts: Sequence[str], share: float) -> set[str]:
     """Equal prompts stay together, so that no prompt is on both sides."""
     unique = sorted(set(prompts), key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=16).digest())
     return set(unique[: max(1, round(share * len(unique))) if share else 0])
+
+
+class JsonlTasks(Table):
+    """Tasks from a file. Fields that no key names are in `Task.data`."""
+
+    type: Literal["jsonl"] = "jsonl"
+    file: Path
+    """Relative to the config."""
+    held_out_file: Path | None = None
+    """Null: `held_out_share` of `file`."""
+
+    def open(self, *, seed: int, base: Path = Path(".")) -> TableSource:
+        """The source. Raises ConfigError naming file and line."""
+        held_out = None if self.held_out_file is None else read_jsonl(base / self.held_out_file)
+        return TableSource(self, name=self.file.stem, rows=read_jsonl(base / self.file), held_out=held_out, seed=seed)
+
+
+def read_jsonl(file: Path) -> list[Row]:
+    """The objects of a file and where they are; blank lines are skipped."""
+    rows: list[Row] = []
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"tasks: cannot read {file}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}:{number}: a task is a JSON object, got {line.strip()[:60]!r}")
+        rows.append((f"{file}:{number}", row))
+    return rows
+
+
+class HuggingFaceTasks(Table):
+    """Tasks from a dataset; needs the extra `datasets`. Columns that no key names are in `Task.data`."""
+
+    type: Literal["huggingface"] = "huggingface"
+    dataset: str
+    """Name on the hub, e.g. `openai/gsm8k`; or `parquet`, `csv`, `json` with `data_files`."""
+    subset: str | None = None
+    """The dataset's configuration, e.g. `main`."""
+    data_files: tuple[str, ...] | None = None
+    """Local files, relative to the config, or URLs."""
+    revision: str | None = None
+    """Commit or tag on the hub; set it for runs that can be repeated."""
+    split: str = "train"
+    """What is trained on."""
+    held_out_split: str | None = None
+    """E.g. `test`; null: `held_out_share` of `split`."""
+
+    def open(self, *, seed: int, base: Path = Path("."), load: Callable[..., Any] | None = None) -> TableSource:
+        """The source. `load` takes the place of `datasets.load_dataset`. Raises MissingExtra or ConfigError."""
+        load = load or _load_dataset()
+        rows = self._rows(load, self.split, base)
+        held_out = None if self.held_out_split is None else self._rows(load, self.held_out_split, base)
+        return TableSource(self, name=self.dataset.rpartition("/")[2], rows=rows, held_out=held_out, seed=seed)
+
+    def _rows(self, load: Callable[..., Any], split: str, base: Path) -> list[Row]:
+        files = self.data_files and [file if "://" in file else str(base / file) for file in self.data_files]
+        with boundary(ConfigError, f"tasks: loading the split '{split}' of {self.dataset}"):
+            dataset = load(self.dataset, self.subset, split=split, data_files=files, revision=self.revision)
+            return [(f"{self.dataset}[{split}][{number}]", dict(row)) for number, row in enumerate(dataset)]
+
+
+def _load_dataset() -> Callable[..., Any]:
+    try:
+        return import_module("datasets").load_dataset
+    except ImportError as error:
+        raise MissingExtra("datasets", "tasks of type huggingface") from error

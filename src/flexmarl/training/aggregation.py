@@ -1,6 +1,4 @@
-"""Decides which of N flat tokens are one row's, for what is defined over whole rows.
-
-Decides what each sampled token weighs in the loss, and what the sum is divided by.
+"""Decides what each sampled token weighs in the loss, and what the sum is divided by.
 
 Every mode is S / D: S a sum over tokens with fixed weights, D a number known from the global batch alone. So gradients
 of S can be added up over micro-batches, in any order, before D is known. With L the token loss:
@@ -18,49 +16,13 @@ Row i belongs to episode e; Hc is `horizon_tokens`; len_e = sum of w_i len_i ove
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flexmarl.errors import TrainingError
 from flexmarl.records import Divisors, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The tokens of B rows, one row after the other; rows may be empty."""
-
-    of_token: Tensor
-    """[N] int64: the number of each token's row, ascending."""
-    lengths: Tensor
-    """[B] int64: tokens of each row."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """[B] sums of values [N]; 0 for an empty row."""
-        return values.new_zeros(len(self.lengths)).index_add(0, self.of_token, values)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """[B] means of values [N]; 0 for an empty row."""
-        return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
-
-    def spread(self, of_rows: Tensor) -> Tensor:
-        """[N] for every token the value of its row, from [B]."""
-        return of_rows[self.of_token]
-
-
-def rows_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Rows:
-    """Rows with so many tokens.
-
-    >>> rows_of([2, 0, 1]).of_token.tolist()
-    [0, 0, 2]
-    """
-    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-    return Rows(torch.arange(len(counts), device=device).repeat_interleave(counts), counts)
-
 
 Aggregation = Literal[
     "token-mean",

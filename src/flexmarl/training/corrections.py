@@ -29,7 +29,7 @@ from flexmarl.settings import Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmarl.training.aggregation import Rows
+    from flexmarl.training.batching import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

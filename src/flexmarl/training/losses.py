@@ -32,7 +32,7 @@ from flexmarl.training.aggregation import Aggregation
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flexmarl.training.aggregation import Rows
+    from flexmarl.training.batching import Rows
 
 
 class PolicyLoss(Settings, ABC):

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flexmarl.errors import TrainingError
 from flexmarl.records import Divisors, LossReport, Sample, Version
-from flexmarl.training.aggregation import Rows, divisor, rows_of
+from flexmarl.training.aggregation import divisor
 from flexmarl.training.backends.forward import TokenOutputs
+from flexmarl.training.batching import Rows, rows_of
 from flexmarl.training.corrections import Sampled
 from flexmarl.training.kl import divergence
 from flexmarl.training.settings import TrainingSettings

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.assemble.run import until_lost
-from flexmarl.assemble.wiring import watch_workers
+from flexmarl.assemble.wire import watch_workers
 from flexmarl.assemble.world import Processes
 from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError

@@ -21,7 +21,8 @@ from flexmarl.orchestrator.crediting import samples_of
 from flexmarl.records import AgentName, FinishReason, GroupRecord, PolicyName, Sample
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.credit import credit_row
-from flexmarl.training.aggregation import divisor, rows_of, token_weights
+from flexmarl.training.aggregation import divisor, token_weights
+from flexmarl.training.batching import rows_of
 from flexmarl.training.losses import Ppo
 from tests.unit.rollout.plays import GROUP, player
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.config.credit_fits import returns_are_added_up_once
-from flexmarl.config.potentials import potentials_cancel
+from flexmarl.config.credit_fits import potentials_cancel, returns_are_added_up_once
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.interface import Call, CreditRow
 from flexmarl.errors import CreditError

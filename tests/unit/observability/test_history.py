@@ -1,4 +1,4 @@
-from flexmarl.observability.history import history_of
+from flexmarl.analysis.summary import history_of
 from flexmarl.observability.journal import Journal, read_journal, read_run
 from tests.unit.observability.runs import Hand, write_command
 

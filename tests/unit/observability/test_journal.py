@@ -12,8 +12,7 @@ from pydantic import BaseModel, SecretStr
 
 from flexmarl.errors import EngineError, FlexmarlError
 from flexmarl.observability.journal import Journal, MemoryJournal, read_journal
-from flexmarl.observability.plain import MAX_ARRAY, MAX_TEXT, plain
-from flexmarl.observability.secrets import is_secret_key, masked
+from flexmarl.observability.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked, plain
 from flexmarl.simulator.virtual_time import run_virtual
 
 SECRET = "TOPSECRET5f3a9c"

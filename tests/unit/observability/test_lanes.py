@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.observability.lanes import Lanes
+from flexmarl.analysis.timeline import Lanes
 
 slices = st.lists(
     st.tuples(st.integers(min_value=0, max_value=60), st.integers(min_value=0, max_value=20)).map(

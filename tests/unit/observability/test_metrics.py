@@ -4,8 +4,7 @@ import math
 import pytest
 
 from flexmarl.observability.backends.tensorboard import TensorBoardSink
-from flexmarl.observability.metrics import Metrics, time_shares
-from flexmarl.observability.sinks import JsonlSink, read_metrics
+from flexmarl.observability.metrics import JsonlSink, Metrics, read_metrics, time_shares
 from flexmarl.simulator.virtual_time import run_virtual
 
 

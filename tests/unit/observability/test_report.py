@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 
-from flexmarl.observability.curve import panels_of, smooth, spread
-from flexmarl.observability.history import History
-from flexmarl.observability.report import Summary, render_pictures, render_summary, summarise, summary_table
+from flexmarl.analysis.curve import panels_of, smooth, spread
+from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise, summary_table
+from flexmarl.observability.metrics import JsonlSink, read_metrics
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.sinks import JsonlSink, read_metrics
 from tests.unit.observability.runs import STEP_S, write_command
 
 

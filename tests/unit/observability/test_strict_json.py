@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, FlexmarlError
-from flexmarl.observability.jsonl import read_lines
-from flexmarl.observability.strict_json import READ_DEPTH, json_text, parse_json
-from flexmarl.tasks.jsonl import read_jsonl
+from flexmarl.observability.journal import read_lines
+from flexmarl.observability.safe_json import READ_DEPTH, json_text, parse_json
+from flexmarl.tasks.table import read_jsonl
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexmarl.analysis.timeline import render_timeline, trace_events
 from flexmarl.observability.journal import read_run
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.timeline import render_timeline, trace_events
 from tests.unit.observability.runs import write_command
 
 

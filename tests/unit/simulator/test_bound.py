@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.simulator.bound import bounds_of, mean_bound, path_s, step_bound
+from flexmarl.analysis.bound import bounds_of, mean_bound, path_s, step_bound
+from flexmarl.analysis.facts import Call, MicroBatch
 from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
-from flexmarl.simulator.facts import Call, MicroBatch
 from tests.unit.simulator.simulated_runs import simulated_run
 
 ONE_SECOND = {

@@ -1,8 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from flexmarl.simulator.costs import costs_of
-from flexmarl.simulator.profiles import PROFILES
+from flexmarl.simulator.costs import PROFILES, costs_of
 from flexmarl.simulator.settings import SimulationSettings
 
 

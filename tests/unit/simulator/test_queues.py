@@ -1,7 +1,7 @@
 """Queues that nobody looked at, from the calls that waited in them."""
 
-from flexmarl.simulator.facts import Call
-from flexmarl.simulator.queues import LOOKS, looks_of
+from flexmarl.analysis.facts import Call
+from flexmarl.analysis.queues import LOOKS, looks_of
 
 
 def call(began: float, ended: float, *, waited: float = 0.0, instance: str = "a/0") -> Call:

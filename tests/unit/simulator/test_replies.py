@@ -28,7 +28,7 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.simulator.characters import character_renderer
-from flexmarl.simulator.distributions import Distribution
+from flexmarl.simulator.plan import Distribution
 from flexmarl.simulator.replies import AnyReplies, Responder, reply_to, responder, responder_of
 
 RENDERER = character_renderer()

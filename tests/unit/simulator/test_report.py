@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from flexmarl.analysis.facts import Facts, read_facts
+from flexmarl.analysis.figures import Pools, SimulationReport, report_of
+from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.records import RowState
 from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
-from flexmarl.simulator.facts import Facts, read_facts
-from flexmarl.simulator.report import Pools, SimulationReport, report_of
-from flexmarl.simulator.tables import comparison_table, report_table, sweep_table
 from flexmarl.testing.run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
 from tests.unit.simulator.tables_as_text import as_text

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError
 from flexmarl.observability.run_folder import RunFolder
-from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan
-from flexmarl.simulator.recorded_plan import plans_in
+from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan, plans_in
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks
 from flexmarl.testing.run import ScriptedRun

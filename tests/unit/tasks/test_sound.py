@@ -9,7 +9,7 @@ from flexmarl.errors import ConfigError
 from flexmarl.records import Task
 from flexmarl.tasks import task_generator
 from flexmarl.tasks.generator import GeneratorTasks
-from flexmarl.tasks.jsonl import JsonlTasks
+from flexmarl.tasks.table import JsonlTasks
 
 GOOD = {"id": "a-1", "question": "1+1", "answer": "2"}
 

@@ -8,7 +8,7 @@ import pytest
 from flexmarl.records import Task
 from flexmarl.tasks import Split, TaskSource, task_generator
 from flexmarl.tasks.generator import GeneratorTasks
-from flexmarl.tasks.jsonl import JsonlTasks
+from flexmarl.tasks.table import JsonlTasks
 from flexmarl.testing.tasks import FakeTasks, check_task_source
 
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.tasks import SourceExhausted, check_disjoint
-from flexmarl.tasks.huggingface import HuggingFaceTasks
-from flexmarl.tasks.jsonl import JsonlTasks
-from flexmarl.tasks.table import Table, TableSource
+from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks, Table, TableSource
 
 
 def write(path: Path, rows: list[dict]) -> Path:

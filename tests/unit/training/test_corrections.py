@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
-from flexmarl.training.aggregation import rows_of
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.batching import rows_of
 from flexmarl.training.corrections import (
     CorrectionSettings,
     IcePop,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from flexmarl.training.aggregation import Rows, rows_of
+from flexmarl.training.batching import Rows, rows_of
 from flexmarl.training.losses import LOSSES, Cispo, Gmpo, Gspo, PolicyLoss, Ppo, Reinforce, Sapo
 
 OLD = -1.0

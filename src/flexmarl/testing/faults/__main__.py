@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flexmarl.testing.faults.report import failure_lines, fault_table, mutation_table
-from flexmarl.testing.faults.trials import catch_all, try_all
+from flexmarl.testing.faults.trials import catch_all, failure_lines, fault_table, mutation_table, try_all
 
 
 def main(

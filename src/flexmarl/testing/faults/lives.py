@@ -1,4 +1,6 @@
-"""Runs one run to its end, through all its deaths: each life is the production loops in virtual time, resumed.
+"""Checkpoint on disk, damaged as a crash or a bad disk would.
+
+Runs one run to its end, through all its deaths: each life is the production loops in virtual time, resumed.
 
 consumes     a schedule and its plan of faults
 waits for    nothing outside virtual time
@@ -23,6 +25,7 @@ from flexmarl.assemble.run import failure_told
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
+from flexmarl.orchestrator.sealed_folder import MANIFEST
 from flexmarl.records import GenerationRequest, PolicyName, Task
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.costs import EngineCosts, TrainerCosts
@@ -35,12 +38,30 @@ from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.faults.torn import tear
 from flexmarl.testing.faults.watched import MortalJournal, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
 from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
+
+
+def tear(injection: Injection, folder: Path) -> Fault | None:
+    """Damages the newest checkpoint, if a plan says so and there is one; the fault, if it did."""
+    newest = max(folder.glob("step-*"), default=None)
+    fault = injection.tears() if newest else None
+    if newest is None or fault is None:
+        return None
+    victim = min(newest.rglob("trainer.json"))
+    if fault.how == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-3])
+    elif fault.how == "flipped":
+        victim.write_bytes(victim.read_bytes().replace(b'"weight"', b'"eeight"'))
+    elif fault.how == "unsealed":
+        (newest / MANIFEST).unlink()
+    else:
+        newest.rename(newest.with_name(f".partial-{newest.name}"))
+    return fault
+
 
 ENGINE_COSTS = EngineCosts(
     decode_s=SECONDS_PER_TOKEN, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0

@@ -29,7 +29,7 @@ from flexmarl.simulator.residents import NODE
 from flexmarl.testing.faults.fault_plan import BY_INSTANCE, BY_POLICY, FaultKind, FaultPlan
 from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer
 from flexmarl.testing.faults.injection import Injection
-from flexmarl.testing.faults.torn import tear
+from flexmarl.testing.faults.lives import tear
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
 

@@ -4,6 +4,8 @@ consumes     seeds
 waits for    worker processes, each of which plays whole runs in virtual time
 produces     a tally: faults and the reactions to them, broken laws
 unblocked by a worker that has played its share
+
+Puts a tally into words: a table of the kinds of faults, and how to see a failure again.
 """
 
 import gc
@@ -22,9 +24,10 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from flexmarl.testing.faults.fault_plan import DRAWN
-from flexmarl.testing.faults.laws import broken
+from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
 from flexmarl.testing.faults.schedule import draw
@@ -200,3 +203,41 @@ def _settle() -> None:
     gc.collect()
     gc.freeze()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+def fault_table(tally: Tally) -> Table:
+    """Which faults struck, and were noticed; which laws held."""
+    table = Table(
+        title=f"{tally.seeds} runs, {tally.lives} lives, {tally.seconds:.0f} s, {tally.repeated} played twice"
+    )
+    for name in ("fault", "struck", "witnessed"):
+        table.add_column(name, justify="left" if name == "fault" else "right")
+    for kind in DRAWN:
+        table.add_row(kind.value, str(tally.struck[kind.value]), str(tally.answered[kind.value]))
+    table.add_section()
+    for name in COMBINATIONS:
+        table.add_row(name, "", str(tally.combined[name]))
+    table.add_section()
+    for law in (*LAWS, "repeat"):
+        broken = sum(law in laws for laws in tally.broken.values())
+        table.add_row(f"law {law}", str(tally.seeds), f"{broken} broken" if broken else "held")
+    return table
+
+
+def failure_lines(tally: Tally, most: int = 10) -> Iterator[str]:
+    """The first failures, and how to see each again."""
+    for seed, laws in sorted(tally.broken.items())[:most]:
+        for law, because in laws.items():
+            yield f"seed {seed} breaks law {law}: {because[0]}"
+        yield f"    again: python -m flexmarl.testing.faults --seeds {seed}:{seed + 1} --jobs 1"
+
+
+def mutation_table(caught: Sequence[Caught]) -> Table:
+    """Which broken rules were noticed, by which laws."""
+    table = Table(title="rules broken on purpose")
+    for name in ("mutation", "what it breaks", "seed", "laws", "the first word of it"):
+        table.add_column(name)
+    for one in caught:
+        seed = "NOT CAUGHT" if one.seed is None else str(one.seed)
+        table.add_row(one.name, one.breaks, seed, ", ".join(one.laws), one.because)
+    return table

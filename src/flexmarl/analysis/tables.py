@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from flexmarl.observability.natural import natural
-from flexmarl.simulator.report import SimulationReport
+from flexmarl.analysis.figures import SimulationReport
+from flexmarl.analysis.timeline import natural
 
 MOST_QUEUES = 8
 """Policies whose queues are shown, longest first: a hundred would hide all else."""

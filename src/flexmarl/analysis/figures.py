@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexmarl.analysis.bound import Bound
+from flexmarl.analysis.facts import Facts
 from flexmarl.experience.staleness import LengthBias, length_bias
 from flexmarl.observability.overlap import intersection, seconds, union
-from flexmarl.simulator.bound import Bound
 from flexmarl.simulator.costs import Costs, costs_of
-from flexmarl.simulator.facts import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

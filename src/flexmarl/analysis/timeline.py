@@ -1,4 +1,15 @@
-"""Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.json in ui.perfetto.dev.
+"""Decides the order of numbered names.
+
+>>> sorted(["level_10", "level_2"], key=natural)
+['level_2', 'level_10']
+
+Decides in which lane a slice is drawn, so that no slice hides another.
+
+lane 1  ▐██ a ██▌      ▐██ d ██▌
+lane 2     ▐██ b ██▌
+lane 3        ▐██████ c ██████▌
+
+Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.json in ui.perfetto.dev.
 
     controller        counters; decisions as marks; a lane for steps, for rollout, for each other phase
     trainer/solver    a lane for micro-batches, one for updates
@@ -11,15 +22,43 @@ length of the run does not matter; who they belong to is written last, when all 
 
 import itertools
 import json
+import re
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flexmarl.observability.journal import START, TIMES, read_run
-from flexmarl.observability.lanes import Lanes
-from flexmarl.observability.natural import natural
 from flexmarl.observability.run_folder import RunFolder
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Key by which numbers inside names count as numbers."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+class Lanes:
+    """Lanes for slices of one kind, filled by best fit.
+
+    Slices may come in any order. In the order of their ends, as a journal has them, there are no more lanes than slices
+    that ever ran at once.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """How many lanes there are."""
+        return len(self._ends)
+
+    def place(self, began: int, ended: int) -> int:
+        """The lane that was left the shortest time before `began`, from 0; a new one if all were busy then."""
+        free = bisect_right(self._ends, (began, len(self._ends)))
+        lane = self._ends.pop(free - 1)[1] if free else len(self._ends)
+        insort(self._ends, (ended, lane))
+        return lane
+
 
 CONTROLLER = "controller"
 """Process of the event loop; events that name no process are its own."""

@@ -15,11 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flexmarl.observability.curve import INK, PALETTE, STYLE
-from flexmarl.observability.natural import natural
+from flexmarl.analysis.curve import INK, PALETTE, STYLE
+from flexmarl.analysis.facts import Facts
+from flexmarl.analysis.figures import SimulationReport
+from flexmarl.analysis.timeline import natural
 from flexmarl.observability.overlap import Interval, intersection, seconds, union
-from flexmarl.simulator.facts import Facts
-from flexmarl.simulator.report import SimulationReport
 
 MOST_LINES = 8
 """Policies that have a colour of their own; the others are drawn in grey, as one."""

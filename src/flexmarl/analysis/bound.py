@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 
+from flexmarl.analysis.facts import Call, Facts, MicroBatch
 from flexmarl.simulator.costs import Costs, EngineCosts, costs_of
-from flexmarl.simulator.facts import Call, Facts, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

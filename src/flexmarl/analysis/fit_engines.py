@@ -15,12 +15,12 @@ from statistics import median
 
 import numpy as np
 
+from flexmarl.analysis.facts import Call, Facts
+from flexmarl.analysis.queues import Crowd, level
+from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
 from flexmarl.observability.overlap import Interval, union
 from flexmarl.records import split_trajectory_id
 from flexmarl.simulator.costs import EngineCosts
-from flexmarl.simulator.crowd import Crowd, level
-from flexmarl.simulator.facts import Call, Facts
-from flexmarl.simulator.regression import Floats, nonnegative, relative_error, rounded
 
 ROUNDS = 400
 """Turns at most; slowdown by others and the costs themselves come apart slowly."""

@@ -1,0 +1,79 @@
+"""Decides how many parties were at work at any time, and for how much of it.
+
+Decides how many calls waited when, from the calls themselves: for journals of runs that nobody looked at.
+
+call     asked ▕── waits in the pool ──▏ began ▕─ waits while its instance's slots are taken ─▏ ... ended
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from flexmarl.analysis.facts import Call, Look
+from flexmarl.analysis.regression import Floats, Indices
+from flexmarl.observability.overlap import Interval
+
+
+class Crowd:
+    """How many of several parties were at work, at any time."""
+
+    def __init__(self, parties: Iterable[Sequence[Interval]]) -> None:
+        spans = [interval for busy in parties for interval in busy]
+        moments = np.array([moment for span in spans for moment in span])
+        changes = np.array([change for _ in spans for change in (1.0, -1.0)])
+        order = np.argsort(moments, kind="stable")
+        self._moments = moments[order]
+        level = np.cumsum(changes[order])
+        # The integral of the level up to each moment, from which any mean follows.
+        self._area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self._moments))]) if len(spans) else level
+
+    def mean(self, edges: Floats) -> Floats:
+        """Mean number between each edge and the next."""
+        if not len(self._moments):
+            return np.zeros(len(edges) - 1)
+        return np.diff(np.interp(edges, self._moments, self._area)) / np.maximum(np.diff(edges), 1e-12)
+
+
+def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floats:
+    """Sum of the weights of those that are there, segment by segment; each is there from its first to its last."""
+    ups = np.bincount(first, weights, minlength=segments + 1)
+    downs = np.bincount(last, weights, minlength=segments + 1)
+    return np.cumsum((ups - downs).astype(np.float64))[:segments]
+
+
+LOOKS = 2000
+"""At most: a picture shows no more, and a look has an entry for every policy."""
+
+
+def looks_of(calls: Sequence[Call], slots: Mapping[str, int]) -> list[Look]:
+    """The queues at evenly spaced moments, by policy; `slots` are those of its instances.
+
+    >>> one = Call("a/0", "a", 2.0, 4.0, 5, 5, 9, 0, 0, "g0e0a0", waited=2.0)
+    >>> [(look.at, look.running["a"], look.queued["a"]) for look in looks_of([one], {"a": 1})][:2]
+    [(0.0, 0, 1), (2.0, 1, 0)]
+    """
+    changes = sorted(
+        change
+        for call in calls
+        for change in (
+            (call.began - call.waited, 0, call.policy, call.instance),
+            (call.began, 1, call.policy, call.instance),
+            (call.ended, 2, call.policy, call.instance),
+        )
+    )
+    given = Counter[str]()
+    running, queued = Counter[str](dict.fromkeys(slots, 0)), Counter[str](dict.fromkeys(slots, 0))
+    apart = (changes[-1][0] - changes[0][0]) / LOOKS if changes else 0.0
+    looks: list[Look] = []
+    for place, (at, what, policy, instance) in enumerate(changes):
+        busy = min(given[instance], slots[policy])
+        beyond = given[instance] - busy
+        given[instance] += (0, 1, -1)[what]
+        now_busy = min(given[instance], slots[policy])
+        running[policy] += now_busy - busy
+        queued[policy] += (1, -1, 0)[what] + given[instance] - now_busy - beyond
+        last = place + 1 == len(changes)
+        if last or (changes[place + 1][0] > at and (not looks or changes[place + 1][0] - looks[-1].at > apart)):
+            looks.append(Look(at, dict(running), dict(queued)))
+    return looks
