@@ -10,8 +10,15 @@ that runs, in every thread:
     weights   from `step` of the trainer until the pool has acknowledged the version, and from the first request that
               an engine gets afterwards until its core has sampled a token; not what the team does in between
 
-Whatever runs in these spans is counted, bookkeeping beside the journey included. `--before` counts the same in another
-checkout, in a process of its own.
+Two counts of each journey:
+
+    files_...       files that the tokens or the weights run through: a function there is given them, holds or returns
+                    them. Tokens: ids, texts and encoded rows that hold the call's prompt or reply, records of them, and
+                    the tensors that engine and trainer compute from them. Weights: tensors, modules, object keys
+    files_..._all   files any of whose functions run in the span, in any task and thread: rules that see ids and counts
+                    only, rows that are marked, journal, metrics and screen
+
+`--before` counts the same in another checkout, in a process of its own.
 """
 
 import json
@@ -20,10 +27,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from character_model import save_character_model
 from common import parser, report
@@ -47,8 +59,8 @@ def digit(seed, index, split):
 
 @workflow("say_a_digit")
 async def say_a_digit(task: Task, team: Team) -> None:
-    reply = await team.writer.act(task.prompt)
-    reply.reward(reply.text.count(task.reference))
+    reply = await team.writer.act("Say any number of digits: " + task.prompt)
+    reply.reward(sum(map(ord, reply.text)) % 7)
 """
 CONFIG = {
     "name": "journey",
@@ -79,22 +91,65 @@ CLOSES = {"Tensor.backward": "tokens", "Versions.acknowledged": "weights", "Engi
 """Function -> the span that ends with its call, or, for `EngineCore.step`, with its return."""
 
 
+PROMPT = "number of digits"
+"""In every prompt of the run, and nowhere else."""
+RECORDS = {"GenerationRequest", "Generation", "Turn", "Sample", "MicroBatch"}
+"""Classes of the package whose objects hold tokens."""
+LOOKED_AT = 64
+"""Elements of a collection that are looked at, and levels of nesting 4: a list of rows is known by its first ones."""
+
+
+def holds_tokens(value: Any, depth: int = 4) -> bool:
+    """Whether tokens of a call are in the value; what objects other than records refer to is not looked at."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return bool(np.issubdtype(value.dtype, np.int32)) if isinstance(value, np.ndarray) else value.numel() > 0
+    if isinstance(value, str | bytes):
+        return (PROMPT if isinstance(value, str) else PROMPT.encode()) in value
+    if type(value).__name__ in RECORDS:
+        return True
+    return any(holds_tokens(inner, depth - 1) for inner in _parts(value)) if depth else False
+
+
+def holds_weights(value: Any, depth: int = 4) -> bool:
+    """Whether weights, or where they are to be found, are in the value."""
+    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
+        return True
+    if isinstance(value, str):
+        return value.startswith("weights/")  # an object key
+    return any(holds_weights(inner, depth - 1) for inner in _parts(value)) if depth else False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [each for pair in islice(value.items(), LOOKED_AT) for each in pair]
+    if isinstance(value, list | tuple | set | frozenset):
+        return islice(value, LOOKED_AT)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()
+
+
+HOLDS = {"tokens": holds_tokens, "weights": holds_weights}
+
+
 class Journeys:
     """Notes the files of the package whose functions run in a span; a span opens and closes at calls of functions."""
 
     def __init__(self) -> None:
-        self.files: dict[str, list[str]] = {"tokens": [], "weights": []}
-        """Files of each journey, in the order in which they are first entered."""
+        self.files: dict[str, list[str]] = {"tokens": [], "weights": [], "tokens_all": [], "weights_all": []}
+        """Files of each journey, in the order in which they are first entered; and all that run meanwhile."""
         self._open: set[str] = set()
         self._acknowledged = False
         self._ended: set[str] = set()
 
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         """The profile hook (`sys.setprofile`)."""
         if event == "call":
             self._called(frame.f_code)
-        elif event == "return" and frame.f_code.co_qualname == "EngineCore.step" and self._acknowledged:
-            self._close("weights")
+        elif event == "return":
+            self._returned(frame, argument)
+            if frame.f_code.co_qualname == "EngineCore.step" and self._acknowledged:
+                self._close("weights")
 
     def _called(self, code: CodeType) -> None:
         name = code.co_qualname
@@ -102,15 +157,25 @@ class Journeys:
         if span and span not in self._ended and (name != "EmbeddedEngine.generate" or self._acknowledged):
             self._open.add(span)
         if self._open and code.co_filename.startswith(PACKAGE) and not name.startswith("<module>"):
-            file = code.co_filename.removeprefix(PACKAGE).lstrip("/")
             for journey in self._open:
-                if file not in self.files[journey]:
-                    self.files[journey].append(file)
+                self._note(f"{journey}_all", code)
         if name == "Tensor.backward":
             self._close("tokens")
         elif name == "Versions.acknowledged" and "weights" in self._open:
             self._acknowledged = True
             self._open.discard("weights")
+
+    def _returned(self, frame: FrameType, value: object) -> None:
+        """A function or coroutine returns, or waits: all that it has been given and has made is in its frame."""
+        if self._open and frame.f_code.co_filename.startswith(PACKAGE):
+            for journey in self._open:
+                if any(map(HOLDS[journey], [value, *frame.f_locals.values()])):
+                    self._note(journey, frame.f_code)
+
+    def _note(self, journey: str, code: CodeType) -> None:
+        file = code.co_filename.removeprefix(PACKAGE).lstrip("/")
+        if file not in self.files[journey]:
+            self.files[journey].append(file)
 
     def _close(self, span: str) -> None:
         if span in self._open:
