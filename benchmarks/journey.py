@@ -103,8 +103,10 @@ def holds_tokens(value: Any, depth: int = 4) -> bool:
     """Whether tokens of a call are in the value; what objects other than records refer to is not looked at."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return bool(np.issubdtype(value.dtype, np.int32)) if isinstance(value, np.ndarray) else value.numel() > 0
-    if isinstance(value, str | bytes):
-        return (PROMPT if isinstance(value, str) else PROMPT.encode()) in value
+    if isinstance(value, str):
+        return PROMPT in value
+    if isinstance(value, bytes):
+        return PROMPT.encode() in value
     if type(value).__name__ in RECORDS:
         return True
     return any(holds_tokens(inner, depth - 1) for inner in _parts(value)) if depth else False

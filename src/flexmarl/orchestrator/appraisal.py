@@ -2,7 +2,7 @@
 
   credit rows ──► trainers of their policies: appraise ──► rows with values, and rewards less beta KL per token
 
-consumes    rows with their final rewards, and the turns they are of
+consumes    rows with their final rewards; trainers read the turns themselves
 waits for   each trainer that has something to say; several at once
 produces    the rows, filled in; at the end of a batch, the coefficients that the next one is credited with
 unblocked by the trainers
@@ -15,15 +15,13 @@ from dataclasses import replace
 from math import fsum
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flexmarl.credit import CreditRow
 from flexmarl.credit.returns import token_rewards
 from flexmarl.observability.journal import Journal
-from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId, Turn
+from flexmarl.records import PolicyName, SampleId
 from flexmarl.training.interface import Appraised, Trainer
-from flexmarl.training.kl import KlSettings, divergence
 from flexmarl.training.settings import TrainingSettings
 
 Memory = Mapping[str, float]
@@ -55,29 +53,23 @@ class Appraisal:
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
         """Mean divergence of each row of this batch."""
 
-    def asks_for(self, rows: Sequence[CreditRow]) -> list[SampleId]:
-        """The rows whose tokens a trainer has to see."""
-        return [row.sample_id for row in rows if row.policy in self._trainers and row.num_tokens and not row.greedy]
+    async def fill(self, rows: Sequence[CreditRow], memory: Memory) -> Sequence[CreditRow]:
+        """Returns the rows with values, and with token rewards that pay for divergence.
 
-    async def fill(self, rows: Sequence[CreditRow], turns: Sequence[Turn], memory: Memory) -> Sequence[CreditRow]:
-        """The rows with values, and with token rewards that pay for divergence. Raises TrainingError.
-
-        `turns` are those of `asks_for`, or more.
+        Trainers are asked about sampled rows of their policy; greedy plays and empty responses are not among them.
+        Raises TrainingError, or StoreError if a trainer cannot read them.
         """
-        sampled = {turn.sample_id: turn for turn in turns}
-        asked: dict[PolicyName, list[Turn]] = defaultdict(list)
-        for sample_id in self.asks_for(rows):
-            asked[sampled[sample_id].policy].append(sampled[sample_id])
+        asked: dict[PolicyName, list[SampleId]] = defaultdict(list)
+        for row in rows:
+            if row.policy in self._trainers and row.num_tokens and not row.greedy:
+                asked[row.policy].append(row.sample_id)
         async with asyncio.TaskGroup() as tasks:
             calls = [
                 tasks.create_task(self._ask(policy, asked[policy]), name=f"appraise/{policy}")
                 for policy in sorted(asked)
             ]
         said = {sample_id: appraised for call in calls for sample_id, appraised in call.result().items()}
-        return [
-            self._filled(row, sampled[row.sample_id], said[row.sample_id], memory) if row.sample_id in said else row
-            for row in rows
-        ]
+        return [self._filled(row, said[row.sample_id], memory) if row.sample_id in said else row for row in rows]
 
     def end_batch(self, memory: Memory, of: PolicyName | None = None) -> Memory:
         """The memory for the next batch, with the coefficients that follow from this one: `of` a policy, or of all."""
@@ -100,21 +92,16 @@ class Appraisal:
             )
         return after
 
-    async def _ask(self, policy: PolicyName, turns: Sequence[Turn]) -> Mapping[SampleId, Appraised]:
-        samples = tuple(Sample(turn=turn, advantage=0.0) for turn in turns)
-        batch = MicroBatch(micro_batch_id=f"appraise/{turns[0].sample_id}", policy=policy, samples=samples)
-        appraised = await self._trainers[policy].appraise(batch)
-        return {turn.sample_id: said for turn, said in zip(turns, appraised, strict=True)}
+    async def _ask(self, policy: PolicyName, ids: Sequence[SampleId]) -> Mapping[SampleId, Appraised]:
+        return dict(zip(ids, await self._trainers[policy].appraise(ids), strict=True))
 
-    def _filled(self, row: CreditRow, turn: Turn, said: Appraised, memory: Memory) -> CreditRow:
+    def _filled(self, row: CreditRow, said: Appraised, memory: Memory) -> CreditRow:
         if said.values is not None:
             row = replace(row, values=tuple(said.values.tolist()))
-        kl = self._in_reward.get(row.policy)
-        if kl is None or said.reference is None or row.reward is None:
+        if row.policy not in self._in_reward or said.divergence is None or row.reward is None:
             return row
-        found = _divergence(kl, turn, said.reference)
-        self._seen[row.policy].append(float(found.mean()))
-        return paid(row, self._coef(row.policy, memory) * found)
+        self._seen[row.policy].append(float(said.divergence.mean()))
+        return paid(row, self._coef(row.policy, memory) * said.divergence)
 
     def _coef(self, policy: PolicyName, memory: Memory) -> float:
         return memory.get(_name(policy), self._in_reward[policy].coef)
@@ -128,12 +115,6 @@ def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
     return replace(
         row.pays("kl", float(price.sum())), reward=float(rewards.sum()), token_rewards=tuple(rewards.tolist())
     )
-
-
-def _divergence(kl: KlSettings, turn: Turn, reference: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[R] from what the engine recorded: of the weights that sampled, as `old` is for rows of other versions."""
-    recorded, initial = (torch.from_numpy(of.astype(np.float64)) for of in (turn.raw_logprobs, reference))
-    return divergence(kl.type, recorded, initial).numpy()
 
 
 def _name(policy: PolicyName) -> str:

@@ -23,7 +23,7 @@ from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping.shape import RewardParts, reward_parts
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import credit_row, open_row, turn_from_row
+from flexmarl.experience.rows import credit_row, open_row
 from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
@@ -140,8 +140,7 @@ class Crediting:
         """Compares the groups, or parts of groups, and ends the rows that training does not see, but for `opened`."""
         rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
         if self._appraisal:
-            stored = await self._store.get(self._appraisal.asks_for(rows))
-            rows = await self._appraisal.fill(rows, [turn_from_row(row) for row in stored], self.memory)
+            rows = await self._appraisal.fill(rows, self.memory)
         values = {row.sample_id: row.values for row in rows if row.values is not None}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory

@@ -15,7 +15,17 @@ import torch
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
+from flexmarl.records import (
+    CreditLine,
+    Divisors,
+    FloatArray,
+    LossReport,
+    MicroBatch,
+    PolicyName,
+    SampleId,
+    Turn,
+    Version,
+)
 from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
@@ -147,16 +157,19 @@ class ModelledTrainer:
         self._check_alive()
         return [sample.turn.raw_logprobs for sample in batch.samples]
 
-    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        """Values of 0 and a reference that agrees with the engine, in the time that the samples' tokens take.
+    async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
+        """Reads the rows, takes the time of their tokens, and returns the opinion of each.
 
         Also while it is set aside: the swaps that a real one would need for this are not modelled.
         """
-        await self._spend(self.costs.token_s * sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples))
-        return [
-            Appraised(values=np.zeros(sample.num_tokens, dtype=np.float32), reference=sample.turn.raw_logprobs)
-            for sample in batch.samples
-        ]
+        turns = await self.rows.turns(ids)
+        await self._spend(self.costs.token_s * sum(len(turn.prompt_ids) + turn.num_tokens for turn in turns))
+        return [self.opinion(turn) for turn in turns]
+
+    def opinion(self, turn: Turn) -> Appraised:
+        """Values of 0, and a reference that agrees with the engine."""
+        values, divergence = np.zeros(turn.num_tokens, dtype=np.float32), np.zeros(turn.num_tokens)
+        return Appraised(values=values, reference=turn.raw_logprobs, divergence=divergence)
 
     async def save(self, path: Path) -> None:
         """Writes `trainer.json`; also while it is set aside."""

@@ -86,6 +86,7 @@ async def check_trainer(
 
     await _refuses(TrainingError, trainer.step(divisors), "a step without any micro-batch")
     await _refuses(StoreError, trainer.accumulate("unknown", [NOBODY]), "rows that the store does not have")
+    await _refuses(StoreError, trainer.appraise([NOBODY]), "an opinion of rows that the store does not have")
     for batch in batches:
         report = await accumulate(trainer, batch)
         assert report.micro_batch_id == batch.micro_batch_id
@@ -99,8 +100,9 @@ async def check_trainer(
         assert values.dtype == np.float32
         assert values.shape == (sample.num_tokens,), "one log-probability for every sampled token"
 
-    for sample, appraised in zip(batches[0].samples, await trainer.appraise(batches[0]), strict=True):
-        for said in (appraised.values, appraised.reference):
+    appraised = await trainer.appraise([sample.turn.sample_id for sample in batches[0].samples])
+    for sample, opinion in zip(batches[0].samples, appraised, strict=True):
+        for said in (opinion.values, opinion.reference, opinion.divergence):
             assert said is None or said.shape == (sample.num_tokens,), "one number for every sampled token, or None"
 
     await trainer.save(folder / "with_cache")

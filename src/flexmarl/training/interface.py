@@ -5,9 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
+
+FloatArray64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +57,15 @@ class Accumulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appraised:
-    """What a trainer can say of one turn before it is credited."""
+    """What a trainer can say of one turn, of R sampled tokens, before it is credited."""
 
     values: FloatArray | None
-    """[R] float32: what the critic expects in front of each sampled token; None without a critic."""
+    """[R] float32: the critic's value in front of each sampled token; None without a critic."""
     reference: FloatArray | None
     """[R] float32: each token's raw log-probability under the initial weights; None where no setting compares."""
+    divergence: FloatArray64 | None = None
+    """[R] float64: each token's divergence from `reference` (training.kl.type), from the raw log-probability that the
+    engine recorded, that is under the weights that sampled it; None unless the reward pays for it."""
 
 
 class Trainer(Protocol):
@@ -107,10 +115,11 @@ class Trainer(Protocol):
         """Raw log-probabilities of the sampled tokens under the current weights, one [R] float32 array per sample."""
         ...
 
-    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        """What the current weights' critic and the initial weights say, per sample; changes nothing.
+    async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
+        """Reads these rows where the trainer lives; returns what critic and initial weights say of each, in order.
 
-        Called before credit, also while `accumulate` of other rows is under way. Raises TrainingError.
+        Changes nothing. Called before credit, also while `accumulate` of other rows is under way. Raises TrainingError,
+        or StoreError if the rows cannot be read.
         """
         ...
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.experience.rows import sample_from_row
-from flexmarl.records import Sample, SampleId
+from flexmarl.experience.rows import sample_from_row, turn_from_row
+from flexmarl.records import Sample, SampleId, Turn
 
 
 class RowReader(Protocol):
@@ -14,6 +14,10 @@ class RowReader(Protocol):
 
     async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
         """The rows of these ids as training sees them, in this order. Raises StoreError for an unknown id."""
+        ...
+
+    async def turns(self, ids: Sequence[SampleId]) -> tuple[Turn, ...]:
+        """The turns of these rows, which need no credit yet, in this order. Raises StoreError for an unknown id."""
         ...
 
 
@@ -26,6 +30,10 @@ class StoreRows:
     async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
         """Reads them from the store."""
         return tuple(sample_from_row(row) for row in await self._store.get(ids))
+
+    async def turns(self, ids: Sequence[SampleId]) -> tuple[Turn, ...]:
+        """Reads them from the store."""
+        return tuple(turn_from_row(row) for row in await self._store.get(ids))
 
 
 class HeldRows:
@@ -44,3 +52,7 @@ class HeldRows:
         if missing := [sample_id for sample_id in ids if sample_id not in self._samples]:
             raise StoreError(f"no row '{missing[0]}' is held; there are {len(self._samples)} rows")
         return tuple(self._samples[sample_id] for sample_id in ids)
+
+    async def turns(self, ids: Sequence[SampleId]) -> tuple[Turn, ...]:
+        """Takes the turns of the samples from memory."""
+        return tuple(sample.turn for sample in await self.read(ids))

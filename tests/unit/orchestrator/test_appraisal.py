@@ -13,9 +13,10 @@ from flexmarl.credit import CreditRow, credit_rows
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal, paid
-from flexmarl.records import GroupRecord, MicroBatch, PolicyName, SampleId, Turn
+from flexmarl.records import GroupRecord, PolicyName, Sample, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Appraised
+from flexmarl.training.rows import HeldRows
 from flexmarl.training.settings import TrainingSettings
 from tests.unit.orchestrator.groups import JUDGE, SOLVER, Bench, group_of
 
@@ -25,32 +26,30 @@ DRIFT = 0.5
 class Opinionated(FakeTrainer):
     """Values are the places of the tokens; every token was less likely under the reference by `DRIFT`."""
 
-    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        return [
-            Appraised(
-                values=np.arange(sample.num_tokens, dtype=np.float32),
-                reference=(sample.turn.raw_logprobs - np.float32(DRIFT)).astype(np.float32),
-            )
-            for sample in batch.samples
-        ]
+    def opinion(self, turn: Turn) -> Appraised:
+        drift = np.full(turn.num_tokens, DRIFT)
+        values = np.arange(turn.num_tokens, dtype=np.float32)
+        return Appraised(values=values, reference=turn.raw_logprobs, divergence=drift)
 
 
 class Unequal(FakeTrainer):
     """No two groups are equally far from the reference."""
 
-    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        far = [np.float32(0.9 + int(str(sample.turn.episode)[1:].partition("e")[0]) / 70) for sample in batch.samples]
-        return [
-            Appraised(values=None, reference=sample.turn.raw_logprobs - by)
-            for sample, by in zip(batch.samples, far, strict=True)
-        ]
+    def opinion(self, turn: Turn) -> Appraised:
+        far = 0.9 + int(str(turn.episode)[1:].partition("e")[0]) / 70
+        divergence = np.full(turn.num_tokens, np.exp(-far) + far - 1)
+        return Appraised(values=None, reference=turn.raw_logprobs, divergence=divergence)
+
+
+PLAYED = HeldRows()
+"""The turns of all groups of this file: ids say which."""
 
 
 def appraisal_of(
     journal: MemoryJournal | None = None, *, trainer: type[FakeTrainer] = Opinionated, **training: object
 ) -> Appraisal:
     return Appraisal(
-        trainers={SOLVER: trainer(SOLVER, InlineObjectStore())},
+        trainers={SOLVER: trainer(SOLVER, InlineObjectStore(), rows=PLAYED)},
         training={SOLVER: TrainingSettings.model_validate(training)},
         journal=journal or MemoryJournal(),
     )
@@ -62,8 +61,13 @@ def filled(
     memory: Mapping[str, float] = {},
     trained: Sequence[PolicyName] = (SOLVER,),
 ) -> Sequence[CreditRow]:
+    hold(group)
+    return asyncio.run(appraisal.fill(credit_rows(group, trained), memory))
+
+
+def hold(group: GroupRecord) -> None:
     turns: list[Turn] = [turn for episode in group.episodes for turn in episode.turns]
-    return asyncio.run(appraisal.fill(credit_rows(group, trained), turns, memory))
+    PLAYED.hold([Sample(turn=turn, advantage=0.0) for turn in turns])
 
 
 def test_each_token_pays_for_its_divergence_and_the_reward_is_what_is_left() -> None:
@@ -116,15 +120,15 @@ def test_the_greedy_play_and_calls_without_a_token_are_not_asked_about() -> None
     group, asked = group_of(0, [1.0, 0.5]), list[str]()
 
     class Listening(Opinionated):
-        async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-            asked.extend(sample.turn.sample_id for sample in batch.samples)
-            return await super().appraise(batch)
+        async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
+            asked.extend(ids)
+            return await super().appraise(ids)
 
     played, *others = credit_rows(group, [SOLVER])
     rows = [played, replace(others[0], greedy=True), replace(played, sample_id=SampleId("empty"), num_tokens=0)]
-    turns = [turn for episode in group.episodes for turn in episode.turns]
+    hold(group)
     in_reward = appraisal_of(trainer=Listening, kl={"type": "k1", "where": "reward"})
-    filled_in = asyncio.run(in_reward.fill(rows, turns, {}))
+    filled_in = asyncio.run(in_reward.fill(rows, {}))
     assert asked == [played.sample_id]
     assert list(filled_in[1:]) == rows[1:]
 
@@ -160,6 +164,7 @@ def test_what_was_appraised_is_credited_and_trained_on() -> None:
         kl = {"type": "k1", "where": "reward", "coef": 0.1, "target": 0.1, "horizon": 1}
         bench = Bench(groups=1, estimator={"type": "reinforce"}, appraisal=appraisal_of(critic={}, kl=kl))
         group = group_of(0, [1.0])
+        hold(group)
         await bench.play(group)
         (credited,) = await bench.crediting.credit([group])
         for sample in credited.samples[SOLVER]:

@@ -1,6 +1,8 @@
 """Whole runs that ask their trainers before credit: in every mode, and across a resume."""
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexmarl.agents import Team
-from flexmarl.records import MicroBatch, PolicyName, RowState, Task
+from flexmarl.records import PolicyName, RowState, SampleId, Task, Turn
 from flexmarl.testing.run import ScriptedRun
 from flexmarl.training.interface import Appraised
 
@@ -16,15 +18,14 @@ SOLVER = PolicyName("solver")
 KL = {"type": "k1", "where": "reward", "coef": 0.1, "target": 0.1, "horizon": 40}
 
 
-async def opinion(batch: MicroBatch) -> list[Appraised]:
+def opinion(turn: Turn) -> Appraised:
     """A critic that expects a quarter, and a reference half a nat away."""
-    return [
-        Appraised(
-            values=np.full(sample.num_tokens, 0.25, np.float32),
-            reference=(sample.turn.raw_logprobs - np.float32(0.5)).astype(np.float32),
-        )
-        for sample in batch.samples
-    ]
+    values, divergence = np.full(turn.num_tokens, 0.25, np.float32), np.full(turn.num_tokens, 0.5)
+    return Appraised(values=values, reference=turn.raw_logprobs - np.float32(0.5), divergence=divergence)
+
+
+async def appraise(trainer: Any, ids: Sequence[SampleId]) -> list[Appraised]:
+    return [opinion(turn) for turn in await trainer.rows.turns(ids)]
 
 
 def run_of(folder: Path, *, estimator: str = "gae", critic: bool = True, steps: int = 3, **more: Any) -> ScriptedRun:
@@ -38,7 +39,7 @@ def run_of(folder: Path, *, estimator: str = "gae", critic: bool = True, steps: 
         **more,
     )
     for trainer in run.trainers.values():
-        trainer.appraise = opinion
+        trainer.appraise = partial(appraise, trainer)
     return run
 
 
@@ -80,7 +81,7 @@ def test_the_batch_of_a_policy_ends_for_that_policy_alone(tmp_path: Path) -> Non
         policies={policy: {"training": {"kl": KL}} for policy in ("solver", "writer")},
     )
     for trainer in run.trainers.values():
-        trainer.appraise = opinion
+        trainer.appraise = partial(appraise, trainer)
     run.play()
     for policy, other in (("solver", "writer"), ("writer", "solver")):
         ended = [event["event"] for event in run.events() if event.get("policy") == policy]

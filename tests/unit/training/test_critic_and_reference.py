@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import MicroBatch, PolicyName, Sample, Version
+from flexmarl.records import MicroBatch, PolicyName, Sample, Turn, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
@@ -50,6 +50,10 @@ def with_returns(samples: Sequence[Sample]) -> list[Sample]:
 
 def batch_of(samples: Sequence[Sample], name: str = "mb") -> MicroBatch:
     return MicroBatch(micro_batch_id=name, policy=SOLVER, samples=tuple(samples))
+
+
+def turns_of(samples: Sequence[Sample]) -> list[Turn]:
+    return [sample.turn for sample in samples]
 
 
 async def step(trainer: SingleProcessTrainer, *parts: Sequence[Sample]) -> None:
@@ -150,14 +154,14 @@ def test_a_resumed_run_compares_with_the_weights_it_began_with_and_keeps_its_cri
 
     async def check() -> None:
         undisturbed = trainer_of(make_model(), **EVERYTHING)
-        at_first = await undisturbed.appraise(batch_of(first))
+        at_first = await undisturbed.appraise_turns(turns_of(first))
         await step(undisturbed, first)
         await undisturbed.save(tmp_path / "checkpoint")
         resumed = trainer_of(make_model(), **EVERYTHING)
         await resumed.load(tmp_path / "checkpoint")
         for trainer in (undisturbed, resumed):
             await step(trainer, second)
-        ends = [await trainer.appraise(batch_of(first)) for trainer in (undisturbed, resumed)]
+        ends = [await trainer.appraise_turns(turns_of(first)) for trainer in (undisturbed, resumed)]
         for begun, went_on, came_back in zip(at_first, *ends, strict=True):
             assert went_on.values is not None
             assert begun.values is not None
@@ -179,7 +183,7 @@ def test_appraising_says_what_the_initial_weights_said_and_changes_nothing(
         trainer = trainer_of(make_model(), kl={"type": "k1", "where": "reward"})
         before = await trainer.logprobs(batch_of(samples))
         await trainer.accumulate_batch(batch_of(samples, "mb/0"))
-        appraised = await trainer.appraise(batch_of(samples))
+        appraised = await trainer.appraise_turns(turns_of(samples))
         for sample, said, lp in zip(samples, appraised, before, strict=True):
             assert said.values is None
             assert said.reference is not None
@@ -195,8 +199,27 @@ def test_appraising_says_what_the_initial_weights_said_and_changes_nothing(
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(("kind", "of"), [("k1", lambda d: d), ("k3", lambda d: np.exp(-d) + d - 1)])
+def test_the_divergence_that_a_reward_pays_for_is_of_what_the_engine_recorded(
+    make_model: Model, make_samples: Samples, kind: str, of: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    samples = make_samples(4)
+
+    async def check() -> None:
+        trainer = trainer_of(make_model(), kl={"type": kind, "where": "reward"})
+        before = await trainer.logprobs(batch_of(samples))
+        await step(trainer, samples)
+        for sample, said, initial in zip(samples, await trainer.appraise_turns(turns_of(samples)), before, strict=True):
+            drift = sample.turn.raw_logprobs.astype(np.float64) - initial
+            assert said.divergence == pytest.approx(of(drift), rel=1e-12)
+        in_loss = trainer_of(make_model(), kl={"type": "k2"})
+        assert all(said.divergence is None for said in await in_loss.appraise_turns(turns_of(samples)))
+
+    asyncio.run(check())
+
+
 def test_without_settings_that_need_it_there_is_nothing_to_say(make_model: Model, make_samples: Samples) -> None:
-    appraised = asyncio.run(trainer_of(make_model()).appraise(batch_of(make_samples(4))))
+    appraised = asyncio.run(trainer_of(make_model()).appraise_turns(turns_of(make_samples(4))))
     assert all(said.values is None and said.reference is None for said in appraised)
 
 
@@ -208,7 +231,7 @@ def test_a_critic_learns_what_follows(make_model: Model, make_samples: Samples) 
         trainer = trainer_of(make_model(), critic=critic, optimizer={"learning_rate": 0.1})
         for _ in range(60):
             await step(trainer, samples)
-        said = [one.values for one in await trainer.appraise(batch_of(samples))]
+        said = [one.values for one in await trainer.appraise_turns(turns_of(samples))]
         assert np.concatenate([values for values in said if values is not None]) == pytest.approx(2.0, abs=0.2)
 
     asyncio.run(check())

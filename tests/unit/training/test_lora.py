@@ -232,7 +232,9 @@ def test_the_reference_is_the_model_without_its_adapter(make_model: Model, make_
     initial = SingleProcessTrainer(SOLVER, make_model(), chosen(lora=None), InlineObjectStore())
     trainer = trained(model, chosen(kl=kl), [make_samples(i, version=i) for i in range(2)])
     (batch,) = micro_batches(samples)
-    reference = [seen.reference for seen in asyncio.run(trainer.appraise(batch))]
+    reference = [
+        seen.reference for seen in asyncio.run(trainer.appraise_turns([sample.turn for sample in batch.samples]))
+    ]
     expected = asyncio.run(initial.logprobs(batch))
     assert all(np.array_equal(a, b) for a, b in zip(reference, expected, strict=True))
     now = asyncio.run(trainer.logprobs(batch))

@@ -9,6 +9,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from flexmarl.records import (
     PolicyName,
     Sample,
     SampleId,
+    Turn,
     Version,
 )
 from flexmarl.training.aggregation import token_weights
@@ -33,6 +35,7 @@ from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
 from flexmarl.training.backends.gradients import Backward, GradientCache, OpenSums, Weighted
 from flexmarl.training.backends.network import Network
 from flexmarl.training.interface import Appraised, UpdateReport
+from flexmarl.training.kl import divergence
 from flexmarl.training.objective import Objective
 from flexmarl.training.rows import RowReader
 from flexmarl.training.settings import TrainingSettings
@@ -179,19 +182,32 @@ class SingleProcessTrainer:
         async with self._turn:
             return await self._per_sample(batch.samples, self._network.logprobs)
 
-    async def appraise(self, batch: MicroBatch) -> list[Appraised]:
-        """Forward passes of the weights as they are for values, of the initial ones for the reference."""
-        async with self._turn:
-            return await self._appraise(batch)
+    async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
+        """Reads the turns, and appraises them."""
+        if self._rows is None:
+            raise TrainingError(f"{self._where}: it has no rows to read {some_of(ids)} from; give it `rows`")
+        return await self.appraise_turns(await self._rows.turns(ids))
 
-    async def _appraise(self, batch: MicroBatch) -> list[Appraised]:
-        with boundary(TrainingError, f"{self._where}: appraising {batch.micro_batch_id}"):
-            network, nothing = self._network, [None] * len(batch.samples)
-            values = await self._per_sample(batch.samples, network.values) if network.has_values else nothing
-            reference = nothing
-            if network.has_reference:
-                reference = await self._per_sample(batch.samples, network.reference_logprobs)
-            return [Appraised(values=v, reference=r) for v, r in zip(values, reference, strict=True)]
+    async def appraise_turns(self, turns: Sequence[Turn]) -> list[Appraised]:
+        """Forward passes of the weights as they are for values, of the initial ones for the reference."""
+        samples = [Sample(turn=turn, advantage=0.0) for turn in turns]
+        network, nothing = self._network, [None] * len(samples)
+        async with self._turn:
+            with boundary(TrainingError, f"{self._where}: appraising {some_of([turn.sample_id for turn in turns])}"):
+                values = await self._per_sample(samples, network.values) if network.has_values else nothing
+                reference = nothing
+                if network.has_reference:
+                    reference = await self._per_sample(samples, network.reference_logprobs)
+        return [
+            Appraised(values=v, reference=r, divergence=None if r is None else self._divergence(turn, r))
+            for turn, v, r in zip(turns, values, reference, strict=True)
+        ]
+
+    def _divergence(self, turn: Turn, reference: FloatArray) -> NDArray[np.float64] | None:
+        if (kl := self._settings.kl) is None or kl.where != "reward":
+            return None
+        recorded, initial = (torch.from_numpy(of.astype(np.float64)) for of in (turn.raw_logprobs, reference))
+        return divergence(kl.type, recorded, initial).numpy()
 
     async def save(self, path: Path) -> None:
         """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
