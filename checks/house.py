@@ -1,7 +1,7 @@
 """Sizes, names and words of src/flexmarl that `make check` holds: a line for each breach, and exit code 1 if any.
 
-    python checks/house.py            the breaches
-    python checks/house.py --sizes    files, lines and small files, by folder
+python checks/house.py            the breaches
+python checks/house.py --sizes    files, lines and small files, by folder
 """
 
 import ast
