@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -29,7 +28,7 @@ from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.engines import EngineParts, make_engine
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import ObjectStore
@@ -56,7 +55,7 @@ class Materials:
     thread: DeviceThread | None = None
     """The one thread for torch of this process; None: each resident has a process, and a thread, of its own."""
 
-    def make_engine(self, policy: PolicyName) -> WeightedEngine:
+    def make_engine(self, policy: PolicyName) -> InferenceEngine:
         """An engine with its model. Raises EngineError, or ConfigError naming what is wrong with the model."""
         with boundary(EngineError, f"policies.{policy}.engine: making an engine on {self.device}"):
             self._begin()
@@ -70,8 +69,7 @@ class Materials:
                 deterministic=self.settings.deterministic,
                 verify=self.settings.objects.level(self.settings.cluster.device),
             )
-            # Who needs weights of its own implements the whole of WeightedEngine; see `capabilities`.
-            engine: Any = make_engine(self.settings.policies[policy].engine, parts)
+            engine = make_engine(self.settings.policies[policy].engine, parts)
             self._made()
             return engine
 
@@ -125,12 +123,12 @@ class RealResidents:
         """Ray, or this process."""
         return self.open_cluster(residents)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
         """One inference instance."""
         return ResidentSpec(
             name=f"{ResidentKind.ENGINE}/{instance}",
             kind=ResidentKind.ENGINE,
-            contract=WeightedEngine,
+            contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
             make=partial(self.materials.make_engine, policy),
             error=EngineError,
             devices=self._devices,

@@ -20,7 +20,7 @@ from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, Residen
 from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
@@ -46,7 +46,7 @@ class Residents(Protocol):
         """Where residents live, with room for so many at a time."""
         ...
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
         """One inference instance, named `{policy}/{number}`."""
         ...
 
@@ -178,7 +178,7 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
 
 async def respawn(
     cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: str
-) -> WeightedEngine:
+) -> InferenceEngine:
     """An instance in place of one that was lost."""
     if seconds := residents.replacement_s(policy):
         await asyncio.sleep(seconds)

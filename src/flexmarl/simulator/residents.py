@@ -13,7 +13,7 @@ from typing import cast
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.simulator.costs import CostSettings
@@ -48,7 +48,7 @@ class ModelledResidents:
         names = [NODE] if self.nodes == 1 else [f"{NODE}-{n}" for n in range(self.nodes)]
         return inproc_cluster(dict.fromkeys(names, residents + self.spare))
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
         """One inference instance, which may be moved to another policy."""
         make = partial(
             ModelledEngine,
@@ -62,7 +62,7 @@ class ModelledResidents:
         return ResidentSpec(
             name=f"{ResidentKind.ENGINE}/{instance}",
             kind=ResidentKind.ENGINE,
-            contract=WeightedEngine,
+            contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
             make=make,
             error=EngineError,
         )
