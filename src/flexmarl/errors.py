@@ -1,17 +1,17 @@
 """The error model: whose fault an error is, where it is recorded, and who may try again.
 
-| class           | whose fault            | recorded                               | retried by                      |
-|-----------------|------------------------|----------------------------------------|---------------------------------|
-| ConfigError     | the user's settings    | printed, exit code 2                   | nobody: the user changes a key  |
-| MissingExtra    | the installation       | printed, exit code 2                   | nobody: the user installs it    |
+| class           | whose fault            | recorded                                | retried by                      |
+|-----------------|------------------------|-----------------------------------------|---------------------------------|
+| ConfigError     | the user's settings    | printed, exit code 2                    | nobody: the user changes a key  |
+| MissingExtra    | the installation       | printed, exit code 2                    | nobody: the user installs it    |
 | EpisodeError    | a workflow or a tool   | the episode's record; the run continues | the admission rule              |
-| EngineError     | an inference engine    | the failed turn's record               | the pool, then the episode      |
-| StoreError      | the experience store   | the journal; ends the run              | the user, with `--resume`       |
-| CreditError     | a workflow's rewards   | the journal; ends the run              | the user, who changes it        |
-| TrainingError   | a trainer              | the journal; ends the run              | the user, with `--resume`       |
-| ObjectError     | room for weights       | the journal; ends the run              | the user, with `--resume`       |
-| WorkerError     | a process that died    | `worker_lost` in the journal           | the pool, with a new engine     |
-| CheckpointError | a file                 | printed, exit code 1                   | the user, with an older one     |
+| EngineError     | an inference engine    | the failed turn's record                | the pool, then the episode      |
+| StoreError      | the experience store   | the journal; ends the run               | the user, with `--resume`       |
+| CreditError     | a workflow's rewards   | the journal; ends the run               | the user, who changes it        |
+| TrainingError   | a trainer              | the journal; ends the run               | the user, with `--resume`       |
+| ObjectError     | room for weights       | the journal; ends the run               | the user, with `--resume`       |
+| WorkerError     | a process that died    | `worker_lost` in the journal            | the pool, with a new engine     |
+| CheckpointError | a file                 | printed, exit code 1                    | the user, with an older one     |
 
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
 """
