@@ -37,7 +37,7 @@ class CharacterRenderer(ChatRenderer):
 
 @cache
 def character_renderer() -> ChatRenderer:
-    """Returns the renderer: tokens can be counted by eye. Characters that are not printable ASCII are the unknown token."""
+    """Returns the renderer, whose tokens can be counted by eye. Only printable ASCII is known to its tokenizer."""
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(("<unk>", *printable))}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
