@@ -14,7 +14,7 @@ Version = NewType("Version", int)
 """How many updates a policy has had: 0 is the model it started from."""
 
 Scalar = str | int | float | bool
-"""What a tag or a small data column may hold."""
+"""Type of a tag, or of a value in a small data column."""
 
 
 def make_trajectory_id(group: int, index: int, attempt: int) -> str:
