@@ -190,7 +190,7 @@ class Player:
             return replace(episode, status=EpisodeStatus.FAILED, reason=episode.reason or broken)
 
     def _unrewarded(self, team: Team) -> str:
-        """Names the first turn of a trained policy that has no reward; "" if all have one. A missing reward is not 0.0."""
+        """Names a trained policy's first turn without a reward; "" if all have one. A missing reward is not 0.0."""
         rewards = team.rewards()
         for turn in team.turns:
             if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
