@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     subject: str
     found: str
     todo: str = ""
-    """What the user should do; empty if nothing."""
+    """The user's to-do; empty if there is none."""
 
 
 HUB_TIMEOUT_S = 3.0

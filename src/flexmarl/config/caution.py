@@ -16,7 +16,7 @@ class Caution(NamedTuple):
     price: str
     """The setting's value, and what it costs."""
     instead: str
-    """What to use instead, without this cost."""
+    """The setting to use instead, without this cost."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.price}; {self.instead}"
