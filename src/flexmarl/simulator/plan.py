@@ -117,7 +117,7 @@ class WorkloadSettings(Settings):
     sigma_traj: float = Field(default=0.1, ge=0)
     """Standard deviation of the logarithm of the factor that all calls of an episode share."""
     sigma_call: float = Field(default=1.0, ge=0)
-    """Standard deviation of the logarithm of each call's own factor: 1.1 puts one call in 100 above seven times the mean."""
+    """The same for the factor of a single call: 1.1 puts one call in a hundred above seven times the mean."""
     len_floor: int = Field(default=16, ge=1)
     len_cap: int = Field(default=8192, ge=1)
     route_correlation: float = Field(default=0.5, ge=0, le=1)
