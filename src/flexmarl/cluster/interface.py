@@ -57,7 +57,7 @@ class ResidentSpec(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlace:
-    """Where a resident lives."""
+    """The machine and the process of a resident."""
 
     node: str
     """Address of the machine."""

@@ -43,7 +43,7 @@ class Channel(Protocol):
 def alters(method: F) -> F:
     """Marks a method of a contract that changes a state which must stay known.
 
-    If a call of it is cancelled, its work continues unseen, and nobody knows whether the state holds that work. So
+    If such a call is cancelled, its work continues unseen, and nobody knows whether the state holds that work. So
     later calls are refused, until a method that `restores` is called.
     """
     method.__dict__["alters_state"] = True

@@ -1,4 +1,4 @@
-"""Runs as a separate process for each run: removes what the controller left when it ended, in whatever way.
+"""Runs as a separate process for each run: removes what the controller left behind, however the controller ended.
 
 Consumes: nothing. Waits for: the end of its stdin, whose other end the controller holds. Produces: a clean machine.
 Unblocked by: the kernel, which closes a dead process's pipes.
