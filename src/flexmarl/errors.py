@@ -1,17 +1,17 @@
-"""The error model: whose boundary was crossed, where the error is recorded, and who may try again.
+"""The error model: whose fault an error is, where it is recorded, and who may try again.
 
-| class           | whose fault            | recorded                              | retried by                      |
-|-----------------|------------------------|---------------------------------------|---------------------------------|
-| ConfigError     | the user's settings    | printed, exit code 2                  | nobody: the user changes a key  |
-| MissingExtra    | the installation       | printed, exit code 2                  | nobody: the user installs it    |
-| EpisodeError    | a workflow or a tool   | the episode's record; the run goes on | the admission rule              |
-| EngineError     | an inference engine    | the failed turn's record              | the pool, then the episode      |
-| StoreError      | the experience store   | the journal; ends the run             | the user, with `--resume`       |
-| CreditError     | a workflow's rewards   | the journal; ends the run             | the user, who changes it        |
-| TrainingError   | a trainer              | the journal; ends the run             | the user, with `--resume`       |
-| ObjectError     | room for weights       | the journal; ends the run             | the user, with `--resume`       |
-| WorkerError     | a process that died    | `worker_lost` in the journal          | the pool, with a new engine     |
-| CheckpointError | a file                 | printed, exit code 1                  | the user, with an older one     |
+| class           | whose fault            | recorded                                | retried by                      |
+|-----------------|------------------------|-----------------------------------------|---------------------------------|
+| ConfigError     | the user's settings    | printed, exit code 2                    | nobody: the user changes a key  |
+| MissingExtra    | the installation       | printed, exit code 2                    | nobody: the user installs it    |
+| EpisodeError    | a workflow or a tool   | the episode's record; the run continues | the admission rule              |
+| EngineError     | an inference engine    | the failed turn's record                | the pool, then the episode      |
+| StoreError      | the experience store   | the journal; ends the run               | the user, with `--resume`       |
+| CreditError     | a workflow's rewards   | the journal; ends the run               | the user, who changes it        |
+| TrainingError   | a trainer              | the journal; ends the run               | the user, with `--resume`       |
+| ObjectError     | room for weights       | the journal; ends the run               | the user, with `--resume`       |
+| WorkerError     | a process that died    | `worker_lost` in the journal            | the pool, with a new engine     |
+| CheckpointError | a file                 | printed, exit code 1                    | the user, with an older one     |
 
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
 """
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 MAX_TEXT = 10_000
 """Characters of an error's text that are kept."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline."""
+"""Control characters except tab and newline."""
 
 
 class FlexmarlError(Exception):
@@ -51,11 +51,11 @@ class EngineError(FlexmarlError):
 
 
 class StoreError(FlexmarlError):
-    """The experience store refused or lost contact; nothing it acknowledged is lost."""
+    """The experience store refused an operation or lost contact; everything that it acknowledged is safe."""
 
 
 class TransitionError(StoreError):
-    """A row or group was asked to make a step that its life cycle does not have."""
+    """A row or group was asked to make a move that its life cycle does not have."""
 
 
 class CreditError(FlexmarlError):
@@ -67,15 +67,15 @@ class TrainingError(FlexmarlError):
 
 
 class WorkerError(FlexmarlError):
-    """A process of a worker is gone, or went while it was asked something."""
+    """A worker's process has died, perhaps during a call to it."""
 
 
 class CheckpointError(FlexmarlError):
-    """A checkpoint is missing, torn or of another run."""
+    """A checkpoint is missing, incomplete or of another run."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What an exception group is about: the first error of ours in it, else its first; any other error is itself.
+    """The first FlexmarlError in an exception group, else the group's first error; any other error is its own cause.
 
     >>> cause_of(ExceptionGroup("two tasks", [ValueError("torn"), EngineError("lost")]))
     EngineError('lost')
@@ -94,7 +94,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def described(error: BaseException) -> str:
-    """Type and text of an error; of ours, which say enough, the text alone.
+    """Type and text of an error; the text alone of a FlexmarlError, which says enough.
 
     >>> described(KeyError("answer"))
     "KeyError: 'answer'"
@@ -103,22 +103,22 @@ def described(error: BaseException) -> str:
 
 
 def _type_name(error: BaseException) -> str:
-    """Name of an error's type, whatever its metaclass makes of `__name__`."""
+    """Name of an error's type, even if its metaclass overrides `__name__`."""
     return writable(type.__dict__["__name__"].__get__(type(error)))
 
 
 def text_of(error: BaseException) -> str:
-    """The text of any error, as `writable` makes it; never raises."""
+    """The text of any error, made `writable`. Raises nothing but KeyboardInterrupt."""
     try:
         return writable(str(error))
     except KeyboardInterrupt:
         raise
-    except BaseException as broken:  # The text of somebody else's exception is code of theirs.
+    except BaseException as broken:  # A foreign exception's `__str__` may raise anything.
         return f"(its __str__ raised {_type_name(broken)})"
 
 
 def writable(text: str) -> str:
-    """The text as any file, database or terminal takes it: surrogates and control characters escaped, and bounded.
+    """A text that any file, database or terminal accepts: surrogates and control characters escaped, length bounded.
 
     >>> writable("half a pair: \\ud83d")
     'half a pair: \\\\ud83d'
@@ -130,7 +130,7 @@ def writable(text: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode the text: one that holds half a surrogate pair it cannot."""
+    """True if UTF-8 can encode the text; it cannot if the text holds half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -142,7 +142,7 @@ def is_unicode(text: str) -> bool:
 def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
     """Turns any foreign exception inside the block into `kind`, saying what was being done.
 
-    Our own errors and cancellation pass unchanged; of an exception group, its cause counts.
+    A FlexmarlError and cancellation pass unchanged. An exception group counts as its cause (`cause_of`).
 
     >>> with boundary(EpisodeError, "scoring task 7"):
     ...     int("four")

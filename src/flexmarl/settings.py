@@ -1,4 +1,4 @@
-"""The base of every settings class: keys that are not known, and values that are not what they look like, are refused.
+"""The base of every settings class. It refuses unknown keys, and values that are not of the type they look like.
 
 | a field of type | takes                                         | refuses                                      |
 |-----------------|-----------------------------------------------|----------------------------------------------|
@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError
 
 LEAST, MOST = -(2**63), 2**63 - 1
-"""Of any whole number: what SQLite, numpy and torch take."""
+"""Range of any whole number: SQLite, numpy and torch take no more."""
 
 
 def _exact(schema: Any) -> Any:
-    """A schema in which whatever takes a number or a truth value, at any depth, takes nothing else."""
+    """A pydantic schema in which a field for numbers or bools, at any depth, takes no other type."""
     if isinstance(schema, list):
         return [_exact(item) for item in schema]
-    if not isinstance(schema, dict) or schema.get("function") in _CHECKS:  # The latter is done: of settings inside.
+    if not isinstance(schema, dict) or schema.get("function") in _CHECKS:  # The latter: nested settings, done.
         return schema
     inner: dict[str, Any] = schema
     match inner.get("type"):
@@ -50,7 +50,7 @@ def _number(value: Any) -> Any:
 
 _CHECKS = ({"type": "no-info", "function": _whole}, {"type": "no-info", "function": _number})
 _NO_SCHEMA = ("default", "metadata", "serialization", "function")
-"""Keys of a schema with values that are none."""
+"""Keys of a schema whose values are not schemas."""
 
 
 class Settings(BaseModel):
@@ -60,5 +60,5 @@ class Settings(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """As pydantic has it, with fields of numbers that take numbers only."""
+        """The schema that pydantic makes, except that fields for numbers take numbers only."""
         return _exact(handler(source))

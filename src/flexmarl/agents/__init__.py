@@ -1,4 +1,4 @@
-"""Teams of agents and how they interact. In: a task, and a function that generates. Out: turns with their rewards."""
+"""Teams of agents and how they interact. In: a task, and a function that generates tokens. Out: turns with rewards."""
 
 from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext, Generate, NoRecorder, Recorder

@@ -1,4 +1,4 @@
-"""Caller: the calls of one agent in one episode, each numbered, tagged, sent and recorded.
+"""Caller: numbers, tags, sends and records the calls of one agent in one episode.
 
 conversation ──► hop, tags, seed ──► recorder (prompt) ──► engine ──► Call ──► recorder (turn), ledger
 """
@@ -36,30 +36,30 @@ OURS = frozenset(
         *("context_hash", "valid", "greedy", "after", "tool_s"),
     }
 )
-"""Tags that a workflow cannot give; `turn` and `branch` it can."""
+"""Tags that a workflow cannot give. It can give `turn` and `branch`."""
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
-    """What an agent is, in every episode."""
+    """An agent, the same in every episode."""
 
     name: AgentName
     policy: PolicyName
     renderer: ChatRenderer
     sampling: Sampling
-    """Its own; the stops of the tool syntax and of the chat template are added to each call."""
+    """The agent's own settings; each call adds the stops of the tool syntax and of the chat template."""
     parser: Parser
     system: str = ""
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By name."""
+    """Tools by name."""
     syntax: Syntax | None = None
     max_tool_calls: int = 0
     memory: Memory = "none"
     trust_special: bool = False
 
     def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
-        """Sampling with the overrides and with all that generation must stop at."""
+        """The agent's sampling with the overrides, and with all strings and ids at which generation must stop."""
         return replace(
             self.sampling,
             stop=(*self.sampling.stop, *(self.syntax.stop if self.syntax else ())),
@@ -70,7 +70,7 @@ class AgentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that was answered and is not yet recorded."""
+    """A call that was answered but is not yet recorded."""
 
     request: GenerationRequest
     tags: dict[str, Scalar]
@@ -88,19 +88,19 @@ class Caller:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """Of a call with the whole budget of tokens."""
-        # At the first act: of a large team, most seats of an episode never speak.
+        """Sampling of a call that has the whole budget of tokens."""
+        # Made at the first act: in a large team, most seats never act in an episode.
         return self._agent.full_sampling(self._context.sampling)
 
     async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> Call:
-        """One call, from the conversation's prompt to the engine's answer.
+        """Makes one call, from the conversation's prompt to the engine's answer.
 
-        `tags` hold `act`, the hop of the first call of its act, unless this is the first one.
-        Raises EngineError or EpisodeError if it ended in an error or an abort; what was sampled of it is recorded.
+        `tags` hold `act`, the hop of the act's first call, unless this is the first call. Raises EngineError for an
+        answer with an error and EpisodeError for an aborted one, after recording the tokens sampled until then.
         """
         agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
         hashed = context_hash(agent.policy, prompt_ids)
-        # Numbered before anything is awaited: in the order in which the workflow sends.
+        # Numbered before anything is awaited, so that numbers follow the order in which the workflow sends.
         numbers = self._ledger.next_call(agent.name, hashed)
         tags = {
             "task": context.task.input_id,
@@ -150,7 +150,7 @@ class Caller:
         return Call(request, tags, generation, agent.renderer.decode(generation.response_ids))
 
     async def record(self, call: Call, conversation: Conversation, valid: bool) -> Turn:
-        """Puts what was answered where all that is known of the episode is."""
+        """Records an answered call in the ledger and in the recorder; returns its turn."""
         turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text, valid=valid)
         self._ledger.add(int(call.tags["hop"]), turn)
         with outside():
@@ -158,7 +158,7 @@ class Caller:
         return turn
 
     async def record_failure(self, call: Call, conversation: Conversation, error: Exception) -> None:
-        """Nothing could be made of what was answered: its tokens are kept, and are no turn of the episode."""
+        """Records an answer that raised `error` when it was read: its tokens are kept, but not as a turn."""
         turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text)
         with outside():
             await self._context.recorder.failed(turn, described(error))

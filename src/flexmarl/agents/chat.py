@@ -1,14 +1,14 @@
 """Chat prompts on a Hugging Face tokenizer, token by token.
 
+ChatRenderer makes prompt ids. Conversation holds one agent's messages and the exact ids of its last call.
+
 A prompt that continues a conversation is never tokenised again. It is three runs of ids, end to end:
 
     previous prompt | sampled response | suffix: end of turn, new message, generation prompt
     as it was sent  | as it was sampled| the only part that is tokenised now
 
-`extension.py` checks at start-up for which messages the chat template would say the same; for the others the prompt is
-rendered anew. In both, what a message spells is text: `control_tokens.py`.
-
-One agent's conversation, as messages and as the exact ids of its last call.
+`extension.py` checks at start-up for which messages the chat template would write the same; for the others the prompt
+is rendered anew. In both cases, control tokens that a message spells stay text: `control_tokens.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 REMEMBERED = 4096
-"""Rendered prompts and suffixes kept per renderer: the samples of a group share theirs; older ones are made again."""
+"""Rendered prompts, and suffixes, that a renderer caches. The samples of a group share theirs."""
 
 
 class ChatRenderer:
-    """Prompt ids of conversations on one tokenizer. Stateless apart from a cache; shared by all agents of a policy."""
+    """Makes prompt ids with one tokenizer. Stateless apart from a cache; shared by all agents of a policy."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -49,26 +49,26 @@ class ChatRenderer:
         )
         added, around = tokenizer.added_tokens_decoder.values(), self._template.around()
         special = {token.content for token in added if token.special}
-        # Some mark who speaks by tokens that are not called special, as DeepSeek's `<｜User｜>`.
+        # Some templates mark the speaker by tokens that are not flagged as special, such as DeepSeek's `<｜User｜>`.
         control = special | {token.content for token in added if token.content in around}
         backend: Any = tokenizer.backend_tokenizer
         self._tokens = ControlTokens(backend, control, whose=name)
         self.extension: Extension = check_extension(self._template, self.encode, special)
-        """Which messages may extend a conversation, and why the others may not."""
+        """Says which messages may extend a conversation, and why the others may not."""
         eos: Any = tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(sorted(self.extension.end_ids.union([] if eos is None else [eos])))
-        """The ids on which sampling must stop: those that end a turn in the template, and the tokenizer's end."""
+        """The ids on which sampling must stop: those that end a turn in the template, and the tokenizer's end token."""
         if not self.stop_ids:
             raise ConfigError(f"the tokenizer {name!r} has no end token; set its `eos_token`")
         self._prompt = lru_cache(REMEMBERED)(self._render)
         self._suffix = lru_cache(REMEMBERED)(self._render_suffix)
 
     def __reduce__(self) -> "tuple[type[ChatRenderer], tuple[PreTrainedTokenizerBase]]":
-        """Another process makes it anew from the tokenizer."""
+        """Pickles the tokenizer only; another process makes the renderer anew from it."""
         return ChatRenderer, (self._tokenizer,)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; control tokens written in it become their ids, none is added."""
+        """Ids of a text. Control tokens written in it become their ids; none is added."""
         return self._tokens.encode(text)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
@@ -76,9 +76,9 @@ class ChatRenderer:
         return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
     def render(self, messages: Sequence[Message], *, trust_special: bool = False) -> IntArray:
-        """[P] prompt of a conversation, rendered anew, with the generation prompt. Do not write to it.
+        """[P] prompt of a conversation, rendered anew, with the generation prompt. The array is read-only.
 
-        What contents spell is text, never a control token, unless `trust_special`.
+        A control token that the contents spell stays text, unless `trust_special`.
         """
         return self._prompt(tuple(messages), trust_special)
 
@@ -91,7 +91,7 @@ class ChatRenderer:
         thinking: bool = False,
         trust_special: bool = False,
     ) -> IntArray | None:
-        """[P'] previous prompt + sampled response + suffix; None where the template would say something else.
+        """[P'] previous prompt + sampled response + suffix; None if the template would write something else.
 
         `thinking`: some response of the conversation holds a thought (see `holds_thought`), which many templates strip.
         """
@@ -101,7 +101,7 @@ class ChatRenderer:
         last = int(response_ids[-1]) if len(response_ids) else None
         if last == suffix[0]:
             suffix = suffix[1:]
-        elif last in self.stop_ids:  # Another end than the template's: nothing it would write.
+        elif last in self.stop_ids:  # The template would write another end token.
             return None
         return np.concatenate((prompt_ids, response_ids, suffix))
 
@@ -124,7 +124,7 @@ class ChatRenderer:
 
 
 def holds_thought(text: str) -> bool:
-    """Whether a response holds a thought in the form that chat templates know, which they may strip from history."""
+    """True if a response holds a thought in the form that chat templates know and may strip from the history."""
     return "</think>" in text
 
 
@@ -135,7 +135,7 @@ _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
 
 
 class Conversation:
-    """Grows by what the agent hears and says; knows the prompt of the next call and the turn that it extends."""
+    """One agent's conversation. It holds the prompt of the next call and the turn that this prompt extends."""
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class Conversation:
         *,
         trust_special: bool = False,
     ) -> None:
-        """`trust_special`: what the messages spell may be control tokens."""
+        """`next_branch` gives the number of a new branch. `trust_special`: messages may spell control tokens."""
         self.messages = [*messages]
         self.prompt_ids = _NO_IDS
         """[P] prompt of the next call."""
         self.parent: SampleId | None = None
-        """The turn whose prompt and response the next prompt extends."""
+        """The turn whose prompt and response the next prompt extends; None for a prompt that was rendered anew."""
         self.branch = -1
-        """Number of the branch; a prompt that was rendered anew starts one."""
+        """Number of the branch. A prompt that is rendered anew starts a new one; -1 before the first prompt."""
         self._renderer = renderer
         self._next_branch = next_branch
         self._trust_special = trust_special
@@ -160,13 +160,13 @@ class Conversation:
         self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
 
     def copy(self, next_branch: Callable[[], int]) -> "Conversation":
-        """The same conversation so far; from here on the two grow apart."""
+        """A copy that grows independently and takes the numbers of its branches from `next_branch`."""
         twin = copy(self)
         twin.messages, twin._next_branch = [*self.messages], next_branch
         return twin
 
     def hear(self, message: Message) -> None:
-        """Someone else speaks: the agent's turn comes after this message."""
+        """Adds a message of someone else and makes the prompt of the agent's next call."""
         last, trust = self._last, self._trust_special
         extended = last and self._renderer.extend(
             last.prompt_ids, last.response_ids, message, thinking=self._thinking, trust_special=trust
@@ -179,12 +179,12 @@ class Conversation:
             self.branch = self._next_branch()
 
     def answer(self, turn: Turn) -> None:
-        """The agent was heard; until `hear` or `end_message`, its next call goes on in mid-message."""
+        """Adds the turn of the agent's call. Until `hear` or `end_message`, the next call continues the message."""
         self._last = turn
         self.parent = turn.sample_id
         self.prompt_ids = np.concatenate((turn.prompt_ids, turn.response_ids))
 
     def end_message(self, text: str) -> None:
-        """The agent has said this in its last calls."""
+        """Adds `text`, the agent's message, which its last calls have completed."""
         self.messages.append(Message("assistant", text))
         self._thinking = self._thinking or holds_thought(text)

@@ -1,12 +1,9 @@
-"""Decides the seed of every call, from what the call is, never from when it is sent.
+"""Decides the seed of every call and what an agent remembers; defines the context in which an episode is played.
 
-Parallel calls finish in any order and a resumed run plays its groups again: both must sample the same tokens.
+A seed depends on what the call is, never on when it is sent. Parallel calls finish in any order, and a resumed run
+plays its groups again: both must sample the same tokens.
 
-Decides what an agent remembers of its earlier acts in an episode.
-
-Who is told of every call as it happens.
-
-What one episode is played with.
+EpisodeContext holds all that an episode is played with. Its Recorder is called for every call as it happens.
 """
 
 import asyncio
@@ -34,7 +31,7 @@ from flexmarl.tasks import Environment
 
 
 def context_hash(policy: str, prompt_ids: IntArray) -> str:
-    """16 hex digits for the policy and the exact prompt ids: equal where, and only where, the context is."""
+    """16 hex digits for the policy and the exact prompt ids: equal if, and only if, the contexts are equal."""
     digest = hashlib.blake2b(policy.encode() + b"\0", digest_size=8)
     digest.update(prompt_ids.astype("<i4", copy=False).tobytes())
     return digest.hexdigest()
@@ -43,7 +40,7 @@ def context_hash(policy: str, prompt_ids: IntArray) -> str:
 def call_seed(run_seed: int, trajectory_id: str, agent: str, context: str, nth: int) -> int:
     """63-bit seed of the nth call of this agent with this context in the episode.
 
-    The trajectory id (`g12e3a0`) says group, episode and attempt.
+    The trajectory id (`g12e3a0`) contains group, episode and attempt.
     """
     return _hash(run_seed, trajectory_id, agent, context, nth)
 
@@ -54,7 +51,7 @@ def episode_seed(run_seed: int, trajectory_id: str) -> int:
 
 
 def task_seed(input_id: str) -> int:
-    """63-bit seed of what all episodes of a task have in common, such as where its environment starts."""
+    """63-bit seed of everything that all episodes of a task share, such as the start of their environment."""
     return _hash("task", input_id)
 
 
@@ -66,7 +63,7 @@ def _hash(*parts: int | str) -> int:
 T = TypeVar("T")
 
 Memory = Literal["none", "full"] | Annotated[int, Field(ge=1)]
-"""`none`: every act starts anew from the role prompt; `full`: everything; n: the last n acts."""
+"""Acts that an agent remembers. `none`: every act starts anew from the role prompt; `full`: all; n: the last n."""
 
 
 def recall(memory: Memory, acts: Sequence[T]) -> Sequence[T]:
@@ -81,14 +78,14 @@ def recall(memory: Memory, acts: Sequence[T]) -> Sequence[T]:
 
 
 TurnOf = Callable[[Generation], Turn]
-"""Makes a turn of what there is of a call's answer."""
+"""Makes a turn of a call's answer, which may be incomplete."""
 
 
 class Recorder(Protocol):
-    """Called by the seats of one or many episodes, in any interleaving; for one sample id `prompt` comes first.
+    """Records calls. The seats of one or many episodes call it in any interleaving; `prompt` comes first for a sample.
 
-    A call that fails has a prompt and never a turn; what was sampled of its answer is told nevertheless, so that every
-    token that an engine sampled is accounted for. What a recorder raises ends the episode.
+    For a call that fails, `prompt` is called and `turn` never is. Its sampled tokens come by `failed` or `interrupted`,
+    so that every token that an engine sampled is accounted for. An error that a recorder raises ends the episode.
     """
 
     async def prompt(
@@ -101,21 +98,21 @@ class Recorder(Protocol):
         parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """A call is about to be sent, and does not wait for a disk. Its prompt begins with prompt and response of the
-        turn `parent`, if any.
+        """Called before a call is sent, which must not wait for a disk. The call's prompt begins with prompt and
+        response of the turn `parent`, if there is one.
         """
         ...
 
     async def turn(self, turn: Turn) -> None:
-        """It was answered."""
+        """Called when a call was answered."""
         ...
 
     async def failed(self, turn: Turn, because: str) -> None:
-        """It ended in an abort or an error, or nothing could be made of its answer; `turn` is what was sampled."""
+        """Called when a call was aborted or failed, or its answer could not be read; `turn` has the sampled tokens."""
         ...
 
     def interrupted(self, sample_id: SampleId, answer: "asyncio.Future[Generation]", turn_of: TurnOf) -> None:
-        """The workflow has left it; what was sampled of it is soon there."""
+        """Called when the workflow has left a call; `answer` will soon hold the tokens that were sampled."""
         ...
 
 
@@ -132,25 +129,25 @@ class NoRecorder:
         parent: SampleId | None,
         tags: Mapping[str, Scalar],
     ) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def turn(self, turn: Turn) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def failed(self, turn: Turn, because: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def interrupted(self, sample_id: SampleId, answer: "asyncio.Future[Generation]", turn_of: TurnOf) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 Interrupted = Callable[["asyncio.Future[Generation]"], None]
-"""Called when a call is cancelled that an engine works on, with the future of what there is of its answer. That is
-aborted, and soon there."""
+"""Called when a call is cancelled while an engine works on it. The engine aborts the call; the future will soon hold
+the answer, with the tokens that were sampled."""
 
 
 def forget(answer: "asyncio.Future[Generation]") -> None:
-    """Nobody wants to know what there is of the answer."""
+    """Ignores the answer of an interrupted call."""
 
 
 class Generate(Protocol):
@@ -166,15 +163,15 @@ class Node:
     """A candidate in a tree of turns (agents/tree_sampling.py)."""
 
     path: tuple[int, ...]
-    """Which candidate it is, of each turn from the root to its own."""
+    """Index of the candidate at each turn, from the root to its own turn."""
 
     @property
     def name(self) -> str:
-        """E.g. `0.3.1`."""
+        """The path as text, e.g. `0.3.1`."""
         return ".".join(map(str, self.path))
 
     def tags(self, nth: int) -> dict[str, Scalar]:
-        """Tags of its nth call. `branch` is where that was sampled from: calls with one branch have one context.
+        """Tags of its nth call. `branch` names the place it was sampled from: calls with one branch have one context.
 
         >>> Node((0, 3, 1)).tags(0)
         {'turn': 2, 'path': '0.3.1', 'branch': '0.3'}
@@ -187,26 +184,26 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeContext:
-    """One play of one task: which, and what its seats reach the world through."""
+    """One play of one task: its identity, and the objects through which its seats reach engines and the store."""
 
     task: Task
     group: GroupId
     trajectory_id: str
-    """From `make_trajectory_id`; group, episode and attempt are in it, so seeds need no more."""
+    """From `make_trajectory_id`. It contains group, episode and attempt, so seeds need no more."""
     run_seed: int
     generate: Generate
     recorder: Recorder = field(default_factory=NoRecorder)
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
-    """Tags of every turn, e.g. {"greedy": True}."""
+    """Tags that every turn gets, e.g. {"greedy": True}."""
     trains: bool = True
-    """False: played to see how the team does; nothing of it is trained on, so nothing is sampled for comparison."""
+    """False in evaluations and greedy plays: nothing is trained on, so no candidates are sampled for comparison."""
 
     environment: Callable[[Task], Environment[Any]] | None = None
-    """Makes the environment that the task is played in, where there is one."""
+    """Makes the environment that the task is played in, if there is one."""
     node: Node | None = None
-    """Where in a tree of turns the team plays, if it plays in one."""
+    """The candidate that the team plays, if it plays in a tree of turns."""
 
     @property
     def episode(self) -> EpisodeId:
@@ -215,5 +212,5 @@ class EpisodeContext:
 
     @property
     def stream(self) -> str:
-        """What the seeds of its calls depend on: in a tree, each candidate has random numbers of its own."""
+        """Name of the random stream of its calls. In a tree, each candidate has a stream of its own."""
         return f"{self.trajectory_id}/{self.node.name}" if self.node else self.trajectory_id

@@ -2,15 +2,15 @@
 
 A control token, such as `<|im_end|>`, says where a message ends and who speaks next. A chat template writes it as text
 around the contents, and a tokenizer reads the whole. So a content that holds `<|im_end|>` would end its own message and
-go on in another's voice. What is done about it, for the content `so <|im_end|>`:
+continue as another speaker. These steps prevent it, for the content `so <|im_end|>`:
 
     hide     so #|im_end|>                       one character of each spelling is replaced by a mark
-    render   <|user|>so #|im_end|><|im_end|>     what is spelled now, the template wrote
-    name     <control-5>so #|im_end|><control-6> it gets names that no text has
-    show     <control-5>so <|im_end|><control-6> the marks are taken back, and the whole is encoded at once
+    render   <|user|>so #|im_end|><|im_end|>     all control tokens spelled now come from the template
+    name     <control-5>so #|im_end|><control-6> these are replaced by names that no text contains
+    show     <control-5>so <|im_end|><control-6> the marks are replaced back, and the whole is encoded at once
 
-The backend is a copy in which the control tokens have these names, with their ids and flags. Nothing else of it
-differs, so a conversation that spells nothing has the ids that it has in the original, merges and spaces included.
+The backend is a copy of the tokenizer in which the control tokens have these names, with the same ids and flags.
+Nothing else differs, so a conversation without such spellings has the ids of the original, merges and spaces included.
 """
 
 import json
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FIRST_MARK = 0xF0000
-"""Characters for private use begin here; those that stand for hidden ones are the first that no content has."""
+"""The first character for private use. The first ones from here on that no content has serve as marks."""
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer: hides them in contents, and encodes what a template made of these."""
+    """The control tokens of one tokenizer. Hides them in contents; encodes the text that a template makes of these."""
 
     def __init__(self, backend: "Tokenizer", control: Collection[str], *, whose: str) -> None:
-        """`control`: texts of the control tokens; `whose`: name of the tokenizer, for people."""
-        secret = secrets.token_hex(16)  # Whoever knew the names could spell them.
+        """`control`: texts of the control tokens; `whose`: name of the tokenizer, for error messages."""
+        secret = secrets.token_hex(16)  # A content could spell names that are known.
         self._names = {token: f"<control-{secret}-{index}>" for index, token in enumerate(sorted(control))}
         self._tokens = {name: token for token, name in self._names.items()}
         self._spelled = _any_of(self._names)
@@ -42,7 +42,7 @@ class ControlTokens:
         self._backend = _renamed(backend, self._names, whose=whose)
 
     def hide(self, contents: Sequence[str]) -> tuple[list[str], Mapping[int, str]]:
-        """The contents without any spelling, nor a piece of one at either end; and what stands for what in them."""
+        """The contents, with a mark in each spelling, and in a piece of one at either end; and mark -> character."""
         places = [{*self._places(content)} for content in contents]
         hidden = sorted({content[place] for content, found in zip(contents, places, strict=True) for place in found})
         if not hidden:
@@ -54,7 +54,7 @@ class ControlTokens:
         return written, {ord(mark): character for character, mark in marks.items()}
 
     def encode(self, text: str, shown: Mapping[int, str] = MappingProxyType({})) -> list[int]:
-        """Ids of a text that a template made of hidden contents; what it spells itself is control."""
+        """Ids of a text that a template made of hidden contents. The control tokens that it spells are real ones."""
         named = self._spelled.sub(lambda found: self._names[found[0]], text)
         return self._backend.encode(named.translate(shown), add_special_tokens=False).ids
 
@@ -64,12 +64,12 @@ class ControlTokens:
         return self._named.sub(lambda found: self._tokens[found[0]], text)
 
     def _places(self, content: str) -> Iterator[int]:
-        """Where a spelling begins, and the ends of the content where its neighbour may complete a piece of one."""
+        """Places to hide: the start of each spelling, and ends of the content that a neighbour may complete to one."""
         found = self._spelled.search(content)
         while found:
             yield found.start()
             found = self._spelled.search(content, found.start() + 1)
-        trimmed = content.strip()  # As templates do.
+        trimmed = content.strip()  # Templates may trim contents.
         first = content.find(trimmed)
         for begin, text in ((0, content), (first, trimmed)):
             if self._may_go_on(text):
@@ -78,16 +78,16 @@ class ControlTokens:
                 yield begin
 
     def _may_go_on(self, text: str) -> bool:
-        """Does a text end in the beginning of a control token, or is it the middle of one?"""
+        """True if a text ends with the beginning of a control token, or is a piece of one."""
         return text.endswith(self._beginnings) or (bool(text) and any(text in token for token in self._names))
 
     def _may_complete(self, text: str) -> bool:
-        """Does a text begin with the end of a control token?"""
+        """True if a text begins with the end of a control token."""
         return text.startswith(self._ends)
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """The longest of these texts that begins at a place, as the backend finds its tokens."""
+    """Pattern for the longest of these texts at a place, which is how the backend finds its tokens."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
@@ -99,7 +99,7 @@ def _replaced(text: str, places: Collection[int], marks: Mapping[str, str]) -> s
 
 
 def _renamed(backend: "Tokenizer", names: Mapping[str, str], *, whose: str) -> "Tokenizer":
-    """A copy, without truncation and padding, in which these tokens have other names."""
+    """A copy of the backend, without truncation and padding, in which tokens are renamed: `names` is old -> new."""
     from tokenizers import Tokenizer
 
     plan: dict[str, Any] = json.loads(backend.to_str())
@@ -113,7 +113,7 @@ def _renamed(backend: "Tokenizer", names: Mapping[str, str], *, whose: str) -> "
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:  # A merge that makes a control token would make it of text.
+    if "merges" in model:  # A merge that gives a control token would make one from text.
         model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_made_by(merge))]
     copied = Tokenizer.from_str(json.dumps(plan, ensure_ascii=False))
     before = {names.get(token, token): index for token, index in backend.get_vocab().items()}

@@ -1,14 +1,14 @@
 """Decides whether a chat template lets a conversation grow by its new tokens alone.
 
-A conversation may be extended after a response by a message of some role if, whatever went before,
+A conversation may be extended after a response by a message of some role if, for any earlier messages,
 
 1. the text of the longer conversation begins with the shorter one's and the response (nothing is rewritten or dropped),
-2. the rest of it, the suffix, depends on the new message alone,
-3. the suffix begins with a special token, and its ids are the same alone and behind the response.
+2. the rest of the text, the suffix, depends on the new message alone,
+3. the suffix begins with a special token, and has the same ids alone and behind the response.
 
 Templates are programs, so this is tried, not proved: with and without a system message, over several rounds of user and
-tool messages, with plain responses and with thoughts. White space around a response, which some templates trim, is not
-counted as rewriting: the sampled ids stand.
+tool messages, with plain responses and with thoughts. Some templates trim white space around a response; this does not
+count as rewriting, because the prompt keeps the sampled ids.
 """
 
 import re
@@ -34,27 +34,27 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 SYSTEM = Message("system", "Be brief.")
 QUESTION = Message("user", "What is 3 + 4?")
 RESPONSE = "zqxresponsezqx"
-"""Stands for a sampled response; a word that no template holds."""
+"""Placeholder for a sampled response: a word that no template contains."""
 ROUNDS = ("u", "t", "uuuuuu", "tttttt", "tu", "ttutu", "utut")
 """Roles of the messages after each response, u(ser) or t(ool), in the conversations that are tried."""
 RESPONSES: Mapping[bool, str] = {
     False: "The answer\nis {}.",
     True: "<think>\nLet me count {}.\n</think>\n\nThe answer is {}.",
 }
-"""By whether it holds a thought."""
+"""Forms of a response; the key is True if it holds a thought."""
 SPLIT: Sequence[tuple[Role, ...]] = (
     ("user",),
     ("system", "user"),
     ("user", "assistant", "user"),
     ("user", "assistant", "tool"),
 )
-"""Conversations that the template is run on only once if all it does is to fill in their contents."""
+"""Roles of the conversations for which the template runs only at start-up, if it does no more than fill in contents."""
 PROBES = ("", " a{0}\n", "<think>\nb{0}\n</think>\n\nc{0}", "<tool_response>d{0}</tool_response>")
-"""Contents that templates are known to treat in a way of their own."""
+"""Contents that some templates are known to treat specially."""
 
 
 class Template:
-    """A chat template as text. What it has no role for is said in the user's: tools' results, the role prompt."""
+    """A chat template that gives text. Tool results and the role prompt use the user's role if it has none for them."""
 
     def __init__(self, render: Render, name: str = "") -> None:
         self._render = render
@@ -71,14 +71,14 @@ class Template:
         self._splits = {roles: literals for roles in SPLIT if (literals := self._split(roles))}
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The conversation and the generation prompt."""
+        """Text of the conversation, with the generation prompt."""
         literals = self._splits.get(tuple(message.role for message in messages))
         if literals is None:
             return self._rendered(messages)
         return _filled(literals, [message.content for message in messages])
 
     def _split(self, roles: Sequence[Role]) -> list[str] | None:
-        """What stands around the contents of a conversation of these roles; None if more than that is done to them."""
+        """Texts around the contents of a conversation of these roles; None if the template does more than fill in."""
         slots = [f"zqxslot{index}zqx" for index in range(len(roles))]
         try:
             text = self._rendered([*map(Message, roles, slots)])
@@ -94,7 +94,7 @@ class Template:
         return literals
 
     def around(self) -> str:
-        """What the template writes around messages of every role; not what it begins the agent's answer with."""
+        """Text with messages of every role, without the generation prompt: shows the tokens around messages."""
         answer = Message("assistant", RESPONSE)
         plain = self._rendered((SYSTEM, QUESTION, answer, QUESTION), generate=False)
         try:
@@ -106,21 +106,21 @@ class Template:
     def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
         try:
             return self._render(self._plain(messages), generate)
-        except Exception as error:  # Whatever a template raises: it is a program of its own.
+        except Exception as error:  # A template is a program and may raise anything.
             raise ConfigError(
                 f"the chat template of {self._name!r} cannot render the roles "
                 f"{[message.role for message in messages]}: {type(error).__name__}: {error}"
             ) from error
 
     def suffix(self, message: Message) -> str:
-        """What follows a response: the end of its turn, the message, the generation prompt."""
+        """Text after a response: the end of its turn, the message, the generation prompt."""
         return self.text((QUESTION, Message("assistant", RESPONSE), message)).partition(RESPONSE)[2]
 
     def _says(self, messages: Sequence[Message], content: str) -> bool:
         try:
             plain = [{"role": message.role, "content": message.content} for message in messages]
             return content in self._render(plain, True)
-        except Exception:  # The usual way of templates to say that they lack a role.
+        except Exception:  # Templates usually raise for a role that they lack.
             return False
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """What was found about one tokenizer and its template."""
+    """The result of the check of one tokenizer and its template."""
 
     refused: Mapping[tuple[str, bool], str]
     """(role of the next message, whether a response held a thought) -> why the prompt must be rendered anew."""
@@ -161,9 +161,9 @@ class Extension:
 
 
 def check_extension(template: Template, encode: Callable[[str], list[int]], special: Set[str]) -> Extension:
-    """Tries the template on the conversations above.
+    """Tries the template on conversations of `ROUNDS`.
 
-    `encode`: text -> ids, adding none; `special`: the texts of the special tokens.
+    `encode`: text -> ids, without added ones; `special`: the texts of the special tokens.
     """
     refused: dict[tuple[str, bool], str] = {}
     for thinking in (False, True):
@@ -229,7 +229,7 @@ def _leading(text: str, special: Set[str]) -> str:
 
 
 def _filled(literals: Sequence[str], contents: Sequence[str]) -> str:
-    """Literal, content, literal, ..., literal; not equal to any text if their numbers do not fit."""
+    """Joins literal, content, literal, ..., literal. Returns "", which equals no text, if the numbers do not fit."""
     if len(literals) != len(contents) + 1:
         return ""
     return "".join([piece for pair in zip(literals, contents, strict=False) for piece in pair]) + literals[-1]

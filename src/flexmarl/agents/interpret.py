@@ -1,14 +1,12 @@
-"""Decides what an agent's text says: what follows it, what it is parsed to, and what went wrong in it.
+"""Decides how an agent's text is read.
 
-Decides what follows a piece of an agent's text: does it go on, use a tool, or stand as the reply?
+next_move   decides what follows a piece of text: more generation, a tool call, or the end of the reply
+PARSERS     the table of parsers for a final text, each text -> value; None if the text holds no value
+found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault
 
-Decides what an agent's final text says: one table of parsers, each text -> value, None where it says nothing.
-
-Decides what was found in a call, from that call alone: a number in [0, 1] for each thing that went wrong.
-
-tool_error     its tool call could not be understood, named no tool that there is, or was refused for a fault of its own
-format_error   it was to stand as the reply, and the agent's parser made nothing of it, or it holds a tool call
-language_mix   share of its letters that are of no script of the task
+    tool_error     the call's tool call could not be understood, named an unknown tool, or was refused by the tool
+    format_error   the call ended the reply, but the agent's parser found no value, or the text holds a tool call
+    language_mix   share of the call's letters that belong to no script of the task
 """
 
 import json
@@ -27,27 +25,29 @@ from flexmarl.tools import Incomplete, Malformed, Parsed, ToolCall
 
 
 class Ending(Enum):
-    """What ended the piece."""
+    """How a piece of an agent's text ended."""
 
     OWN = auto()
-    """The agent: its end token, or a stop string of its settings."""
+    """By the agent: its end token, or a stop string of its settings."""
     SYNTAX = auto()
-    """A stop string of the tool syntax: the agent would have gone on."""
+    """By a stop string of the tool syntax: the agent would have continued."""
     LENGTH = auto()
-    """The token limit of the message."""
+    """By the token limit of the message."""
 
 
 class Next(Enum):
-    """What follows."""
+    """The next move after a piece of an agent's text."""
 
     GO_ON = auto()
+    """Generate more of the message."""
     USE_TOOL = auto()
-    """Or tell the agent what is wrong with its call; either is one of its calls."""
+    """Run the tool call, or return an error if it is faulty. Both count towards the agent's `max_tool_calls`."""
     STAND = auto()
+    """Take the text as the reply."""
 
 
 def next_move(call: Parsed, ending: Ending, *, may_call: bool) -> Next:
-    """What follows a message that holds this call so far."""
+    """The move after a message so far, in which `call` was found. `may_call`: the agent has tool calls left."""
     match call, ending:
         case (None | Incomplete(), Ending.SYNTAX):
             return Next.GO_ON
@@ -63,12 +63,12 @@ PARSERS: Registry[Parser] = Registry("parser", setting="parser")
 
 
 def parser(name: str) -> Callable[[Parser], Parser]:
-    """Decorator that puts a parser into the table."""
+    """Decorator that registers a parser."""
     return PARSERS.register(name)
 
 
 class Choice(Settings):
-    """The option that is said last, as a word of its own, whatever its case.
+    """The option that occurs last in the text, as a whole word, in any case.
 
     >>> Choice(options=("approve", "reject"))("I cannot approve this. Reject!")
     'reject'
@@ -79,7 +79,7 @@ class Choice(Settings):
     """The words to choose from."""
 
     def __call__(self, text: str) -> str | None:
-        """The option as it is written in the settings."""
+        """The last option in the text, as it is written in the settings; None if there is none."""
         longest_first = sorted(self.options, key=len, reverse=True)
         found = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", text, re.IGNORECASE)
         return next((option for option in self.options if found and option.casefold() == found[-1].casefold()), None)
@@ -87,7 +87,7 @@ class Choice(Settings):
 
 @parser("text")
 def text(said: str) -> str | None:
-    """All of it."""
+    """The whole text; None if it is blank."""
     return said.strip() or None
 
 
@@ -99,7 +99,7 @@ def last_line(said: str) -> str | None:
 
 @parser("integer")
 def integer(said: str) -> int | None:
-    r"""The last integer; commas between thousands are read over.
+    r"""The last integer; commas between thousands are ignored.
 
     >>> integer("12 * 99 makes 1,188.")
     1188
@@ -127,7 +127,7 @@ def boxed(said: str) -> str | None:
 
 @parser("json")
 def json_object(said: str) -> dict[str, Any] | None:
-    """The last JSON object, inside a fence or not.
+    """The last JSON object, in a code fence or not.
 
     >>> json_object('I think: {"verdict": "reject", "line": 3} as said.')
     {'verdict': 'reject', 'line': 3}
@@ -156,7 +156,7 @@ def found(*, tool_error: bool = False, format_error: bool = False, language_mix:
 
 
 def language_mix(text: str, task: str) -> float:
-    """Share of the letters of a text that are of no script that the task is written in; 0 for a task without letters.
+    """Share of a text's letters whose script does not occur in the task; 0 for a task without letters.
 
     >>> language_mix("the answer is ответ", "What is it?")
     0.3125
@@ -170,7 +170,7 @@ def language_mix(text: str, task: str) -> float:
 
 @lru_cache(maxsize=1024)
 def scripts(text: str) -> frozenset[str]:
-    """The scripts of the letters of a text, by their Unicode names; Japanese is written in three.
+    """The scripts of a text's letters, by their Unicode names. Hiragana or Katakana add all three scripts of Japanese.
 
     >>> sorted(scripts("Größe 12"))
     ['LATIN']
@@ -180,12 +180,12 @@ def scripts(text: str) -> frozenset[str]:
 
 
 def _letters(text: str) -> list[str]:
-    # Compatibility forms are the letter itself: a wide A, a mathematical A.
+    # NFKC replaces compatibility forms, such as a wide or a mathematical A, by the letter itself.
     return [letter for letter in unicodedata.normalize("NFKC", text) if letter.isalpha()]
 
 
 @lru_cache(maxsize=4096)
 def _script(letter: str) -> str:
-    """First word of the letter's name; empty for one that is of no script, as the sign of a vowel's length is."""
+    """First word of the letter's Unicode name; empty for a letter of no script, such as a sign for a long vowel."""
     word = unicodedata.name(letter, "").partition(" ")[0]
     return "" if word == "MODIFIER" else word

@@ -1,14 +1,15 @@
-"""Decides which calls of an episode may have had a part in a call. No clock is asked.
+"""Decides on which earlier calls each call of an episode depends; keeps the episode's turns and rewards.
 
-A task knows of the calls it made itself, of those that were known where it was created, and of those of the tasks it
-created that have ended. What it sends depends on what it knows then:
+CallGraph derives the dependencies from asyncio tasks, not from a clock. A task knows of the calls that it made itself,
+of those that were known where it was created, and of those of the tasks that it created and that have ended. A call
+depends on all calls that its task knows of when it sends the call:
 
     draft = await team.writer.act(text)                             hop 0
     await asyncio.gather(team.critic.act(draft.text),               hop 1, after 0
                          team.editor.act(draft.text))               hop 2, after 0
     await team.writer.act("once more")                              hop 3, after 1 and 2
 
-What was said and rewarded in one episode, by all its seats.
+Ledger numbers the calls of all seats of one episode, keeps their turns and adds up their rewards.
 """
 
 import math
@@ -24,40 +25,40 @@ from flexmarl.records import LARGEST_REWARD, AgentName, SampleId, Turn
 
 @dataclass(slots=True)
 class Scope:
-    """What one task knows of."""
+    """The calls that one task knows of."""
 
     known: "dict[CallGraph, int]" = field(default_factory=dict)
-    """The calls of each episode, each as the bit of its hop; of more than one if the task serves several."""
+    """Known calls by episode, one bit for each hop. More than one episode if the task serves several."""
 
     def begun(self) -> "Scope":
-        """The scope of a task that this one creates now."""
+        """A copy, for a task that this one creates now."""
         return Scope(dict(self.known))
 
     def learn(self, ended: "Scope") -> None:
-        """A task that this one created has ended."""
+        """Adds the calls in `ended`, the scope of a task that this one created and that has ended."""
         for graph, calls in ended.known.items():
             self.known[graph] = self.known.get(graph, 0) | calls
 
 
 SCOPE: ContextVar[Scope | None] = ContextVar("scope", default=None)
-"""Of the task that runs; workflow_tasks.py gives each task of a workflow its own."""
+"""Scope of the running task; workflow_tasks.py gives each task of a workflow its own."""
 
 
 class CallGraph:
-    """The calls of one episode: which depend on which."""
+    """The calls of one episode, and which of them depend on which."""
 
     def __init__(self) -> None:
         self._earlier: dict[int, int] = {}
-        """What was known when the call of a hop was sent."""
+        """By hop: the calls that were known when its call was sent, one bit for each."""
         self._untraced = Scope()
-        """For seats that are tried outside a workflow: each call knows of all that were answered."""
+        """Scope of seats that are used outside a workflow: each call knows of all answered calls."""
         self._found: tuple[int, tuple[int, ...]] = (0, ())
-        """The last answer of `_latest`: calls that are sent together ask for the same."""
+        """Last argument and result of `_latest`, cached because calls that are sent together ask for the same."""
 
     def sent(self, hop: int, extends: int | None = None) -> tuple[int, ...]:
-        """Hops of the calls that a call sent now directly depends on, the one whose tokens it `extends` among them.
+        """Hops of the calls on which the call `hop`, sent now, directly depends.
 
-        A call has a higher hop than all that were sent before.
+        It also depends on the call `extends`, whose tokens it continues. `hop` must be higher than all hops before it.
         """
         known = (SCOPE.get() or self._untraced).known.get(self, 0)
         if extends is not None:
@@ -68,22 +69,22 @@ class CallGraph:
         return self._found[1]
 
     def answered(self, hop: int) -> None:
-        """The task that sent it goes on, and knows of it. Of a call that fails, nobody learns anything."""
+        """Makes the call `hop` known to the task that sent it. A call that fails never becomes known."""
         known = (SCOPE.get() or self._untraced).known
         known[self] = known.get(self, 0) | self._earlier[hop] | 1 << hop
 
     def _latest(self, calls: int) -> tuple[int, ...]:
-        """Those that none of the others depends on."""
+        """Hops of those `calls` on which none of the others depends."""
         hops: list[int] = []
         while calls:
-            hop = calls.bit_length() - 1  # Sent last: none of the others can depend on it.
+            hop = calls.bit_length() - 1  # The one sent last: none of the others can depend on it.
             hops.append(hop)
             calls &= ~(self._earlier[hop] | 1 << hop)
         return tuple(sorted(hops))
 
 
 class CallNumbers(NamedTuple):
-    """Where a call stands in its episode; each counts from 0."""
+    """The numbers of a call in its episode, each counted from 0."""
 
     hop: int
     """Among all calls."""
@@ -96,7 +97,7 @@ class CallNumbers(NamedTuple):
 
 
 class _Counts:
-    """Calls so far, of a ledger and all its forks."""
+    """Numbers of calls so far, shared by a ledger and all its forks."""
 
     def __init__(self) -> None:
         self.hops = 0
@@ -115,14 +116,14 @@ class Ledger:
         self._forks: list[Ledger] = []
         self._contexts: dict[tuple[AgentName, str], int] = defaultdict(int)
         self._turns: dict[int, Turn] = {}
-        # Reward by part, at each of the three levels; what nobody rewarded is not there.
+        # Reward by part, on each of three levels. A missing entry means that no reward was given.
         self._team_rewards: dict[str, float] = {}
         self._agent_rewards: dict[AgentName, dict[str, float]] = defaultdict(dict)
         self._call_rewards: dict[SampleId, dict[str, float]] = defaultdict(dict)
         self._signals: dict[SampleId, dict[str, float]] = defaultdict(dict)
 
     def fork(self) -> "Ledger":
-        """One for a branch: hops go on counting, what was reported stands; rewards given there reach no other turns."""
+        """A ledger for a branch. It shares the numbering and copies the metrics. Its rewards reach only its turns."""
         fork = Ledger()
         fork.metrics, fork._counts, fork.graph = dict(self.metrics), self._counts, self.graph
         self._forks.append(fork)
@@ -144,38 +145,38 @@ class Ledger:
         return numbers
 
     def add(self, hop: int, turn: Turn) -> None:
-        """Keeps the answer to the call of this hop; the task that sent it goes on."""
+        """Keeps `turn`, the answer to the call `hop`, and makes the call known to the task that sent it."""
         self._turns[hop] = turn
         self.graph.answered(hop)
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
-        """Adds to the reward of each of these turns."""
+        """Adds `reward` to the reward of each of these turns, under the name `part`."""
         for turn in turns:
             _add(self._call_rewards[turn.sample_id], part, reward)
 
     def reward_agent(self, agent: AgentName, reward: float, part: str) -> None:
-        """Adds to the reward of each turn the agent has at the end of the episode."""
+        """Adds `reward` to the reward of each turn that the agent has at the end of the episode."""
         _add(self._agent_rewards[agent], part, reward)
 
     def reward_team(self, reward: float, part: str) -> None:
-        """Adds to the reward of each turn, of all agents, that there is at the end of the episode."""
+        """Adds `reward` to the reward of each turn, of all agents, at the end of the episode."""
         _add(self._team_rewards, part, reward)
 
     def note(self, turn: Turn, signals: Mapping[str, float]) -> None:
-        """Keeps what was found in a turn."""
+        """Keeps the signals found in a turn."""
         self._signals[turn.sample_id] |= signals
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All turns so far, those of forks too, in hop order."""
+        """All turns so far, including those of forks, in hop order."""
         return tuple(turn for turn, _ in self._kept())
 
     def rewards(self) -> dict[SampleId, float | None]:
-        """Reward of every turn, in hop order; None where nobody gave one."""
+        """Reward of every turn, in hop order; None if none was given."""
         return {sample_id: sum(parts.values()) if parts else None for sample_id, parts in self.parts().items()}
 
     def total_reward(self) -> float:
-        """Sum of what was given here, to the team, to agents that spoke here and to acts: each once."""
+        """Sum of the rewards given here, without forks: to the team, to agents with turns here, to acts; each once."""
         hops = sorted(self._turns.items(), reverse=True)
         first_calls = {(turn.agent, turn.tags.get("act", hop)): turn for hop, turn in hops}
         given = [self._call_rewards.get(turn.sample_id, {}) for turn in first_calls.values()]
@@ -183,19 +184,19 @@ class Ledger:
         return math.fsum(reward for parts in (self._team_rewards, *given) for reward in parts.values())
 
     def parts(self) -> dict[SampleId, Mapping[str, float]]:
-        """The parts that the reward of every turn adds up from, in hop order; empty where nobody gave one."""
+        """The parts that the reward of every turn adds up from, in hop order; empty if none was given."""
         return {turn.sample_id: ledger._parts(turn) for turn, ledger in self._kept()}
 
     def call_rewards(self) -> dict[SampleId, Mapping[str, float]]:
-        """The parts that every turn was given for itself, and not as one of its agent's or of the team's."""
+        """The parts that were given to each turn itself, not to its agent or to the team."""
         return {turn.sample_id: {**ledger._call_rewards.get(turn.sample_id, {})} for turn, ledger in self._kept()}
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
-        """What was found in every turn, in hop order."""
+        """The signals found in every turn, in hop order."""
         return {turn.sample_id: ledger._signals.get(turn.sample_id, {}) for turn, ledger in self._kept()}
 
     def _kept(self) -> list[tuple[Turn, "Ledger"]]:
-        """Every turn with the ledger that has it, in hop order."""
+        """Every turn with the ledger that holds it, in hop order."""
         return [kept for _, kept in sorted(self._by_hop().items())]
 
     def _by_hop(self) -> dict[int, tuple[Turn, "Ledger"]]:

@@ -1,4 +1,4 @@
-"""Workflows that need no code: a settings class each, chosen by `type`; the class is the workflow."""
+"""Workflows that need no code: each is a settings class, chosen by `type`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Pattern(Settings):
     """A workflow with settings. Its templates are `str.format` strings over named fields."""
 
     template_fields: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Setting that is a template -> the fields it may name."""
+    """Name of a template setting -> the fields that the template may name."""
 
     @model_validator(mode="after")
     def _templates_name_known_fields(self) -> "Pattern":
@@ -39,11 +39,11 @@ class Pattern(Settings):
 
     @property
     def seats(self) -> tuple[str, ...]:
-        """The agents it needs."""
+        """Names of the agents that the workflow needs."""
         return ()
 
     def resolve(self) -> Workflow:
-        """What plays an episode."""
+        """The function that plays an episode."""
         return self.run
 
     @abstractmethod
@@ -52,19 +52,19 @@ class Pattern(Settings):
 
 
 class Sequential(Pattern):
-    """The agents answer in order; each sees the task and what the ones before it said. The last answer is the team's.
+    """The agents answer in order. Each sees the task and the earlier answers; the last answer is the team's.
 
     Every agent is rewarded with the score of the last answer.
     """
 
     type: Literal["sequential"] = "sequential"
     agents: tuple[str, ...] = Field(min_length=1)
-    """In the order of speaking."""
+    """Names of the agents, in the order in which they answer."""
     first: str = "{task}"
-    """What the first agent sees. Fields: task."""
+    """Prompt of the first agent. Fields: task."""
     then: str = "{task}\n\n{answers}"
-    """What the others see. Fields: task; answer (the last one); work (the last one, with its tool calls); answers (all,
-    a line each: `name: answer`)."""
+    """Prompt of the other agents. Fields: task; answer (the last one); work (the last one, with its tool calls);
+    answers (all, a line each: `name: answer`)."""
 
     template_fields: ClassVar[Mapping[str, frozenset[str]]] = {
         "first": frozenset({"task"}),
@@ -73,7 +73,7 @@ class Sequential(Pattern):
 
     @property
     def seats(self) -> tuple[str, ...]:
-        """Those of `agents`."""
+        """The names in `agents`."""
         return self.agents
 
     async def run(self, task: Task, team: Team) -> None:
@@ -93,27 +93,27 @@ class Sequential(Pattern):
 
 
 class Iterative(Pattern):
-    """A solver answers, a verifier approves or sends it back with feedback, for at most `max_rounds` rounds.
+    """A solver answers; a verifier approves the answer or returns it with feedback, for at most `max_rounds` rounds.
 
-    The solver is rewarded with the score of its last answer, in all its rounds; the verifier in each round with 1 if it
-    was right to approve or to reject, else 0.
+    The solver is rewarded in every round with the score of its last answer. The verifier is rewarded in each round: 1
+    if it was right to approve or to reject, else 0.
     """
 
     type: Literal["iterative"] = "iterative"
     solver: str = "solver"
-    """The agent that answers."""
+    """Name of the agent that answers."""
     verifier: str = "verifier"
-    """The agent that judges."""
+    """Name of the agent that judges."""
     max_rounds: int = Field(default=3, ge=1)
-    """Proposals at most; the last one stands."""
+    """Maximum number of proposals; the last one counts."""
     question: str = "{task}"
-    """What the solver sees first. Fields: task."""
+    """First prompt of the solver. Fields: task."""
     retry: str = "{task}\n\nYour answer was rejected:\n{feedback}"
-    """What it sees after a rejection. Fields: task, answer, work, feedback."""
+    """Prompt of the solver after a rejection. Fields: task, answer, work, feedback."""
     review: str = "{task}\n\nProposed answer:\n{answer}"
-    """What the verifier sees. Fields: task, answer, work (the answer with its tool calls)."""
+    """Prompt of the verifier. Fields: task, answer, work (the answer with its tool calls)."""
     approval: str = Field(default="approve", min_length=1)
-    """The verifier approves if its answer begins with this word, whatever its case."""
+    """The verifier approves if its answer begins with this word, in any case."""
 
     template_fields: ClassVar[Mapping[str, frozenset[str]]] = {
         "question": frozenset({"task"}),
@@ -133,7 +133,7 @@ class Iterative(Pattern):
         return (self.solver, self.verifier)
 
     def approves(self, verdict: Reply) -> bool:
-        """Whether a verdict is an approval."""
+        """True if a verdict is an approval."""
         return verdict.answer.strip().casefold().startswith(self.approval.casefold())
 
     async def run(self, task: Task, team: Team) -> None:
@@ -157,24 +157,24 @@ class Iterative(Pattern):
 
 
 class Turns(Pattern):
-    """A play of turns, each written as a function of its own; best-of-N at every turn where `candidates` is above 1.
+    """A registered function plays turn after turn; with `candidates` above 1, every turn is a best-of-N choice.
 
-    Each candidate begins from the same context and the same environment; the play goes on from the best (docs: tree
-    sampling). The environment is reset to the task's own start, the same in all of its episodes.
+    All candidates of a turn begin from the same context and the same environment; the play continues from the best one
+    (docs/howto/tree_sampling.md). The environment is reset to the task's own start, the same in all of its episodes.
     """
 
     type: Literal["turns"] = "turns"
     turn: str
-    """Of the function, as registered with `@turn(name)`."""
+    """Name of the function, as registered with `@turn(name)`."""
     candidates: int = Field(default=1, ge=1, le=1024)
-    """How often a turn is played from each branch. 1: a plain episode, as evaluations and greedy plays always are."""
+    """How often a turn is played from each branch. 1: a plain episode; evaluations and greedy plays always use 1."""
     keep: int = Field(default=1, ge=1)
-    """How many branches go on from each turn: those whose rewards add up to most."""
+    """How many branches continue after each turn: those with the largest sums of rewards."""
     max_turns: int = Field(default=64, ge=1)
-    """A play that is not over by then ends."""
+    """Maximum number of turns in a play."""
 
     def resolve(self) -> Workflow:
-        """Plays the registered turn; ConfigError with the nearest names if there is none."""
+        """The function that plays the registered turn. Raises ConfigError with the nearest name if there is none."""
         return partial(self._play, TURNS[self.turn])
 
     async def run(self, task: Task, team: Team) -> None:
@@ -200,10 +200,10 @@ class Custom(Pattern):
 
     type: Literal["custom"] = "custom"
     name: str
-    """As registered."""
+    """Name of the workflow, as registered."""
 
     def resolve(self) -> Workflow:
-        """The registered function; ConfigError with the nearest names if there is none."""
+        """The registered function. Raises ConfigError with the nearest name if there is none."""
         return WORKFLOWS[self.name]
 
     async def run(self, task: Task, team: Team) -> None:

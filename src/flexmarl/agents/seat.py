@@ -1,8 +1,6 @@
-"""What an agent's act came to.
+"""Seat: one agent in one episode, with its memory, its tools and its rewards. Its acts give Replies.
 
-Seat: one agent in one episode, with its memory, its tools and its rewards.
-
-The tool-integrated loop of an act, its budget being `max_tool_calls`:
+The tool-integrated loop of an act, with a budget of `max_tool_calls`:
 
     observation ──► prompt ──► generate ──► call? ── no, or budget spent ──► Reply
                       ▲                       │ yes
@@ -36,47 +34,47 @@ class ToolUse:
     """One tool call and what came back."""
 
     name: str
-    """Of the tool; empty if the call could not be understood."""
+    """Name of the tool; empty if the call could not be understood."""
     argument: str
-    """What the tool was given; of a call that could not be understood, the text that made it."""
+    """Argument of the tool; the agent's message if the call could not be understood."""
     result: str
-    """What the agent read."""
+    """Text that the agent read as the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an agent answered to one observation, after its tool calls."""
+    """An agent's answer to one observation, after its tool calls."""
 
     text: str
     """The final message; the messages that called tools are in `transcript`."""
     parsed: Any
-    """What the agent's parser made of the text; None if it made nothing."""
+    """Value that the agent's parser found in the text; None if it found none."""
     turns: tuple[Turn, ...]
-    """The calls it took."""
+    """The turns of the act, one for each LLM call."""
     calls: tuple[ToolUse, ...]
     transcript: str
-    """All that was said and read, line under line: the work, for a verifier to see."""
+    """All messages and tool results of the act, in order: the work, which a verifier may see."""
     finish: FinishReason
-    """Of the last call; `length` means that the text was cut."""
+    """Finish reason of the last turn; `length` means that the text was cut."""
     unresolved: bool = False
     """The text holds a tool call that was not run: the budget was spent, or the text was cut."""
     give: Callable[[tuple[Turn, ...], float, str], None] = field(repr=False)
-    """Where rewards go."""
+    """Called by `reward` with (turns, reward, part)."""
 
     @property
     def answer(self) -> str:
-        """What was parsed, if that is a text or a number, else the text: what a task can score."""
+        """Text that a task can score: the parsed value if it is a text or a number, else `text`."""
         is_plain = isinstance(self.parsed, str | int | float) and not isinstance(self.parsed, bool)
         return str(self.parsed) if is_plain else self.text
 
     def reward(self, reward: float, part: str = "outcome") -> None:
-        """Adds to the reward of this reply's turns; rewards of one `part` add up, and are logged apart from others."""
+        """Adds to the reward of this reply's turns. Rewards of one `part` add up; each part is logged on its own."""
         self.give(self.turns, reward, part)
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What the agent said in one message; it took one call, or several."""
+    """One message of the agent, sampled in one or more calls."""
 
     turns: tuple[Turn, ...]
     text: str
@@ -86,15 +84,15 @@ class _Message:
 
 
 class Seat:
-    """An agent at the table. Lives for one episode."""
+    """An agent in one episode."""
 
     def __init__(self, agent: AgentSpec, context: EpisodeContext, ledger: Ledger) -> None:
         self.name = agent.name
         self.policy = agent.policy
         self.last: Reply | None = None
-        """What it answered last."""
+        """Its last reply."""
         self.state: dict[str, Any] = {}
-        """For the workflow's own use."""
+        """Data for the workflow's own use."""
         self._agent = agent
         self._caller = Caller(agent, context, ledger)
         self._renderer = agent.renderer
@@ -106,9 +104,9 @@ class Seat:
         self._acting = False
 
     async def act(self, observation: str, **tags: Scalar) -> Reply:
-        """Answers an observation, with as many tool calls as it takes and the budget allows.
+        """Answers an observation, with as many tool calls as the agent makes and the budget allows.
 
-        `tags` go onto the turns. Acts of one seat may overlap only if it has no memory. Raises EngineError if a call
+        The turns get these `tags`. Acts of one seat may overlap only if it has no memory. Raises EngineError if a call
         could not be served, EpisodeError if it was aborted, a tool broke or the act was not allowed.
         """
         check_tags(tags)
@@ -126,13 +124,13 @@ class Seat:
             self.last = await self._answer(conversation, observation, tags)
         finally:
             self._acting = False
-        # Only now: of an act that failed nothing is remembered.
+        # Only now, so that a failed act leaves nothing in the memory.
         self._acts.append(tuple(conversation.messages[before:]))
         self._conversation = conversation
         return self.last
 
     def inherit(self, other: "Seat") -> None:
-        """Remembers what the same seat in another branch has said and heard so far."""
+        """Copies the memory and the state of `other`, the same seat in another branch."""
         self.last, self.state = other.last, deepcopy(other.state)
         self._acts, self._branches = [*other._acts], other._branches
         if other._conversation is not None:
@@ -143,7 +141,7 @@ class Seat:
         self._ledger.reward_agent(self.name, reward, part)
 
     def _open(self) -> Conversation:
-        """The conversation so far, or a new one if something of it must be forgotten."""
+        """The conversation so far, or a new one if the memory drops some of its acts."""
         kept = recall(self._agent.memory, self._acts)
         if self._conversation is not None and len(kept) == len(self._acts):
             return self._conversation
@@ -157,7 +155,7 @@ class Seat:
         return self._branches - 1
 
     async def _answer(self, conversation: Conversation, observation: str, tags: Mapping[str, Scalar]) -> Reply:
-        """The loop of the picture above."""
+        """Runs the loop of the picture above."""
         tags = {"turn": self._ledger.next_act(), **tags}
         turns: list[Turn] = []
         uses: list[ToolUse] = []
@@ -198,9 +196,10 @@ class Seat:
         may_call: bool,
         first_tags: Mapping[str, Scalar],
     ) -> _Message:
-        """One message of at most `max_tokens`; where a stop string ended no tool call, the agent goes on in another.
+        """Samples one message of at most `max_tokens`.
 
-        `first_tags` go onto its first call alone.
+        If a stop string of the syntax ended no tool call, another call continues the message. `first_tags` are for the
+        first call only.
         """
         turns: list[Turn] = []
         left = self._caller.sampling.max_tokens
@@ -209,7 +208,7 @@ class Seat:
             left -= len(call.generation.response_ids)
             try:
                 text, use, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)
-            except Exception as error:  # Of the parser, which may be the user's own.
+            except Exception as error:  # The parser may be the user's own and raise anything.
                 await self._caller.record_failure(call, conversation, error)
                 raise
             turn = await self._caller.record(call, conversation, valid)
@@ -225,7 +224,7 @@ class Seat:
     def _understood(
         self, turns: list[Turn], call: Call, left: int, *, may_call: bool
     ) -> tuple[str, Parsed, Next, Any, bool]:
-        """The message so far, the tool call in it, what follows it, what was parsed, and whether it has a form."""
+        """Reads the message so far: (text, tool call in it, next move, parsed value, True if it is well formed)."""
         text = self._joined(turns, call)
         use = self._agent.syntax.parse(text) if self._agent.syntax else None
         follows = next_move(use, self._ending(call, left), may_call=may_call)
@@ -240,7 +239,7 @@ class Seat:
     def _joined(self, turns: list[Turn], call: Call) -> str:
         if not turns:
             return call.text
-        # Decoded together: a character may lie across two calls.
+        # Decoded together, because a character may be split between two calls.
         return self._renderer.decode(
             np.concatenate([*(turn.response_ids for turn in turns), call.generation.response_ids])
         )
@@ -255,7 +254,7 @@ class Seat:
         return Ending.OWN if own or self._agent.syntax is None else Ending.SYNTAX
 
     async def _use_tool(self, said: _Message) -> ToolUse:
-        """Runs the call; what is wrong with it is told to the agent as the result."""
+        """Runs the tool call. The result of a faulty call is a text that says what is wrong with it."""
         call = said.call
         if not isinstance(call, ToolCall):
             assert call is not None

@@ -39,33 +39,34 @@ class SamplingSettings(Settings):
 
     @property
     def plain(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution."""
+        """True if tokens are drawn from the model's own distribution."""
         return (self.temperature, self.top_p, self.top_k, self.min_p) == (1.0, 1.0, 0, 0.0)
 
     def record(self) -> Sampling:
-        """What a call carries."""
+        """The same as the record that a call carries."""
         return Sampling(**self.model_dump())
 
 
 class AgentSettings(Settings):
-    """One seat of the team."""
+    """One agent of the team."""
 
     policy: str
     """Name of the policy it acts with."""
     system: str = ""
     """Role prompt."""
     tools: tuple[AnyTool, ...] = ()
-    """What it may call."""
+    """Tools that it may call."""
     syntax: AnySyntax | None = None
-    """How it writes a call."""
+    """How it writes a tool call."""
     max_tool_calls: int = Field(default=4, ge=0)
-    """Calls per act; the text of one more stands as the reply."""
+    """Tool calls per act; the text of a further one is taken as the reply."""
     memory: Memory = "none"
-    """Acts of the episode it remembers: none, full, or the number of the last ones."""
+    """Acts of the episode that it remembers: none, full, or the number of the last ones."""
     parser: str | Choice = "text"
-    """What reads its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
+    """Parser of its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
     trust_special: bool = False
-    """What it reads may spell control tokens, such as <|im_end|>; false: that is text (docs/security.md)."""
+    """True: texts that it reads may spell control tokens, such as <|im_end|>; false: these stay text
+    (docs/security.md)."""
     sampling: SamplingSettings = SamplingSettings()
 
     @model_validator(mode="after")
@@ -87,11 +88,11 @@ class TeamSettings(Settings):
     """The agents, in the team's order, and the workflow they play."""
 
     agents: Mapping[str, AgentSettings] = Field(min_length=1)
-    """By name."""
+    """Agents by name."""
     workflow: AnyWorkflow
     """How they interact on one task."""
     environment: EnvironmentSettings | None = None
-    """What the task is played in, if anything; the workflow finds it at `team.environment`."""
+    """Environment in which a task is played, if any; the workflow finds it at `team.environment`."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> "TeamSettings":

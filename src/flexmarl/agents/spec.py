@@ -1,6 +1,6 @@
-"""Loads the files of the user's own that a config lists under `code`.
+"""TeamSpec: the team of a run, made from its settings. It gives each episode a Team of its own.
 
-TeamSpec: the team of a run; seats one Team per episode.
+load_code imports the user's files that a config lists under `code`.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from flexmarl.tasks import Environment
 
 
 def load_code(path: str | Path) -> ModuleType:
-    """Imports a user's file by its path, once per process, so that what it registers can be named in a config."""
+    """Imports a user's file by its path, once per process. A config can then name what the file registers."""
     path = Path(path).resolve()
-    # Named by path: two files called team.py are two modules, and what they define can be pickled.
+    # The module is named by its path: two files called team.py are two modules, and what they define can be pickled.
     name = f"flexmarl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -47,7 +47,7 @@ def load_code(path: str | Path) -> ModuleType:
 
 
 def _line(error: Exception, path: Path) -> int:
-    """The line of the file at which the error left it."""
+    """The last line of the file through which the error passed; 1 if there is none."""
     if isinstance(error, SyntaxError):
         return error.lineno or 1
     frames = traceback.extract_tb(error.__traceback__)
@@ -59,13 +59,13 @@ class Level(NamedTuple):
 
     name: str
     """L0: nothing is trained. L1: all share one trained policy. L2: each trains an adapter on one base that all share.
-    L3: each trains weights of its own. Else: mixed."""
+    L3: each trains its own weights. Otherwise: mixed."""
     because: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
-    """The agents, the policy of each, and the workflow they play. Can be sent to another process by pickle."""
+    """The agents, the policy of each, and the workflow they play. Can be pickled and sent to another process."""
 
     agents: Mapping[AgentName, AgentSpec]
     trained: frozenset[PolicyName]
@@ -92,7 +92,7 @@ class TeamSpec:
         *,
         code: Sequence[Path] = (),
     ) -> "TeamSpec":
-        """Joins the settings with the policies that there are. ConfigError if one is missing."""
+        """Joins the settings with the policies of the run. Raises ConfigError if they do not fit each other."""
         agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
         if idle := set(trained) - {agent.policy for agent in agents.values()}:
             raise ConfigError(f"policies.{min(idle)} is trained, but no agent acts with it; freeze or remove it")
@@ -108,7 +108,7 @@ class TeamSpec:
 
     @property
     def level(self) -> Level:
-        """The level of the team, and what makes it so."""
+        """The level of the team, with the reason."""
         acting = [agent.policy for agent in self.agents.values()]
         learning = [policy for policy in acting if policy in self.trained]
         because = ", ".join(
@@ -127,12 +127,12 @@ class TeamSpec:
         return Level("L2" if self.adapters.issuperset(learning) else "L3", because)
 
     def seat(self, context: EpisodeContext) -> Team:
-        """The team at the table of one episode."""
+        """The team of one episode."""
         return Team(self.agents, context)
 
 
 def _received(code: Sequence[Path], contents: bytes) -> TeamSpec:
-    """A team in the process that it was sent to."""
+    """Rebuilds a pickled TeamSpec in the process that it was sent to."""
     for path in code:
         load_code(path)
     return TeamSpec(**pickle.loads(contents))

@@ -1,7 +1,4 @@
-"""Team: the agents of one episode at one table; what a workflow is given.
-
-What a workflow is, and the table of those that a config can name.
-"""
+"""Team: the agents of one episode, as a workflow is given them. WORKFLOWS: the workflows that a config can name."""
 
 import math
 import random
@@ -32,10 +29,10 @@ class Team:
         self._seats = {name: Seat(agent, context, self._ledger) for name, agent in agents.items()}
 
     def fork(self, node: Node) -> "Team":
-        """The team in a branch of its own, as it is now: memories, environment, random numbers, figures.
+        """A copy of the team for a branch, with memories, environment, random numbers and metrics as they are now.
 
-        Its calls are tagged with the node. They are among the turns of this team too; rewards that are given in the
-        branch reach its own turns alone.
+        The calls of the fork are tagged with `node`. Its turns also count as turns of this team, but rewards given in
+        the fork reach only its own turns.
         """
         fork = Team(self._agents, replace(self.context, node=node), self._ledger.fork())
         for name, seat in fork._seats.items():
@@ -52,7 +49,7 @@ class Team:
             raise EpisodeError(f"the team has no agent {name!r}; it has: {', '.join(self._seats)}") from None
 
     def __getattr__(self, name: str) -> Seat:
-        # Copying and pickling probe for underscored names before there are any seats.
+        # Copying and pickling look up underscored names before `_seats` exists.
         if name.startswith("_") or name not in self._seats:
             seats = ", ".join(self.__dict__.get("_seats", ()))
             raise AttributeError(f"the team has no agent {name!r}; it has: {seats}")
@@ -63,22 +60,22 @@ class Team:
 
     @cached_property
     def rng(self) -> random.Random:
-        """For the workflow's own chances: the same in every play of this trajectory."""
+        """Random numbers for the workflow, the same in every play of this trajectory."""
         return random.Random(episode_seed(self.context.run_seed, self.context.trajectory_id))
 
     @cached_property
     def environment(self) -> Environment[Any]:
-        """This episode's own, made at first use. The workflow resets it, with one seed for all episodes of a group."""
+        """This episode's environment, made at first use. The workflow resets it, with one seed for the whole group."""
         if self.context.environment is None:
             raise EpisodeError("the workflow asks for an environment, but this run has none")
         return self.context.environment(self.context.task)
 
     def reward(self, reward: float, part: str = "outcome") -> None:
-        """Adds to the reward of each turn, of all agents, that there is at the end of the episode."""
+        """Adds to the reward of each turn, of all agents, at the end of the episode."""
         self._ledger.reward_team(reward, part)
 
     def report(self, **metrics: float) -> None:
-        """Figures of this episode; `success` is the team's score. A name reported again replaces its value."""
+        """Reports metrics of this episode; `success` is the team's score. A later value replaces an earlier one."""
         for name, value in metrics.items():
             if not is_unicode(name):
                 raise EpisodeError(f"the metric {writable(name)!r} has no name that UTF-8 can encode")
@@ -88,7 +85,7 @@ class Team:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was reported so far."""
+        """The metrics reported so far."""
         return dict(self._ledger.metrics)
 
     @property
@@ -97,15 +94,15 @@ class Team:
         return self._ledger.turns
 
     def rewards(self) -> dict[SampleId, float | None]:
-        """Reward of every turn so far, in hop order; None where the workflow gave none."""
+        """Reward of every turn so far, in hop order; None if the workflow gave none."""
         return self._ledger.rewards()
 
     def total_reward(self) -> float:
-        """Sum of what was given so far, and not in a fork: each reward once, however many turns it is for."""
+        """Sum of the rewards given so far, without forks. Each counts once, however many turns it is for."""
         return self._ledger.total_reward()
 
     def parts(self) -> dict[SampleId, Mapping[str, float]]:
-        """The parts that each of these rewards adds up from, by name."""
+        """The parts that the reward of every turn adds up from, by name."""
         return self._ledger.parts()
 
     def call_rewards(self) -> dict[SampleId, Mapping[str, float]]:
@@ -113,7 +110,7 @@ class Team:
         return self._ledger.call_rewards()
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
-        """What was found in every turn so far, each in [0, 1]: `tool_error`, `format_error` ..."""
+        """The signals found in every turn so far, each in [0, 1]: `tool_error`, `format_error` ..."""
         return self._ledger.signals()
 
 
@@ -129,7 +126,7 @@ WORKFLOWS: Registry[Workflow] = Registry("workflow", setting="team.workflow.name
 
 
 def workflow(name: str) -> Callable[[Workflow], Workflow]:
-    """Decorator that puts a workflow into the table.
+    """Decorator that registers a workflow.
 
     @workflow("echo")
     async def echo(task: Task, team: Team) -> None:

@@ -1,11 +1,11 @@
-"""Runs an episode as a tree of turns: candidates from one context, of which the best go on.
+"""Runs an episode as a tree of turns: plays several candidates from one context and continues from the best ones.
 
-consumes    a turn, as the workflow's author wrote it, and the team at the root
-waits for   all candidates of a turn, played side by side
-produces    the turns of every branch, tagged `branch`, `path`, `turn`; the figures of the best play
+consumes    a turn function, written by the workflow's author, and the team at the root
+waits for   all candidates of a turn, which play at the same time
+produces    the turns of every branch, tagged `branch`, `path`, `turn`; the metrics of the best play
 unblocked by the end of the candidates' calls; the episode's time limit bounds it
 
-                ┌─► 0                ┌─► 1.0  best: goes on ─► ...
+                ┌─► 0                ┌─► 1.0  best: continues ─► ...
     root ───────┼─► 1  best ─────────┼─► 1.1
     candidates  └─► 2                └─► 1.2
 """
@@ -21,7 +21,7 @@ from flexmarl.records import Task
 from flexmarl.tasks.registry import Registry
 
 PlayTurn = Callable[[Task, Team], Awaitable[bool]]
-"""`async def turn(task, team) -> bool`: an agent acts, its action is applied and rewarded; True: the play is over."""
+"""`async def turn(task, team) -> bool`: lets an agent act, applies and rewards its action; True if the play is over."""
 
 TURNS: Registry[PlayTurn] = Registry("turn", setting="team.workflow.turn")
 turn = TURNS.register
@@ -30,17 +30,17 @@ turn = TURNS.register
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A play up to some turn."""
+    """A play up to one of its turns."""
 
     team: Team
     path: tuple[int, ...] = ()
     score: float = 0.0
-    """Sum of the rewards of all turns on the path; that of an act counts once, however many calls it took."""
+    """Sum of the rewards of all turns on the path. The reward of an act counts once, however many calls it took."""
     over: bool = False
 
 
 async def grow(play: PlayTurn, task: Task, team: Team, *, candidates: int, keep: int, max_turns: int) -> Branch:
-    """Plays turn after turn until all branches that are kept are over, or have had `max_turns`; returns the best."""
+    """Plays turn after turn until all kept branches are over or have had `max_turns`; returns the best branch."""
     kept = [Branch(team=team)]
     for _ in range(max_turns):
         async with asyncio.TaskGroup() as tasks:
@@ -61,7 +61,7 @@ async def grow(play: PlayTurn, task: Task, team: Team, *, candidates: int, keep:
 
 
 def best(branches: Sequence[Branch], keep: int) -> list[Branch]:
-    """The branches that go on: those with the highest scores; of equals, those with the lowest paths."""
+    """The `keep` branches that continue: those with the highest scores; among equals, those with the lowest paths."""
     return sorted(branches, key=lambda branch: (-branch.score, branch.path))[:keep]
 
 
@@ -80,7 +80,7 @@ async def _candidate(play: PlayTurn, task: Task, parent: Branch, index: int) -> 
 
 
 def _check_context(siblings: Sequence[Branch]) -> None:
-    """A candidate that saw something else cannot be compared: rewards would differ by what was seen."""
+    """Raises EpisodeError if siblings saw different contexts: their rewards could not be compared."""
     first = [branch.team.turns[0] for branch in siblings]
     for branch, turn in zip(siblings, first, strict=True):
         if turn.tags["context_hash"] != first[0].tags["context_hash"]:

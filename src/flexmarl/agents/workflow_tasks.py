@@ -1,17 +1,17 @@
-"""Runs the asyncio tasks of workflows, so that code of a user's ends what it must not, and outlives it, in no way.
+"""Runs the asyncio tasks of workflows, so that user code can neither end the event loop nor outlive its episode.
 
-consumes     the workflow of an episode, and whatever tasks are made within it
+consumes     the workflow of an episode, and all tasks that are made within it
 waits for    the end of a task that was cancelled, for a grace period
-produces     one task for the workflow; all of these tasks are the episode's own
+produces     one task for the workflow; it and the tasks made within it belong to the episode
 unblocked by the end of the task, or of the grace period
 
 The coroutine of each task is driven through a `_Guarded` one:
 
-    sys.exit() in it        is an EpisodeError of that task; asyncio would end the whole event loop
-    it has been given up    it is never resumed again, however it treats a CancelledError
-    it ends                 its creator knows of the calls that it knew of (causality.py)
+    it calls sys.exit()     its task raises EpisodeError; asyncio would end the whole event loop
+    it has been given up    it is never resumed again, even if it ignores CancelledError
+    it ends                 its creator knows of the calls that it knew of (ledger.py)
 
-The loop makes its tasks through a factory of ours for as long as one of these lives, and then as it did before.
+As long as one such task lives, the loop makes its tasks through a `_Factory`, and then through its earlier factory.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from flexmarl.agents.ledger import SCOPE, Scope
 from flexmarl.errors import EpisodeError
 
 _TASKS: ContextVar["WorkflowTasks | None"] = ContextVar("tasks", default=None)
-"""Those of the episode whose code runs; None in what the system does for it."""
+"""Tasks of the episode whose code runs; None while the system works for the episode."""
 
 
 class WorkflowTasks:
@@ -33,10 +33,10 @@ class WorkflowTasks:
 
     def __init__(self) -> None:
         self.live: dict[_Guarded, None] = {}
-        """In the order in which they were made."""
+        """Tasks that have not ended, in the order in which they were made."""
 
     def start(self, run: Callable[..., Awaitable[object]], *args: object, name: str) -> "asyncio.Task[None]":
-        """Begins the workflow, in a task of its own."""
+        """Starts the workflow in a task of its own."""
 
         async def play() -> None:
             await run(*args)
@@ -50,10 +50,10 @@ class WorkflowTasks:
             _TASKS.reset(tasks)
 
     async def end(self, workflow: "asyncio.Task[None]", grace_s: float) -> bool:
-        """Cancels the workflow; returns whether it ended within the grace period. If not, it is given up.
+        """Cancels the workflow. Returns True if it ended within the grace period; if not, it is given up.
 
-        With it goes every task that was cancelled too and went on. What nobody has cancelled is left alone: it may
-        serve other episodes.
+        All other tasks of the episode that were cancelled and still run are then given up too. A task that nobody
+        cancelled is left alone: it may serve other episodes.
         """
         workflow.cancel()
         try:
@@ -62,14 +62,14 @@ class WorkflowTasks:
             ended = workflow.done()
             if not ended:
                 for guarded in list(self.live):
-                    # One that calls `uncancel` has, by its count, not been cancelled; the workflow has.
+                    # `uncancel` resets what `cancelling` counts, but the workflow was cancelled for certain.
                     if guarded.task is workflow or guarded.task.cancelling():
                         guarded.give_up()
         return ended
 
 
 async def end_left_behind(grace_s: float) -> None:
-    """Cancels the tasks of all episodes that still live on this loop; those that outlive the grace are given up."""
+    """Cancels all tasks of episodes that still live on this loop; gives up those that outlive the grace period."""
     factory = asyncio.get_running_loop().get_task_factory()
     if not isinstance(factory, _Factory):
         return
@@ -84,18 +84,18 @@ async def end_left_behind(grace_s: float) -> None:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """In the block the system works for a workflow: tasks that are made in it are none of the episode's."""
+    """Marks a block in which the system works for a workflow: tasks made in it do not belong to the episode."""
     tasks, scope = _TASKS.set(None), SCOPE.set(None)
     try:
         yield
     finally:
-        with suppress(ValueError):  # A coroutine that is thrown away is closed in whatever context that happens.
+        with suppress(ValueError):  # A discarded coroutine may be closed in another context.
             SCOPE.reset(scope)
             _TASKS.reset(tasks)
 
 
 class _Guarded(Coroutine[Any, Any, Any]):
-    """A coroutine of an episode, as its task sees it."""
+    """A wrapper around a coroutine of an episode; the task runs the wrapper."""
 
     task: "asyncio.Task[Any]"
 
@@ -106,28 +106,28 @@ class _Guarded(Coroutine[Any, Any, Any]):
         tasks.live[self] = factory.live[self] = None
 
     def send(self, value: Any) -> Any:
-        """Resumes it."""
+        """Resumes the coroutine."""
         return self._resumed(self._coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        """Resumes it with an error, which for a task that was cancelled is a CancelledError."""
+        """Resumes the coroutine with an error; that of a cancelled task is a CancelledError."""
         return self._resumed(self._coroutine.throw, *error)
 
     def close(self) -> None:
-        """Ends it where it stands. Code that refuses to end is left standing there."""
+        """Ends the coroutine at its present place. If it refuses to end, it stays there and is never resumed."""
         stack = list(_stack(self._coroutine))
         try:
             self._coroutine.close()
         except KeyboardInterrupt:
             raise
-        except BaseException:  # Whatever its `finally` blocks raise: nobody waits for it any more.
+        except BaseException:  # Its `finally` blocks may raise anything; nobody waits for it any more.
             for one in stack:
                 _keep_for_ever(one)
         finally:
             self._end()
 
     def give_up(self) -> None:
-        """It is not resumed any more: its task ends the next time it would be."""
+        """Makes sure that the coroutine is never resumed: its task ends the next time it would resume it."""
         self._given_up = True
         self.task.cancel()
 
@@ -135,7 +135,7 @@ class _Guarded(Coroutine[Any, Any, Any]):
         return (yield from self._coroutine.__await__())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._coroutine, name)  # Frame and name, for whoever shows what a task does.
+        return getattr(self._coroutine, name)  # Frame and name, which tools that show a task's state read.
 
     def _resumed(self, resume: Callable[..., Any], *given: Any) -> Any:
         if self._given_up:
@@ -146,7 +146,7 @@ class _Guarded(Coroutine[Any, Any, Any]):
         except SystemExit as error:
             self._end()
             raise EpisodeError(f"the workflow called sys.exit({error.code!r}); raise an error to fail") from error
-        except BaseException:  # A StopIteration, too: it has ended.
+        except BaseException:  # Also a StopIteration: the coroutine has ended.
             self._end()
             raise
 
@@ -157,34 +157,34 @@ class _Guarded(Coroutine[Any, Any, Any]):
 
 
 def _keep_for_ever(coroutine: Any) -> None:
-    """What would not be closed would be asked again when it is collected, and at last while the interpreter ends."""
+    """Never frees a coroutine that refused to close: Python would close it again when it frees it, or at exit."""
     if getattr(coroutine, "cr_frame", None) is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
 
 
 def _stack(coroutine: Any) -> Iterator[Any]:
-    """The coroutine, the one that it awaits, and so on."""
+    """The coroutine, the coroutine that it awaits, and so on."""
     while coroutine is not None:
         yield coroutine
         coroutine = getattr(coroutine, "cr_await", None)
 
 
 class _Factory:
-    """Makes a loop's tasks as they were made before; each within a workflow is guarded and has a scope of its own."""
+    """Makes a loop's tasks as before, but guards each task made within a workflow and gives it a scope of its own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._before = loop, loop.get_task_factory()
         self.live: dict[_Guarded, None] = {}
-        """Of all episodes, in the order in which they were made."""
+        """Guarded tasks of all episodes, in the order in which they were made."""
 
     @classmethod
     def install(cls, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on the loop makes its tasks through a factory of ours."""
+        """Makes the loop use a `_Factory` for its tasks from now on."""
         if not isinstance(loop.get_task_factory(), cls):
             loop.set_task_factory(cls(loop))
 
     def leave(self, guarded: _Guarded) -> None:
-        """A task has ended; when none is left, the loop makes its tasks as before."""
+        """Removes a task that has ended. When none is left, gives the loop its earlier factory back."""
         self.live.pop(guarded, None)
         if not self.live and self._loop.get_task_factory() is self:
             self._loop.set_task_factory(self._before)
@@ -194,7 +194,7 @@ class _Factory:
         if tasks is None or creator is None or not asyncio.iscoroutine(coroutine):
             return self._made(loop, coroutine, **kwargs)
         guarded = _Guarded(coroutine, tasks, creator, self)
-        # A task keeps a copy of the variables as they are when it is made.
+        # A task copies the context variables when it is made.
         token = SCOPE.set(guarded.scope)
         try:
             guarded.task = self._made(loop, guarded, **kwargs)

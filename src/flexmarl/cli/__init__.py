@@ -1,7 +1,7 @@
 """The command line. In: a config and dotted overrides. Out: a run, figures, a verdict, a model, a table.
 
-Exit codes: 0, done; 1, it failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C; 141, whoever read
-the output has gone (`| head`), but for `train` and `simulate`, which go on.
+Exit codes: 0, done; 1, the command failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C; 141, the
+reader of the output has gone (`| head`). `train` and `simulate` continue without a reader.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ app.command()(clean)
 
 
 def main() -> None:
-    """Runs a command; our own errors become lines on stderr and an exit code, others are bugs with a traceback."""
+    """Runs a command. A FlexmarlError becomes lines on stderr and an exit code; any other error shows a traceback."""
     threads = frozenset(threading.enumerate())
     try:
         with outlets():
@@ -75,7 +75,7 @@ def _run_command() -> None:
 
 
 def own_errors(error: Exception) -> list[FlexmarlError]:
-    """The errors of ours that it is, or that an exception group holds; none if something else is among them."""
+    """Returns `error`, or the errors in an exception group, if all are FlexmarlErrors; otherwise an empty list."""
     if isinstance(error, FlexmarlError):
         return [error]
     if not isinstance(error, ExceptionGroup):

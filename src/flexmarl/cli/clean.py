@@ -1,4 +1,4 @@
-"""`flexmarl clean`: removes what runs left on this machine that nobody could end properly."""
+"""`flexmarl clean`: removes what runs left on this machine when they could not end properly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +28,9 @@ def clean(
 
 
 def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
-    """Removes what dead runs left, saying so line by line; what is no run's stays, and is named.
+    """Removes what dead runs left, and yields a line for each thing. Files that belong to no run stay, and are named.
 
-    Raises ConfigError if somebody else has the root, FlexmarlError if something cannot be removed.
+    Raises ConfigError if `root` is not this user's alone, FlexmarlError if something cannot be removed.
     """
     for folder in abandoned(root):
         leases = read_leases(folder)

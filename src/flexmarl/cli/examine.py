@@ -1,9 +1,9 @@
-"""Looks at everything about a run that can be looked at without its weights and its devices.
+"""Examines what a run needs, as far as that is possible without its weights and devices.
 
 code ──► tasks, workflow ──► models, tokenizers, team ──► libraries, devices, memory, ports
 
-Each look finds things, some with a to-do for this machine, or a problem of the config. A look that fails stops none of
-the others, except those that need what it looked at.
+Each look yields findings, some with a to-do for this machine, or raises a problem of the config. If a look fails, only
+the looks that need its subject are skipped.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ Look = Callable[[], Iterable[Finding]]
 
 
 def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
-    """What was found, and what is wrong with the config, a line each."""
+    """Returns the findings, and the problems of the config, a line each."""
     findings: list[Finding] = []
     problems: list[str] = []
 
@@ -78,7 +78,7 @@ def _team(settings: RunSettings) -> Iterator[Finding]:
 
 
 def _run(settings: RunSettings) -> Iterator[Finding]:
-    simulated = settings.cluster.backend == "simulated"  # Nothing is saved, and `simulation.costs` stand for engines.
+    simulated = settings.cluster.backend == "simulated"  # It saves nothing, and its engines are `simulation.costs`.
     for key, price, instead in cautions(settings):
         yield Finding(key, price, instead)
     if not settings.checkpoint.every and not simulated:

@@ -1,4 +1,4 @@
-"""What a run needs of the machine: libraries, devices, memory, ports."""
+"""Compares what a run needs with this machine: libraries, devices, memory, ports."""
 
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from flexmarl.observability.machine import GIB, Machine
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
-"""Per parameter: weight, gradient, gradient cache, AdamW's two moments; in bfloat16 all but the weight in float32, and
-a float32 master weight."""
+"""Bytes per parameter: weight, gradient, gradient cache and AdamW's two moments. In bfloat16 all but the weight are
+float32, and there is a float32 master weight."""
 
 
 def look_at_machine(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
-    """What is there, and what is not."""
+    """Yields findings on libraries, devices, memory and ports."""
     cluster = settings.cluster
     yield Finding("libraries", f"Python {machine.python}, torch {machine.torch or machine.torch_error}")
     if cluster.backend == "simulated":
@@ -71,7 +71,7 @@ def _ports(cluster: ClusterSettings) -> Finding:
 
 
 def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Finding:
-    """Weights, optimisers and caches; activations come on top. One process and one device hold them all if inline."""
+    """Estimates memory for weights, optimisers and caches; activations come on top. Inline, one device holds all."""
     unknown = sorted(policy for policy in settings.policies if not models.get(policy) or not models[policy].parameters)
     if unknown:
         return Finding("memory", f"not known before the model of {', '.join(unknown)} is here")
@@ -93,7 +93,7 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
 
 
 def _need(policy: PolicySettings, facts: ModelFacts, deterministic: bool) -> tuple[float, float, float]:
-    """Bytes for training, for the engines' weights, and for their caches."""
+    """Returns the bytes for training, for the engines' weights, and for their caches."""
     training = facts.parameters * TRAINER_BYTES[policy.training.dtype] * policy.trainable
     engine = policy.engine
     if not isinstance(engine, EmbeddedSettings):

@@ -1,7 +1,4 @@
-"""What `flexmarl check` has to say about one thing.
-
-What a policy's model is, without loading its weights: from its folder, the hub's cache, or the hub.
-"""
+"""Facts about each policy's model, without loading its weights: from its folder, the hub's cache, or the hub."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,12 +19,12 @@ from flexmarl.inference.settings import EmbeddedSettings
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """One line of `flexmarl check`: a subject, and what was found about it."""
 
     subject: str
     found: str
     todo: str = ""
-    """What to do; empty when it is fine as it is."""
+    """The user's to-do; empty if there is none."""
 
 
 HUB_TIMEOUT_S = 3.0
@@ -35,19 +32,19 @@ HUB_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """One policy's model."""
+    """Facts about one policy's model."""
 
     finding: Finding
     readable: bool = False
-    """Whether its config and tokenizer are on this machine."""
+    """True if its config and tokenizer are on this machine."""
     parameters: int = 0
-    """0: not known here."""
+    """Number of parameters; 0 if not known here."""
     cached_numbers: int = 0
-    """Keys and values of one token; 0: not known here, or the engine has its own cache."""
+    """Numbers in the keys and values of one token; 0 if not known here, or if the engine has its own cache."""
 
 
 def look_at_models(settings: RunSettings, problems: list[str]) -> Mapping[str, ModelFacts]:
-    """Every policy whose model can be looked at; what is wrong goes to `problems`."""
+    """Returns the facts about every model that can be examined. Adds a line to `problems` for each that cannot."""
     found: dict[str, ModelFacts] = {}
     for policy in settings.policies:
         try:
@@ -60,10 +57,10 @@ def look_at_models(settings: RunSettings, problems: list[str]) -> Mapping[str, M
 
 
 def _config(source: str) -> PretrainedConfig | None:
-    """None: it is on the hub, and not in the cache."""
+    """Returns the model's config from its folder or the hub's cache; None if it is only on the hub."""
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # Whatever a broken file leads to.
+    except Exception as error:  # A broken file may raise anything.
         if not Path(source).is_dir():
             return None
         raise ConfigError(f"'{source}' is no model that transformers can read: {_first_line(error)}") from error
@@ -104,7 +101,7 @@ def _on_the_hub(policy: str, name: str) -> ModelFacts:
         raise ConfigError(
             f"{key}: '{name}' is not on the Hugging Face hub, or private; check the name, or `hf auth login`"
         ) from None
-    except Exception as error:  # No network, a proxy, the hub's own trouble: nothing that the config can help.
+    except Exception as error:  # No network, a proxy, an error of the hub: no change of the config would help.
         return ModelFacts(
             finding=Finding(
                 key,

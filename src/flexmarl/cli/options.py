@@ -1,4 +1,4 @@
-"""What several commands share: arguments, and modules that import torch, loaded when a command first uses them."""
+"""Arguments that several commands share, and modules that import torch, loaded when a command first uses them."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,9 +12,10 @@ from flexmarl.observability.run_folder import RunFolder
 
 
 class Lazy:
-    """Stands for a module until one of its names is asked for.
+    """Stands for a module, and imports it when one of its names is used.
 
-    Not importlib's LazyLoader: that leaves a husk in `sys.modules`, and torch looks into all of them while it loads.
+    Not importlib's LazyLoader: that leaves an unloaded module in `sys.modules`, and torch looks into all of them while
+    it loads.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +43,7 @@ Overrides = Annotated[
 
 
 def load_run_folder(path: Path, overrides: list[str] | None = None) -> tuple[RunSettings, RunFolder]:
-    """The settings of a run that was trained. Raises ConfigError."""
+    """Returns the settings and the folder of a trained run. Raises ConfigError if `path` is no run folder."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")

@@ -90,7 +90,7 @@ def _compare(console: Console, configs: list[Path], overrides: list[str]) -> Non
     names = [config.stem for config in configs]
     if len(set(names)) < len(names):
         names = [str(config) for config in configs]
-    # All are read before the first is played: a wrong one is no reason to wait.
+    # All configs are read before the first is played, so that an error in one is reported at once.
     runs = [simulations.load(config, overrides) for config in configs]
     outcomes = {name: simulations.simulated(run, console, label=name) for name, run in zip(names, runs, strict=True)}
     console.print(simulations.comparison_table({name: outcome.report for name, outcome in outcomes.items()}))

@@ -1,4 +1,4 @@
-"""Simulations as the command line plays them: from a config to a report, and what is shown of it."""
+"""Simulations on the command line: from a config to a report, and the tables that show it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from flexmarl.testing.faults.witness import seen_in
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
 
 MOST_RUNS = 100
-"""Of one sweep: a typing error must not play for a day."""
+"""Most runs of one sweep: a typing error must not play for a day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def load(config: Path, overrides: Sequence[str]) -> RunSettings:
-    """The settings of the simulated run. Raises ConfigError naming the key."""
+    """Returns the settings of the simulated run. Raises ConfigError naming the key."""
     for override in overrides:
         if override.startswith("cluster.backend=") and parse_override(override)[1] != "simulated":
             raise ConfigError(f"{override}: `simulate` plays in the simulated world; use `flexmarl train` for others")
@@ -65,7 +65,7 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
 def simulated(
     settings: RunSettings, console: Console, *, label: str = "", disturbance: Disturbance | None = None
 ) -> Outcome:
-    """Plays it, and draws its pictures."""
+    """Plays the simulated run and draws its pictures. Raises FlexmarlError if it ended no step."""
 
     def say(text: str) -> None:
         console.print(f"{label}: {text}" if label else text)
@@ -82,14 +82,14 @@ def simulated(
 
 
 def planned(path: Path, settings: RunSettings) -> Disturbance:
-    """The faults that a file plans for a run. Raises ConfigError naming the file and the field."""
+    """Reads the faults that a file plans for a run. Raises ConfigError naming the file and the field."""
     plan = read_plan(path)
     check_fits(plan, settings, str(path))
     return PlannedFaults(plan)
 
 
 def witness_table(outcome: Outcome) -> Table:
-    """Which faults struck, and how many of each kind the run reacted to."""
+    """Returns a table of the faults: how many of each kind struck, and how many the run noticed."""
     struck, noticed = seen_in(list(read_run(outcome.folder.journal)))
     table = Table("fault", "struck", "noticed", box=box.SIMPLE_HEAD)
     for kind, times in struck.items():
@@ -98,7 +98,7 @@ def witness_table(outcome: Outcome) -> Table:
 
 
 def measured(settings: RunSettings, folder: RunFolder) -> SimulationReport:
-    """The same figures of a run that was played for real."""
+    """Returns the report of a real run. Raises ConfigError if it ended no step."""
     report = _report(settings, read_facts(read_run(folder.journal)))
     if report is None:
         raise ConfigError(f"'{folder.path}' ended no step, so there is nothing to compare with; give a longer run")
@@ -106,7 +106,7 @@ def measured(settings: RunSettings, folder: RunFolder) -> SimulationReport:
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """The table, and where everything is."""
+    """Prints the report's table, the origin of the costs, and where the files are."""
     folder = outcome.folder
     console.print(report_table(outcome.settings.name, outcome.report))
     places = {
@@ -121,12 +121,12 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def picture_of(folder: RunFolder) -> Path:
-    """Where the picture of a simulation is."""
+    """Returns the path of a simulation's picture."""
     return folder.path / "simulation.png"
 
 
 def origins(settings: RunSettings) -> str:
-    """Where the costs are from, a clause for each origin.
+    """Returns where the costs are from, a clause for each origin.
 
     `planner, writer: fitted from runs/a; judge: defaults, not measured`
     """
@@ -139,7 +139,7 @@ def origins(settings: RunSettings) -> str:
 
 
 def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The keys of `key=v1,v2,...` texts, and every combination of their values.
+    """Returns the keys of `key=v1,v2,...` texts, and every combination of their values. Raises ConfigError.
 
     >>> combinations(["steps=1,2", "mode=sync,async"])
     (['steps', 'mode'], [('1', 'sync'), ('1', 'async'), ('2', 'sync'), ('2', 'async')])
@@ -162,14 +162,14 @@ def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]
 
 
 def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
-    """Costs under which the run's journal would be as it is. Raises ConfigError if it has too little."""
+    """Fits costs to the run's journal. Raises ConfigError if the journal has too little."""
     facts = read_facts(read_run(folder.journal))
     origin = f"fitted to the journal of {folder.path}"
     return fit_costs(facts, _slots(settings), origin=origin, pauses=not settings.simulation.tools)
 
 
 def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
-    """What goes under `simulation:`; the run's replies too, where its store has them."""
+    """Returns the keys under `simulation:`, including the run's recorded replies if its store is a file."""
     recorded = {"recorded": str(folder.path.absolute())} if folder.store.is_file() else {}
     return {
         "costs": {policy: costs.model_dump(mode="json", exclude_unset=True) for policy, costs in fit.costs.items()},
@@ -178,7 +178,7 @@ def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
 
 
 def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
-    """The same as dotted settings; agents say again what they said, not what the config models."""
+    """Returns the same keys as dotted settings. Recorded replies replace the `replies` of the config."""
     values = as_settings(fit, folder)
     replies = {"replies": {}} if "recorded" in values else {}
     return [f"simulation.{key}={json_text(value)}" for key, value in (values | replies).items()]
@@ -192,7 +192,7 @@ def write_fit(fit: Fit, folder: RunFolder) -> Path:
 
 
 def fit_table(fit: Fit) -> Table:
-    """What was found, by policy, and how well it explains the run."""
+    """Returns a table of the fitted costs by policy, and of their errors on the run."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("fitted")
     for policy in fit.costs:
@@ -213,7 +213,7 @@ def fit_table(fit: Fit) -> Table:
 
 
 def _slots(settings: RunSettings) -> dict[str, int]:
-    """Requests that an instance decodes at a time, by policy, in the run's own world."""
+    """Returns how many requests an instance decodes at a time, by policy, in the world of this run."""
     if settings.cluster.backend == "simulated":
         return {policy: costs_of(settings.simulation.costs, policy).engine.slots for policy in settings.policies}
     return {name: getattr(policy.engine, "slots", 64) for name, policy in settings.policies.items()}

@@ -1,4 +1,4 @@
-"""`flexmarl store`: looks into a run's experience with SQL, while it runs or after, and copies it to Parquet."""
+"""`flexmarl store`: queries a run's experience with SQL, during the run or later, and copies it to Parquet."""
 
 import csv
 import shlex
@@ -24,9 +24,9 @@ from flexmarl.observability.safe_json import json_text
 
 CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24
-"""Most characters of a cell on the screen, and how many are never cut for others' sake; files have all."""
+"""Most characters of a cell on the screen; columns up to SHORT are never narrowed. --csv and --json print all."""
 MISTAKES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_AUTH)
-"""SQLite's codes for SQL that is wrong or would write; any other is about the file."""
+"""SQLite's codes for SQL that is wrong or would write. Any other code is about the file."""
 
 
 def store(
@@ -64,7 +64,7 @@ def store(
 
 
 def _file(run: Path) -> Path:
-    """The store's file of a run folder; a file is taken as it is."""
+    """Returns the store's file in a run folder, or `run` itself if it is a file. Raises ConfigError."""
     if run.is_file():
         return run
     folder = RunFolder(run)
@@ -118,7 +118,7 @@ def _show(found: Table, limit: int) -> None:
 
 
 def _shown(cell: Any) -> str:
-    """One line, however long the payload is."""
+    """Returns a cell as one line of at most CELL characters."""
     if cell is None:
         return ""
     line = printable(" ".join((f"{cell:.6g}" if isinstance(cell, float) else str(cell)[: 10 * CELL]).split()))
@@ -126,7 +126,7 @@ def _shown(cell: Any) -> str:
 
 
 def _show_tables(run: Path, reader: StoreReader) -> None:
-    """How many rows each agent has in each state, which columns there are, and two queries to start from."""
+    """Prints how many rows each agent has in each state, the columns, and two queries to start from."""
     counted = []
     for agent in reader.agents:
         states = reader.query(f"SELECT state, count(*) FROM {quote(agent)} GROUP BY state ORDER BY 2 DESC").rows

@@ -1,9 +1,9 @@
-"""Terminal of a command: what models and tasks say cannot steer it, and a run outlives it.
+"""Terminal of a command: texts of models and tasks cannot control it, and a run outlives it.
 
-              its reader has gone            the terminal is closed (SIGHUP)     stdout is not there at all
-train         goes on in silence             goes on in silence                  goes on in silence
-simulate      goes on in silence             goes on in silence                  goes on in silence
-the others    end with exit code 141         end, as any program                 nothing is printed
+              its reader has gone            the terminal is closed (SIGHUP)     there is no stdout
+train         continues silently             continues silently                  continues silently
+simulate      continues silently             continues silently                  continues silently
+the others    end with exit code 141         end like any program                print nothing
 """
 
 import errno
@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.segment import Segment
 
 READER_GONE = 141
-"""Exit code of a command whose reader has gone: that of a process which SIGPIPE ended."""
+"""Exit code of a command whose reader has gone, as of a process that SIGPIPE ended."""
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, those that turn the direction of writing, and lone surrogates."""
+"""Control characters except tab and newline, characters that change the direction of writing, lone surrogates."""
 
 
 def printable(text: str) -> str:
-    r"""A text that a terminal shows and does not obey.
+    r"""Escapes control characters: a terminal shows the returned text and does not obey it.
 
     >>> print(printable("\x1b[2J\u202eabc"))
     \x1b[2J\u202eabc
@@ -39,12 +39,12 @@ def printable(text: str) -> str:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints lines on stdout, or stderr."""
+    """Prints the text on stdout, or on stderr if `err` is True."""
     typer.echo(printable(text), err=err)
 
 
 class SafeConsole(Console):
-    """Console of rich on which only rich itself steers the terminal, not what is printed."""
+    """Console of rich on which only rich itself controls the terminal, not the text that is printed."""
 
     def __init__(self) -> None:
         super().__init__(markup=False, highlight=False)
@@ -56,15 +56,15 @@ class SafeConsole(Console):
 
 
 class Outlet:
-    """Stream of a command whose reader may go; what it cannot encode is escaped. All else is the stream's own."""
+    """Output stream whose reader may go. Text that it cannot encode is escaped. The rest is the inner stream's."""
 
     def __init__(self, stream: Any, *, endures: bool) -> None:
         self._stream = stream
         self.endures = endures
-        """Whether writing goes on, to nobody, when the reader has gone; else the command ends."""
+        """True if the command continues without output when the reader has gone; False if it then ends."""
 
     def write(self, text: str) -> int:
-        """As the stream's; of a stream that takes nothing any more, nothing."""
+        """Writes to the inner stream. If that fails and the command continues, the text is lost."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -75,7 +75,7 @@ class Outlet:
             return len(text)
 
     def flush(self) -> None:
-        """As the stream's."""
+        """Flushes the inner stream; errors are handled as by `write`."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -85,7 +85,11 @@ class Outlet:
         return getattr(self._stream, name)
 
     def _failed(self, error: OSError) -> None:
-        """Gone readers get nothing any more, from C and from child processes neither; a full disk loses lines."""
+        """Handles a failed write. Unless the outlet endures, this ends the command.
+
+        If the reader has gone, the descriptor leads to /dev/null from now on, also for C code and child processes.
+        Other errors, such as a full disk, only lose the text of an outlet that endures.
+        """
         if error.errno in _GONE:
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -99,8 +103,8 @@ class Outlet:
 
 @contextmanager
 def outlets() -> Iterator[None]:
-    """In the block stdout and stderr are outlets; of a command that was started without them, to nowhere."""
-    for _ in range(3):  # A file that we opened as number 1 would be written to by whoever prints.
+    """Makes stdout and stderr outlets inside the block. If the command was started without them, they lead nowhere."""
+    for _ in range(3):  # Fills descriptors 0 to 2: a file opened as number 1 would get what is printed.
         number = os.open(os.devnull, os.O_RDWR)
         if number > 2:
             os.close(number)
@@ -112,7 +116,7 @@ def outlets() -> Iterator[None]:
         yield
     except SystemExit as ended:
         if not ended.code:
-            sys.stdout.flush()  # Now is when the last lines find that nobody reads them.
+            sys.stdout.flush()  # Only now may the last lines find that the reader has gone.
         raise
     finally:
         with suppress(SystemExit, OSError):
@@ -128,7 +132,7 @@ def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 @contextmanager
 def outlived() -> Iterator[None]:
-    """In the block the command outlives its terminal, as with nohup: SIGHUP is ignored, by child processes too."""
+    """Lets the command outlive its terminal inside the block, as with nohup: it and its children ignore SIGHUP."""
     outlet, on_main = sys.stdout, threading.current_thread() is threading.main_thread()
     if isinstance(outlet, Outlet):
         outlet.endures = True

@@ -38,14 +38,14 @@ def train(
         except KeyboardInterrupt:
             say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
             raise typer.Exit(130) from None
-        except (Exception, asyncio.CancelledError, SystemExit):  # The last two of code that runs in it.
+        except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
             say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
             raise
         say(str(run.folder))
 
 
 def how_to_go_on(path: Path) -> str:
-    """What is left of a run that ended early, and the command that continues it."""
+    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
     saved = assemble.newest_checkpoint(folder)

@@ -1,1 +1,1 @@
-"""Processes that hold one object each. In: what a run asks for. Out: live workers, and an event when one dies."""
+"""Processes that hold one object each. In: specs of residents. Out: live residents, and an event when one is lost."""

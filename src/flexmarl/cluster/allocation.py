@@ -1,6 +1,6 @@
-"""Decides which training place a process group gets: none is leased twice, and who comes back gets its old one.
+"""Decides which training place a process group gets: never a leased one, and its old place if that is free.
 
-A place is the devices of one whole process group, so a lease is all of them or none (FlexMARL, section 6).
+A place is the devices of one whole process group, so a lease gives all of them or none (FlexMARL, section 6).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from flexmarl.records import PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One place, and why this one."""
+    """A place that `holder` holds, and why it got this one."""
 
     place: int
     holder: PolicyName
@@ -30,17 +30,17 @@ class Places:
     def __init__(self, number: int) -> None:
         self._leases: dict[PolicyName, Lease] = {}
         self._free = list(range(number))
-        """Those that nobody has been at first, then the one that was left longest ago."""
+        """Places that nobody has used come first, then the others, the one released longest ago first."""
         self._last: dict[int, PolicyName] = {}
 
     @property
     def free(self) -> int:
-        """Places that nobody holds."""
+        """Number of places that nobody holds."""
         return len(self._free)
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """Those that are held."""
+        """The leases that are held now."""
         return tuple(self._leases.values())
 
     def of(self, holder: PolicyName) -> Lease:
@@ -48,7 +48,7 @@ class Places:
         return self._leases[holder]
 
     def lease(self, holder: PolicyName) -> Lease | None:
-        """A place for a policy that holds none; None if none is free. First choice is where it was last."""
+        """Leases a place to a policy that holds none. Its last place is the first choice. None if no place is free."""
         assert holder not in self._leases, f"policy '{holder}' holds place {self._leases[holder].place} already"
         if not self._free:
             return None
@@ -59,7 +59,7 @@ class Places:
         return self._leases[holder]
 
     def release(self, holder: PolicyName) -> None:
-        """Takes a policy's place back."""
+        """Ends a policy's lease, so that its place is free."""
         place = self._leases.pop(holder).place
         self._last[place] = holder
         self._free.append(place)

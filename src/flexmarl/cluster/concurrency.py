@@ -1,10 +1,8 @@
-"""Threads and task groups in which the package runs what blocks, and what runs beside it.
+"""Threads for work that blocks, and task groups for work that runs next to a block.
 
-The one thread per device through which all torch work of a process goes.
-
-Thread for a library that blocks: one for all its calls, and a wait for one of them may end before the call does.
-
-Task group for the block that it is opened in: the block's own error leaves it as itself, not inside a group.
+DeviceThread   the one thread per device for all torch work of a process
+OwnThread      one thread for all calls of a library that blocks; a wait for a call may end before the call does
+task_block     a task group for one block, whose own error leaves it as itself, not inside an exception group
 """
 
 import asyncio
@@ -20,29 +18,30 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """Thread for torch work: the event loop stays free, and engine and trainer never fight for the same cores.
+    """Thread for torch work: the event loop stays free, and engine and trainer never compete for the same cores.
 
-    Work is done in the order it was given. Engines give it a few decode steps at a time and trainers one forward pass,
-    so that neither waits long for the other.
+    Work runs in the order in which it was given. Engines give a few decode steps at a time and trainers one forward
+    pass, so that neither waits long for the other.
     """
 
     def __init__(self, name: str = "device") -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls `work` on the thread and returns what it returns."""
+        """Calls `work` on the thread and returns its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
 
     def close(self) -> None:
-        """Waits for the work that has started and ends the thread."""
+        """Waits for the work that has started, cancels the rest and ends the thread."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
 class OwnThread:
-    """Lives from `start` to `close`. Not an executor: at exit Python waits for those, and a stuck call never ends.
+    """One thread for all calls of a library, alive from construction to `close`.
 
-    Not a thread per call either: what a thread started with the wish to die with its parent dies with that thread.
+    Not an executor: Python waits for executors at exit, and a stuck call never ends. Not one thread per call: a child
+    started with PR_SET_PDEATHSIG dies when the *thread* that started it ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,7 +49,7 @@ class OwnThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def run(self, work: Callable[[], T], *, timeout: float) -> T:
-        """Calls `work` there, after what was given earlier. Raises TimeoutError if it takes longer than `timeout`."""
+        """Calls `work` on the thread, after earlier work. Raises TimeoutError after `timeout` s; the work runs on."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -63,7 +62,7 @@ class OwnThread:
                 settle, outcome = done.set_result, work()
             except BaseException as error:
                 settle, outcome = done.set_exception, error
-            with suppress(RuntimeError):  # the loop has ended, nobody waits
+            with suppress(RuntimeError):  # the event loop has ended, so nobody waits
                 loop.call_soon_threadsafe(tell, settle, outcome)
 
         self._work.put(call)
@@ -71,7 +70,7 @@ class OwnThread:
             return await done
 
     def close(self) -> None:
-        """Ends the thread after what it was given."""
+        """Ends the thread after the work that it was given."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -81,9 +80,9 @@ class OwnThread:
 
 @asynccontextmanager
 async def task_block() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose tasks end with the block. Leaving it early, by an error or a cancellation, cancels them.
+    """A TaskGroup for one block, which ends when its tasks have. An error or a cancellation in the block cancels them.
 
-    A task that fails ends the block as in any TaskGroup, with an exception group, which holds the block's error too.
+    A task that fails ends the block as in any TaskGroup: with an exception group, which also holds the block's error.
 
     >>> async def fail():
     ...     async with task_block():
@@ -104,5 +103,5 @@ async def task_block() -> AsyncIterator[asyncio.TaskGroup]:
     except ExceptionGroup as group:
         if group.exceptions != (failure,):
             raise
-    if failure is not None:  # Raised here, where no group is its context.
+    if failure is not None:  # Raised outside the `except`, so that the group is not its context.
         raise failure

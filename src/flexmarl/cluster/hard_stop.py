@@ -1,12 +1,11 @@
-"""Threads that end the process where code of a user's does not let it end: a loop without an await, a stuck thread.
+"""Threads that end the process if user code keeps it from ending: a loop without an await, a stuck thread.
 
-    SIGTERM ──► the run is cancelled ──► it ends by itself, within seconds          as nearly always
-                    └──► STOP_WITHIN_S later it still runs ──► the process is ended, and says where it stood
-    the command has ended ──► a thread of a workflow does not ──► it is waited for LEAVE_WITHIN_S, and left
-                          ──► an asynchronous generator does not ──► it is waited for as long, and cancelled
+    SIGTERM ──► the run is cancelled ──► it ends by itself within seconds (nearly always)
+                    └──► it still runs after STOP_WITHIN_S ──► the process is ended, and says where it was stuck
+    the command has ended ──► a thread of a workflow does not end ──► wait LEAVE_WITHIN_S, then exit without it
+                          ──► an asynchronous generator does not end ──► wait LEAVE_WITHIN_S, then cancel it
 
-A process that is ended so leaves what one leaves that was killed: the warden ends its workers, and the run can be
-resumed.
+The end of such a process has the same effect as a kill: the warden ends its workers, and the run can be resumed.
 """
 
 import asyncio
@@ -24,18 +23,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 STOP_WITHIN_S = 8.0
-"""Batch systems kill what has not ended after some ten seconds, without a word of where it stood."""
+"""Batch systems kill a process after some ten seconds, without a word about where it was stuck."""
 LEAVE_WITHIN_S = 2.0
 STOPPED = 130
-"""Exit code, as after Ctrl-C."""
+"""Exit code of a stopped run, the same as after Ctrl-C."""
 
 
 class HardStop:
-    """A block that, once `told`, must end within STOP_WITHIN_S; else the process does."""
+    """A block that must end within STOP_WITHIN_S of a call of `told`; otherwise the process is ended."""
 
     def __init__(self) -> None:
         self.note: Callable[[str], None] = lambda because: None
-        """Told why, before the end."""
+        """Called with the reason before the process is ended."""
         self._ended = threading.Event()
         self._told = False
 
@@ -46,7 +45,7 @@ class HardStop:
         self._ended.set()
 
     def told(self) -> None:
-        """The run was told to end. Called in a signal handler."""
+        """Notes that the run must end, and starts the countdown. Called in a signal handler."""
         if not self._told:
             self._told = True
             threading.Thread(target=self._wait, name="hard-stop", daemon=True).start()
@@ -54,14 +53,16 @@ class HardStop:
     def _wait(self) -> None:
         if not self._ended.wait(STOP_WITHIN_S):
             because = f"it did not end within {STOP_WITHIN_S:g} s of SIGTERM; {_where_main_thread_stands()}"
-            with suppress(Exception):  # The disk may be what it waits for.
+            with suppress(Exception):  # `note` writes to a disk, and the run may be stuck on that very disk.
                 self.note(because)
             _end_process(f"flexmarl: the run was ended: {because}", STOPPED)
 
 
 def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, which waits for ever for threads that a workflow began with `asyncio.to_thread`, and for the
-    `finally` blocks of asynchronous generators that it left.
+    """Runs `main` as `asyncio.run` does, but does not wait for threads and generators that a workflow left.
+
+    `asyncio.run` itself waits without limit for threads that were started with `asyncio.to_thread`, and for the
+    `finally` blocks of asynchronous generators.
     """
 
     async def running() -> T:
@@ -70,7 +71,7 @@ def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
         finally:
             loop = asyncio.get_running_loop()
             loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
-            # What does not end in time is cancelled by `asyncio.run`, as every task is.
+            # If this task does not end in time, `asyncio.run` cancels it, like every task.
             closing = loop.create_task(loop.shutdown_asyncgens(), name="close-generators")
             await asyncio.wait([closing], timeout=LEAVE_WITHIN_S)
 
@@ -78,9 +79,9 @@ def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
 
 
 def leave_stuck_threads(before: frozenset[threading.Thread], code: int) -> None:
-    """Lets the interpreter end although threads that are not in `before` do not; `code` is then its exit code.
+    """Lets the interpreter exit with `code` although threads that are not in `before` do not end.
 
-    Python waits for every thread for ever, the one of a tool that waits for a server, say.
+    Python itself waits without limit for every thread, such as a tool's thread that waits for a server.
     """
     left = [one for one in threading.enumerate() if one not in before and not one.daemon]
     if left:
@@ -98,7 +99,7 @@ def _leave(left: list[threading.Thread], code: int) -> None:
 
 
 def _interpreter_ends() -> bool:
-    """Whether the main thread has left the program and waits for other threads; of a test that calls a command, no."""
+    """True if the main thread has left the program and waits for other threads. False in a test that runs a command."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Cluster in this process: residents are objects here, on nodes that are names. On a virtual clock, the virtual one.
+"""Cluster in this process: residents are objects here, and nodes are only names. It also runs on a virtual clock.
 
-A resident's `remote` is what lives there itself. With `crosses`, it is the proxy that residents of other processes
-have, and what goes through it is copied: for tests of everything that crosses.
+A resident's `remote` is the hosted object itself. With `crosses` it is a proxy, as for a resident in another process,
+and everything that goes through the proxy is copied: for tests of code whose calls cross.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from flexmarl.records import WorkerLost
 
 T = TypeVar("T")
 HERE = "here"
-"""The one node of a cluster that is given none."""
+"""The one node of a cluster that is given no nodes."""
 FIRST_PID = 1000
-"""Pids only tell residents apart."""
+"""Pids are made up: they only tell residents apart."""
 NO_LIMIT = 2**31
 
 
 class InprocResident(Generic[T]):
-    """One object of this process."""
+    """A resident that is one object of this process."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class InprocResident(Generic[T]):
         on_end: Callable[["InprocResident[Any]", str], None],
         latency_s: float,
     ) -> None:
-        """`on_end` is called once at its end, with the reason if that was a loss. A crossing takes two latencies."""
+        """`on_end` is called once when it ends, with the reason if it was lost. A crossing takes twice `latency_s`."""
         self.spec, self.place = spec, place
         self.crossings: list[str] = []
-        """Methods that were asked for through a crossing, in order."""
+        """Methods that were called through a crossing, in order."""
         self._on_end, self._latency_s = on_end, latency_s
         self._host = Host()
         self._remote: Any = None
@@ -49,64 +49,64 @@ class InprocResident(Generic[T]):
 
     @property
     def name(self) -> str:
-        """As in its spec."""
+        """The name in its spec."""
         return self.spec.name
 
     @property
     def alive(self) -> bool:
-        """Whether it has neither been stopped nor died."""
+        """True until it is stopped or dies."""
         return not self._ended.done()
 
     @property
     def hosted(self) -> T:
-        """What lives here, for tests and for faults."""
+        """The hosted object, for tests and for faults."""
         return self._host.hosted
 
     @property
     def remote(self) -> T:
-        """What lives here, or its proxy."""
+        """The hosted object, or its proxy."""
         return self._remote
 
     def make(self) -> None:
-        """Makes what lives here; `make` is not copied, so that residents can share what they are made of."""
+        """Makes the hosted object. The spec's `make` is not copied, so residents can share objects that it holds."""
         self._remote = self._host.hosted = self.spec.make()
 
     def cross_with(self, tasks: asyncio.TaskGroup) -> None:
-        """From now on `remote` is a proxy, whose tasks run in `tasks`."""
+        """Makes `remote` a proxy, whose tasks run in `tasks`."""
         self._remote = proxy_of(self.spec, self, tasks)
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The channel of its proxy."""
+        """Calls a method of the host or the hosted object: the `Channel` of the resident's proxy."""
         self.crossings.append(method)
         if self.alive:
             work = asyncio.create_task(self._work(method, packed(*args, **kwargs)), name=f"{self.name}.{method}")
             self._work_under_way.add(work)
             work.add_done_callback(self._work_under_way.discard)
-            # Not cancelled with the caller, whose wait is over while the work goes on.
+            # A cancelled caller stops waiting, but its work is not cancelled.
             await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if self.alive:
                 return answer(work.result(), whose=self.name)
         raise WorkerError(f"{self.name} {self._ended.result()}")
 
     async def stop(self) -> None:
-        """Ends it, and closes what lives here if that can be closed."""
+        """Ends it. Closes the hosted object too, if there is no proxy and its contract has `close`."""
         if self.alive:
             self.end("was stopped", "")
             if self._remote is self._host.hosted and "close" in methods_of(self.spec.contract):
-                with suppress(TimeoutError):  # One that never answers again must not keep the others from ending.
+                with suppress(TimeoutError):  # An object that never answers must not keep the others from ending.
                     async with asyncio.timeout(CLOSE_TIMEOUT_S):
                         await self._remote.close()
 
     def die(self, because: str = "was killed") -> None:
-        """A fault: ends it as a crash would. What it was doing is not finished, and the loss is reported."""
+        """A fault: ends it as a crash would. Its work under way is cancelled, and the loss is reported."""
         self.end(f"died: {because}", because)
 
     def hang(self) -> None:
-        """A fault: from now on no call comes back."""
+        """A fault: from now on no call returns."""
         self._hangs = True
 
     def end(self, how: str, because: str) -> None:
-        """Ends it, unless it has ended; `because` is empty where that is no loss."""
+        """Ends it, unless it has ended. `because` is empty if this is not a loss."""
         if self.alive:
             self._ended.set_result(how)
             for work in list(self._work_under_way):
@@ -127,10 +127,10 @@ class InprocResident(Generic[T]):
 async def inproc_cluster(
     nodes: Mapping[str, int] | None = None, *, start_s: float = 0.0, crosses: bool = False, latency_s: float = 0.0
 ) -> AsyncIterator["InprocCluster"]:
-    """A cluster for the length of a block.
+    """Opens a cluster for the length of a block.
 
-    `nodes` says how many residents each node has room for; None: one node without a limit. A start takes `start_s`.
-    With `crosses`, calls are copied and take `latency_s` each way.
+    `nodes` gives the number of residents that each node has room for; None means one node without a limit. A spawn
+    takes `start_s`. With `crosses`, calls are copied and take `latency_s` each way.
     """
     async with task_block() as tasks:
         cluster = InprocCluster(tasks, nodes or {HERE: NO_LIMIT}, start_s=start_s, crosses=crosses, latency_s=latency_s)
@@ -141,7 +141,7 @@ async def inproc_cluster(
 
 
 class InprocCluster:
-    """`Cluster` of objects in this process.
+    """A `Cluster` of objects in this process.
 
     async with inproc_cluster({"node-0": 8}, start_s=30.0) as cluster:
         (resident,) = await cluster.spawn([spec])
@@ -151,10 +151,10 @@ class InprocCluster:
     def __init__(
         self, tasks: asyncio.TaskGroup, nodes: Mapping[str, int], *, start_s: float, crosses: bool, latency_s: float
     ) -> None:
-        """See `inproc_cluster`; proxies have their tasks in `tasks`."""
+        """See `inproc_cluster`. Proxies run their tasks in `tasks`."""
         self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
         self.residents: list[InprocResident[Any]] = []
-        """All that were made, in order, ended ones included."""
+        """All residents that were made, in order, including ended ones."""
         self._tasks = tasks
         self._free = dict(nodes)
         self._start_s, self._crosses, self._latency_s = start_s, crosses, latency_s
@@ -162,16 +162,16 @@ class InprocCluster:
 
     @property
     def crosses(self) -> bool:
-        """Whether calls are copied."""
+        """True if calls are copied."""
         return self._crosses
 
     @property
     def has_processes(self) -> bool:
-        """Whether it has nodes, on which every resident is taken for a process."""
+        """True if it was given nodes: every resident then stands for a process."""
         return HERE not in self._free
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
-        """Each on the node with most room."""
+        """Starts each resident on the node that its spec names, or on the node with most room."""
         if len(specs) > (free := sum(self._free.values())):
             raise ConfigError(f"the cluster has room for {free} more residents, got {len(specs)}; give it more nodes")
         for spec in specs:
@@ -198,12 +198,12 @@ class InprocCluster:
             await resident.stop()
 
     def kill(self, name: str, because: str = "was killed") -> None:
-        """A fault: the live resident of this name dies. Raises KeyError if there is none."""
+        """A fault: the live resident with this name dies. Raises KeyError if there is none."""
         live = {resident.name: resident for resident in self.residents if resident.alive}
         live[name].die(because)
 
     def kill_node(self, node: str, because: str = "its node was lost") -> list[str]:
-        """A fault: every live resident on a node dies, and nothing starts there any more; returns their names."""
+        """A fault: every live resident on a node dies, and nothing starts there any more. Returns their names."""
         self._free.pop(node, None)
         dying = [resident for resident in self.residents if resident.alive and resident.place.node == node]
         for resident in dying:

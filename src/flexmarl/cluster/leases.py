@@ -1,12 +1,12 @@
-"""Folders and processes of one run on this machine, written down where they can be found and removed without it.
+"""Folders and processes of one run on this machine, recorded so that others can find and remove them after it died.
 
     {temp}/flexmarl-{uid}/            one folder per run, locked by the run's controller while that lives
         k3x9q2/leases.json            the run's name and its processes
-        k3x9q2/ray/                   and what it keeps here
+        k3x9q2/ray/                   the files of its private Ray
     /dev/shm/flexmarl-{uid}-k3x9q2/   its shared memory
 
-A warden, a process of its own, removes all this when the controller dies; `flexmarl clean` does, when both died. How:
-remains.py.
+A warden, a separate process, removes all this when the controller dies. If both have died, `flexmarl clean` does. The
+code of the removal is in remains.py.
 """
 
 import fcntl
@@ -36,52 +36,52 @@ LONGEST_ROOT = 28
 
 
 def leases_root(temp: Path | None = None) -> Path:
-    """The folder of this user's runs: in the temp folder, or in /tmp where that one's path is too long for a socket."""
+    """The folder of this user's runs: in the temp folder, or in /tmp if that path is too long for a socket."""
     name = f"flexmarl-{os.getuid()}"
     root = (temp or Path(tempfile.gettempdir())) / name
     return root if len(str(root)) <= LONGEST_ROOT else Path("/tmp") / name
 
 
 class RunLeases:
-    """The leases of a live run; a context manager: after it, nothing that was added to it is left.
+    """The leases of a live run. A context manager: after its block, nothing that was added to the leases is left.
 
     >>> with RunLeases("quickstart") as leases:
     ...     leases.shared_memory().mkdir()
     """
 
     def __init__(self, run: str, *, root: Path | None = None) -> None:
-        """Raises ConfigError if the root is not ours alone."""
+        """Raises ConfigError if `root` is not a folder of this user alone."""
         root = own_folder(root or leases_root())
         self._leases = Leases(run=run)
         with opened(root) as held, locked(held):
             self.folder = Path(tempfile.mkdtemp(prefix="", dir=root))
-            """The run's own folder, short enough for a socket in it."""
+            """The run's own folder. Its path is short enough for a socket in it."""
             self._lock = open_folder(self.folder)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._write()  # While the root is locked: nobody finds a folder without its record.
+            self._write()  # While the root is locked, so that nobody finds a folder without its record.
         self._warden = start_warden(self.folder)
 
     def add_processes(self, pids: Iterable[int]) -> None:
-        """Notes processes that end with the run; one that is gone already is left out."""
+        """Records processes that end with the run; a process that has already ended is left out."""
         started = {pid: start for pid in pids if (start := started_at(pid)) is not None}
         self._note({**dict(self._leases.processes), **started})
 
     def end_processes(self) -> None:
-        """Ends the processes that were noted, and waits for it."""
+        """Ends the recorded processes, and waits for their end."""
         end_processes(lambda: live_processes(self._leases))
         self._note({})
 
     def shared_memory(self) -> Path:
-        """The run's folder in shared memory, or on disk where the system has no such folder; not yet made."""
+        """The path of the run's folder in shared memory, or on disk if the system has none. It is not yet made."""
         return shared_memory(self.folder)
 
     @property
     def warden_pid(self) -> int:
-        """Process that cleans up should this one die."""
+        """Process that cleans up if this one dies."""
         return self._warden.pid
 
     def close(self) -> None:
-        """Ends and removes all of it, the warden included; calling it twice is no error."""
+        """Ends and removes everything, including the warden. Calling it twice is allowed."""
         if self.folder.exists():
             release(self.folder)
             os.close(self._lock)
@@ -106,7 +106,7 @@ class RunLeases:
 
 
 def start_warden(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that waits for our end; of its own session, so that no Ctrl-C and no kill of our group reaches it."""
+    """Starts the process that waits for our end. It has its own session: no Ctrl-C or kill of our group reaches it."""
     return subprocess.Popen(
         [sys.executable, "-m", "flexmarl.cluster.warden", str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

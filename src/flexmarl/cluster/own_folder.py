@@ -1,17 +1,17 @@
-"""Folders of this user alone, in places where others may write too.
+"""Folders of this user alone, in places where others may write too; and the free space of a disk.
 
     /tmp/flexmarl-1000      anybody can guess the name, and anybody may make it first
 
-Whoever does owns what we find in it; a symbolic link in its place leads wherever its maker likes. So a folder with such
-a name is used only if it is a folder, ours, and closed to others, and if nobody else can put another in its place:
+A user who makes it first owns what we find in it. A symbolic link of that name leads wherever its maker likes. So a
+folder with such a name is used only if it is a folder, ours, closed to others, and if nobody else can replace it:
 
-    every folder above it   root's or ours; where others may write in it, sticky: they cannot rename what is ours
-    the folder itself       opened without following a link, and looked at through its descriptor
+    every folder above it   root's or ours; if others may write in it, it is sticky: they cannot rename what is ours
+    the folder itself       opened without following a link, and checked through its descriptor
 
-After these checks no other user can change what a path inside it leads to, so there is no moment between check and use
-that could be exploited.
+After these checks no other user can change what a path inside it leads to, so no moment between check and use can be
+exploited.
 
-Free space of a disk, asked for before much is written: a full disk is then noticed while nothing is half-written.
+`require_space` is called before much is written: a full disk is then noticed while nothing is half-written.
 """
 
 import fcntl
@@ -26,16 +26,16 @@ from pathlib import Path
 from flexmarl.errors import CheckpointError, ConfigError
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# As many as the kernel follows.
+# The kernel follows as many symbolic links.
 MOST_LINKS = 40
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 REMEDY = "remove it, or set TMPDIR to a folder of your own"
 
 
 def own_folder(path: Path) -> Path:
-    """Makes a folder for this user alone unless it is there, and returns its path without links.
+    """Makes a folder for this user alone unless it exists, and returns its path without links.
 
-    Raises ConfigError if somebody else has it, might write in it, or could put another in its place.
+    Raises ConfigError if another user owns it, may write in it, or could put another folder in its place.
     """
     place = path.parent.resolve() / path.name
     for above in place.parents:
@@ -48,10 +48,10 @@ def own_folder(path: Path) -> Path:
 
 
 def keep_compiled_code() -> None:
-    """Has torch keep what it compiles, and loads again, in the user's cache, unless they named a folder.
+    """Makes torch store and load compiled code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 
-    Torch's own choice is `torchinductor_{user}` in the temp folder, whoever made that. Must come before anything
-    imports `torch._dynamo`. Raises ConfigError if another user planted the folder that is named.
+    Torch's own choice is `torchinductor_{user}` in the temp folder, whoever made that. Must be called before anything
+    imports `torch._dynamo`. Raises ConfigError if another user planted the folder.
     """
     named = os.environ.get(COMPILED)
     folder = Path(named) if named else _cache() / "torchinductor"
@@ -60,7 +60,7 @@ def keep_compiled_code() -> None:
 
 
 def _cache() -> Path:
-    """The user's cache, or a folder of theirs alone in the temp folder where their home may not be written in."""
+    """The user's cache folder, or a folder of theirs alone in the temp folder if their home is not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexmarl"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,9 +71,9 @@ def _cache() -> Path:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Descriptor of a folder of this user alone: what is done through it is done there, whatever its name leads to.
+    """Opens a folder of this user alone. The descriptor stays with that folder, whatever its name leads to later.
 
-    Raises FileNotFoundError if there is none, ConfigError if somebody else has it or might write in it.
+    Raises FileNotFoundError if there is none, ConfigError if another user owns it or may write in it.
     """
     try:
         handle = open_folder(path)
@@ -90,13 +90,13 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def open_folder(path: Path | str, *, inside: int | None = None) -> int:
-    """Descriptor of a folder, whoever has it. Raises OSError if it is none; a link to one is none."""
+    """Opens a folder, whoever owns it, and returns its descriptor. Raises OSError for anything else or a link."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
 
 
 @contextmanager
 def folder_at(inside: int | None, name: str | Path) -> Iterator[int]:
-    """Descriptor of a folder, inside another or anywhere. Raises OSError if it is none; a link to one is none."""
+    """Opens a folder by its name in the folder `inside`, or by its path. Raises OSError for anything else or a link."""
     folder = open_folder(name, inside=inside)
     try:
         yield folder
@@ -105,7 +105,7 @@ def folder_at(inside: int | None, name: str | Path) -> Iterator[int]:
 
 
 def exists_at(inside: int, name: str) -> bool:
-    """Is there anything of this name? A link is, wherever it leads."""
+    """True if the folder `inside` has something of this name. A link counts, wherever it leads."""
     try:
         os.stat(name, dir_fd=inside, follow_symlinks=False)
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def exists_at(inside: int, name: str) -> bool:
 
 @contextmanager
 def locked(folder: int, *, wait: bool = True) -> Iterator[None]:
-    """Holds the lock of a folder. Raises BlockingIOError if another has it and we do not wait."""
+    """Holds the lock of a folder inside the block. Raises BlockingIOError if it is taken and `wait` is False."""
     fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     try:
         yield
@@ -124,7 +124,7 @@ def locked(folder: int, *, wait: bool = True) -> Iterator[None]:
 
 
 def not_ours(status: os.stat_result) -> str:
-    """Why something is no folder of this user alone; empty if it is one."""
+    """The reason why something is not a folder of this user alone; empty if it is one."""
     if stat.S_ISLNK(status.st_mode):
         return f"is a symbolic link, made by user {status.st_uid}"
     if not stat.S_ISDIR(status.st_mode):
@@ -137,9 +137,9 @@ def not_ours(status: os.stat_result) -> str:
 
 
 def check_not_planted(path: Path, setting: str) -> None:
-    """Raises ConfigError if another user has put something of this path where everyone may write, such as /tmp.
+    """Raises ConfigError if another user has made a part of this path where everyone may write, such as in /tmp.
 
-    Elsewhere a folder of another user's is no surprise: a group's folder of runs, say, lies where few may put one.
+    Elsewhere another user's folder is allowed: only few may make one there, for instance a group's folder of runs.
     """
     here, names, links = Path("/"), [*reversed(path.absolute().parts[1:])], 0
     while names:
@@ -173,7 +173,7 @@ def check_not_planted(path: Path, setting: str) -> None:
 
 
 def check_ours(path: Path, setting: str) -> None:
-    """Raises ConfigError if a folder that is there is another user's, or anybody may write in it."""
+    """Raises ConfigError if an existing folder belongs to another user, or if everyone may write in it."""
     check_not_planted(path, setting)
     for status in (path.lstat(), path.stat()):
         if status.st_uid != os.getuid():
@@ -187,7 +187,7 @@ def check_ours(path: Path, setting: str) -> None:
 
 
 def _replaceable(folder: os.stat_result) -> str:
-    """Why others could put another in the place of what lies in this folder; empty if they cannot."""
+    """The reason why others could replace what is in this folder; empty if they cannot."""
     if folder.st_uid not in (os.getuid(), 0, *_hidden_users()):
         return f"belongs to user {folder.st_uid}, who may put another folder in its place"
     if folder.st_mode & OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX:
@@ -196,7 +196,7 @@ def _replaceable(folder: os.stat_result) -> str:
 
 
 def _hidden_users() -> Iterator[int]:
-    """The number that a container without one for root shows for it, and for every other user of the host."""
+    """Yields the user id that a container shows for host users that it does not map, root among them."""
     with suppress(OSError, ValueError):
         hidden = int(Path("/proc/sys/kernel/overflowuid").read_text())
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -205,7 +205,7 @@ def _hidden_users() -> Iterator[int]:
 
 
 def require_space(folder: Path, num_bytes: int, what: str) -> None:
-    """Raises CheckpointError if `what`, of so many bytes, does not fit on the disk of an existing folder."""
+    """Raises CheckpointError if `what`, of `num_bytes`, does not fit on the disk of `folder`, which must exist."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(

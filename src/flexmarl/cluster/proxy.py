@@ -1,11 +1,11 @@
-"""Proxy of what lives in a resident: an object with the methods of its contract, each of which crosses to it.
+"""Proxy of a resident's hosted object: an object with the methods of its contract, each of which crosses to it.
 
     method ───────────────► one crossing, in the order of the calls
     method that streams ──► Streams ──► open, collect: crossings shared by all streams
-    close ────────────────► the method there, then the end of the resident
+    close ────────────────► the method of the hosted object, then the end of the resident
 
-A contract is a Protocol all of whose methods are `async def`, or return an AsyncIterator. Two marks on its methods say
-what a cancelled call means: see `alters` and `restores`.
+A contract is a Protocol whose methods are all `async def`, or return an AsyncIterator. Two marks on its methods,
+`alters` and `restores`, say what a cancelled call means.
 """
 
 import asyncio
@@ -20,17 +20,18 @@ from flexmarl.cluster.streams import Streams
 from flexmarl.errors import FlexmarlError, WorkerError
 
 CLOSE_TIMEOUT_S = 10.0
-"""For what is still under way when a resident is closed: one that hangs is ended without it."""
+"""Seconds for work still under way when a resident is closed. After them the resident is ended, even if it hangs."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Channel(Protocol):
-    """The way to one resident, as its cluster makes it."""
+    """Carries calls to one resident. Its cluster makes it."""
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of what lives there, or one of its host's own.
+        """Calls a method of the hosted object, or of its host.
 
-        Calls arrive in their order. Raises the method's error, or WorkerError if the resident is lost.
+        Calls arrive in the order in which they are made. Raises the method's error, or WorkerError if the resident is
+        lost.
         """
         ...
 
@@ -42,8 +43,8 @@ class Channel(Protocol):
 def alters(method: F) -> F:
     """Marks a method of a contract that changes a state which must stay known.
 
-    If a call of it is cancelled, the work goes on unseen. Later calls are refused, rather than made on a state of which
-    nobody knows whether it holds that work; until a method that `restores` is called.
+    If such a call is cancelled, its work continues unseen, and nobody knows whether the state holds that work. So
+    later calls are refused, until a method that `restores` is called.
     """
     method.__dict__["alters_state"] = True
     return method
@@ -56,7 +57,7 @@ def restores(method: F) -> F:
 
 
 class Crossings:
-    """What all methods of one proxy share."""
+    """The state that all methods of one proxy share."""
 
     def __init__(self, spec: ResidentSpec[Any], channel: Channel, tasks: asyncio.TaskGroup) -> None:
         """Tasks that carry streams run in `tasks`."""
@@ -67,7 +68,7 @@ class Crossings:
         self._closing = False
 
     async def call(self, mark: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """One call of the contract's method `mark`."""
+        """Makes one call of the contract's method `mark`."""
         method = mark.__name__
         if hasattr(mark, "restores_state"):
             self._abandoned = ""
@@ -86,7 +87,7 @@ class Crossings:
             raise self._error(f"it was lost in '{method}': {error}") from error
 
     async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """The items of one stream; closing the iterator closes the one there."""
+        """Yields the items of one stream. Closing this iterator closes the hosted object's iterator."""
         items = self._streams.open(method, args, kwargs)
         try:
             async for item in items:
@@ -97,7 +98,7 @@ class Crossings:
             await items.aclose()
 
     async def close(self) -> None:
-        """Closes what lives there, as far as it still answers, and ends the resident. Calling it twice is allowed."""
+        """Closes the hosted object, if it still answers, and ends the resident. Calling it twice is allowed."""
         if self._closing:
             return
         self._closing = True
@@ -117,7 +118,7 @@ class Crossings:
 
 
 class Proxy(Generic[F]):
-    """Base of all proxies; its subclasses have the methods of one contract."""
+    """Base of all proxies. A subclass has the methods of one contract."""
 
     def __init__(self, crossings: Crossings) -> None:
         self._crossings = crossings
@@ -127,7 +128,7 @@ class Proxy(Generic[F]):
 
 
 def proxy_of(spec: ResidentSpec[Any], channel: Channel, tasks: asyncio.TaskGroup) -> Any:
-    """An object with the methods of the spec's contract, which cross the channel."""
+    """Makes an object with the methods of the spec's contract, which cross the channel."""
     return proxy_class(spec.contract)(Crossings(spec, channel, tasks))
 
 
@@ -140,7 +141,7 @@ def proxy_class(contract: type) -> type[Proxy[Any]]:
 
 @lru_cache
 def methods_of(contract: type) -> dict[str, Callable[..., Any]]:
-    """The methods of a contract by name, those it inherits included.
+    """The methods of a contract by name, including inherited ones.
 
     >>> class Greeter(Protocol):
     ...     async def greet(self, name: str) -> str: ...
@@ -161,12 +162,12 @@ def methods_of(contract: type) -> dict[str, Callable[..., Any]]:
 
 
 def streams(method: Callable[..., Any]) -> bool:
-    """Whether a method of a contract returns an async iterator."""
+    """True if a method of a contract returns an async iterator."""
     return get_origin(get_type_hints(method).get("return")) is AsyncIterator
 
 
 def forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of a proxy in place of a contract's method."""
+    """Makes the method of a proxy that stands for a contract's method."""
     if method.__name__ == "close":
 
         async def close(self: Proxy[Any]) -> None:
@@ -192,7 +193,7 @@ def _like(forward: Callable[..., Any], method: Callable[..., Any]) -> Callable[.
 
 
 def described_call(method: str, args: tuple[Any, ...]) -> str:
-    """A call in few words: its method, and its first argument where that is a name.
+    """A call in few words: its method, and its first argument if that is a string.
 
     >>> described_call("accumulate", ("solver/0/1", ["..."]))
     "'accumulate' of solver/0/1"

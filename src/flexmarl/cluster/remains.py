@@ -1,9 +1,9 @@
-"""Remains of runs on this machine: what a controller that died left behind, found and removed.
+"""Remains of runs on this machine: finding and removing what a dead controller left behind.
 
-What is removed follows from a run's folder alone: its record cannot name a path. A folder is a run's if it lies in a
-root of ours (own_folder.py) and holds a plain `leases.json` of ours; a process is a run's if it is ours and started
-when the record says. Whatever else lies in the root stays as it is. No link is followed: what is removed is named
-inside the descriptor of the folder that it lies in, and `shutil.rmtree` works on descriptors, as it does on Linux.
+The paths to remove follow from a run's folder alone: its record cannot name a path. A folder belongs to a run if it is
+in a root of ours (own_folder.py) and holds a plain `leases.json` of ours. A process belongs to a run if it is ours and
+started when the record says. Everything else in the root stays as it is. No link is followed: each removal names an
+entry inside an open folder descriptor, and `shutil.rmtree` works on descriptors too, as it does on Linux.
 """
 
 import contextlib
@@ -23,34 +23,34 @@ import psutil
 from flexmarl.cluster.own_folder import exists_at, folder_at, locked, not_ours, opened, own_folder
 
 RECORD = "leases.json"
-# A run has tens of processes, of 30 bytes each; what is longer was not written by us.
+# A run has tens of processes, of 30 bytes each. A longer record was not written by us.
 LONGEST_RECORD = 2**20
 SHARED_MEMORY = Path("/dev/shm")
-# A recycled pid belongs to a process that started later than this; the clock may have been set by less meanwhile.
+# A process with a reused pid started later by more than this. The clock may have been corrected by less than this.
 SAME_START_S = 2.0
-# What a process writes while it dies; SIGKILL takes longer only in uninterruptible sleep.
+# The time in which a killed process ends and stops writing. SIGKILL takes longer only in uninterruptible sleep.
 DYING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leases:
-    """What a run holds, as its record says."""
+    """The record of a run: what it holds."""
 
     run: str
     """Name of the run, for people."""
     processes: tuple[tuple[int, float], ...] = ()
-    """Pid and start time of each; a process that has the pid but not the time is another one."""
+    """Pid and start time of each. A process with the pid but another start time is not the run's."""
 
 
 def shared_memory(folder: Path) -> Path:
-    """The folder in shared memory of the run that has this folder; beside the root's name it has the run's."""
+    """The folder in shared memory of the run in `folder`. Its name joins the names of the root and of `folder`."""
     if not SHARED_MEMORY.is_dir():
         return folder / "shm"
     return SHARED_MEMORY / f"{folder.parent.name}-{folder.name}"
 
 
 def abandoned(root: Path) -> Iterator[Path]:
-    """Folders of runs whose controller is dead. Each stays locked while the caller looks at it.
+    """Yields the folders of runs whose controller is dead. Each stays locked while the caller looks at it.
 
     Raises ConfigError if the root is not ours alone.
     """
@@ -71,7 +71,7 @@ def abandoned(root: Path) -> Iterator[Path]:
 
 
 def strangers(root: Path) -> Iterator[tuple[Path, str]]:
-    """What lies in the root and is no run of ours, and why. Raises ConfigError if the root is not ours alone."""
+    """Yields what is in the root but is no run of ours, and why. Raises ConfigError if the root is not ours alone."""
     if not os.path.lexists(root):
         return
     root = own_folder(root)
@@ -80,7 +80,7 @@ def strangers(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def no_run(root: int, name: str) -> str:
-    """Why something in the root is no run's folder; empty if it is one, or gone."""
+    """The reason why an entry of the root is no run's folder; empty if it is one, or is gone."""
     try:
         if why := not_ours(os.stat(name, dir_fd=root, follow_symlinks=False)):
             return why
@@ -95,10 +95,10 @@ def no_run(root: int, name: str) -> str:
 
 
 def read_leases(folder: Path) -> Leases:
-    """What the record in a run's folder says; no process if there is none, or one that a power cut left empty."""
+    """Reads the record in a run's folder. It has no processes if it is missing, or empty because of a power cut."""
     try:
         with opened(folder.parent) as root, folder_at(root, folder.name) as held:
-            # Not waiting: to open a pipe would, until somebody writes to it.
+            # O_NONBLOCK, because opening a pipe would otherwise wait until somebody writes to it.
             record = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=held)
             with open(record, "rb") as file:
                 return parse_leases(file.read(LONGEST_RECORD + 1))
@@ -107,7 +107,7 @@ def read_leases(folder: Path) -> Leases:
 
 
 def parse_leases(record: bytes) -> Leases:
-    """What a record says, whatever wrote it: what is no name of a run and no process is left out.
+    """Reads a record, whoever wrote it: anything but a run's name and processes is left out.
 
     >>> parse_leases(b'{"run": "math", "processes": [[77, 1.5], [-1, 1.5], [true, "x"]], "paths": ["/home"]}')
     Leases(run='math', processes=((77, 1.5),))
@@ -127,7 +127,7 @@ def parse_leases(record: bytes) -> Leases:
 
 
 def is_process(plain: Any) -> bool:
-    """Could this be the pid and the start time of a process?"""
+    """True if this could be the pid and the start time of a process."""
     if not isinstance(plain, list) or [type(part) for part in plain] not in ([int, int], [int, float]):
         return False
     pid, started = plain
@@ -135,20 +135,20 @@ def is_process(plain: Any) -> bool:
 
 
 def live_processes(leases: Leases) -> list[psutil.Process]:
-    """The noted processes that still run."""
+    """The recorded processes that still run."""
     return [process for noted in leases.processes if (process := same_process(*noted))]
 
 
 def held_paths(folder: Path) -> list[Path]:
-    """The run's folder and its shared memory, as far as they are there and ours."""
+    """The run's folder and its folder in shared memory, if they exist and are ours."""
     found = [path for path in (folder, shared_memory(folder)) if os.path.lexists(path)]
     return [path for path in found if not not_ours(path.lstat())]
 
 
 def release(folder: Path) -> None:
-    """Ends the processes of the run that has this folder, and removes its shared memory and the folder. Idempotent.
+    """Ends the processes of the run in `folder`, and removes its shared memory and the folder. Idempotent.
 
-    Raises ConfigError if the folder does not lie in one of ours alone.
+    Raises ConfigError if the folder's parent is not ours alone.
     """
     leases = read_leases(folder)
     with opened(folder.parent) as root:
@@ -156,23 +156,26 @@ def release(folder: Path) -> None:
             return
         end_processes(lambda: [*live_processes(leases), *writers(folder)])
         deadline = time.monotonic() + DYING_S
-        for path in reversed(held_paths(folder)):  # The folder last: it has the record.
+        for path in reversed(held_paths(folder)):  # The folder comes last, because it has the record.
             with folder_at(None, path.parent) as place:
                 remove(place, path.name, deadline=deadline)
 
 
 def end_processes(living: Callable[[], list[psutil.Process]]) -> None:
-    """Kills processes and waits until none of them lives."""
+    """Kills the processes that `living` lists and waits until it lists none, at most `DYING_S`."""
     deadline = time.monotonic() + DYING_S
     while (left := living()) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.Error):
-                process.kill()  # Which psutil does only if the pid is still this process's.
+                process.kill()  # psutil does this only if the pid is still this process's.
         time.sleep(0.02)
 
 
 def writers(folder: Path) -> list[psutil.Process]:
-    """Other processes of ours that have a file in the folder open to write: a run may die while it starts them."""
+    """Other processes of ours that have a file in the folder open for writing.
+
+    The record may lack them, because a run may die while it starts them.
+    """
     return [
         process
         for process in psutil.process_iter()
@@ -181,7 +184,7 @@ def writers(folder: Path) -> list[psutil.Process]:
 
 
 def written_by(process: psutil.Process) -> list[str]:
-    """Files that a process of ours has open to write; none of one that is gone or another user's."""
+    """Files that a process of ours has open for writing; none if it is gone or another user's."""
     try:
         if process.uids().real != os.getuid():
             return []
@@ -191,7 +194,10 @@ def written_by(process: psutil.Process) -> list[str]:
 
 
 def remove(inside: int, name: str, *, deadline: float) -> None:
-    """Removes what has this name, again while something that dies still writes into it. A link is not followed."""
+    """Removes an entry of the folder `inside`, without following a link.
+
+    Tries again until `deadline`, because a dying process may still write into it.
+    """
     while exists_at(inside, name):
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=inside)
@@ -205,7 +211,7 @@ def remove(inside: int, name: str, *, deadline: float) -> None:
 
 
 def empty(folder: int) -> None:
-    """Removes what lies in a folder; its record last, so that what an interruption leaves is still found."""
+    """Empties a folder. Its record goes last, so that a run whose removal was interrupted is still found."""
     for name in {*os.listdir(folder)} - {RECORD}:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=folder)
@@ -215,7 +221,7 @@ def empty(folder: int) -> None:
 
 
 def started_at(pid: int) -> float | None:
-    """When a process started, in seconds since the epoch; None of one that is gone, or a zombie."""
+    """The start time of a process, in seconds since the epoch; None if it is gone or a zombie."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -224,7 +230,7 @@ def started_at(pid: int) -> float | None:
 
 
 def same_process(pid: int, started: float) -> psutil.Process | None:
-    """The process of ours that was noted with this start time, if it still runs; never this one."""
+    """The process of ours with this pid and start time, if it still runs; never the calling process."""
     now = started_at(pid)
     if now is None or abs(now - started) >= SAME_START_S or pid == os.getpid():
         return None

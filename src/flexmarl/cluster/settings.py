@@ -1,4 +1,4 @@
-"""Where a run's workers live."""
+"""Settings of the cluster: where a run's residents live."""
 
 from typing import Literal
 

@@ -1,10 +1,10 @@
-"""Runs the streams of one proxy: opens them there, and hands out their items, in crossings that they share.
+"""Runs the streams of one proxy: opens them in the resident and passes on their items, in shared crossings.
 
     open ──► outbox ──► open ──►.                .──► queue of each stream ──► its reader
     close ─► outbox ──► shut ──►+─ the resident ─+
                                 '─── collect ────'  again and again, while a stream is open
 
-consumes      streams to open and to close; those that come while a crossing is under way go together in the next
+consumes      streams to open and to close; those that arrive during a crossing share the next one
 waits for     the resident
 produces      the items of each stream, in the batches in which the resident has them
 unblocked by  a stream; the two tasks exist only while there is something to send or to wait for
@@ -20,10 +20,10 @@ from flexmarl.errors import WorkerError
 
 
 class Crosses(Protocol):
-    """The way to one resident."""
+    """Carries calls to one resident."""
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """As `Channel` has it."""
+        """See `Channel.cross`."""
         ...
 
 
@@ -31,21 +31,21 @@ class Streams:
     """The open streams of one resident, seen from the controller."""
 
     def __init__(self, channel: Crosses, tasks: asyncio.TaskGroup, *, name: str) -> None:
-        """Its two tasks run in `tasks`, and are called `send-{name}` and `collect-{name}`."""
+        """The two tasks run in `tasks`, under the names `send-{name}` and `collect-{name}`."""
         self._channel, self._tasks, self._name = channel, tasks, name
         self._numbers = itertools.count()
         self._queues: dict[int, asyncio.Queue[StreamNews]] = {}
-        """Of every stream that somebody reads."""
+        """By number: a queue of each stream that has a reader."""
         self._outbox: dict[int, OpenStream] = {}
         self._to_shut: list[int] = []
         self._there: set[int] = set()
-        """Streams that are open there, or about to be."""
+        """Streams that are open in the resident, or about to be."""
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
         self._lost: WorkerError | None = None
 
     async def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """The items of a new stream. Raises what its iterator raises there, or WorkerError if the resident is lost."""
+        """Yields the items of a new stream. Raises its iterator's error, or WorkerError if the resident is lost."""
         if self._lost is not None:
             raise self._lost
         number = next(self._numbers)
@@ -65,17 +65,17 @@ class Streams:
             self._leave(number)
 
     async def sent(self) -> None:
-        """Returns when every stream that was opened or closed before is so there."""
+        """Waits until every earlier opening and closing of a stream has been done in the resident."""
         while self._sender is not None and not self._sender.done():
             await asyncio.wait([self._sender])
 
     async def ended(self) -> None:
-        """Returns when no stream is open there."""
+        """Waits until no stream is open in the resident."""
         while self._collector is not None and not self._collector.done():
             await asyncio.wait([self._collector])
 
     def lose(self, error: WorkerError) -> None:
-        """Every reader that waits, and every later one, raises the error."""
+        """Ends all streams: every reader that waits, and every later one, raises the error."""
         self._lost = self._lost or error
         for number, queue in self._queues.items():
             queue.put_nowait(StreamNews(number, ended=True, error=self._lost))
@@ -88,7 +88,7 @@ class Streams:
                 task.cancel()
 
     def _leave(self, number: int) -> None:
-        """Nobody reads the stream any more."""
+        """Drops a stream that nobody reads any more, and closes it in the resident."""
         self._queues.pop(number, None)
         self._outbox.pop(number, None)
         if number in self._there:
@@ -100,7 +100,7 @@ class Streams:
             self._sender = self._tasks.create_task(self._send(), name=f"send-{self._name}")
 
     async def _send(self) -> None:
-        """One crossing after the other, so that no stream is shut before it is open."""
+        """Opens and shuts streams, one crossing after the other, so that no stream is shut before it is open."""
         try:
             while self._outbox or self._to_shut:
                 outbox, self._outbox = self._outbox, {}
@@ -119,11 +119,11 @@ class Streams:
                 raise
 
     async def _collect(self) -> None:
-        """Hands out items until no stream is open."""
+        """Passes on items until no stream is open."""
         try:
             while self._there:
                 found: list[StreamNews] = await self._channel.cross("collect_streams")
-                if not found:  # Nothing is open there, or not yet.
+                if not found:  # The resident has no open stream, or not yet.
                     await self.sent()
                 for news in found:
                     if news.ended:
@@ -136,5 +136,5 @@ class Streams:
                 raise
 
     def _fail(self, error: BaseException) -> None:
-        """Whatever a crossing raises, it is the resident that is lost; a cancellation means that its cluster ends."""
+        """Treats any error of a crossing as the loss of the resident. A cancellation means that its cluster ends."""
         self.lose(error if isinstance(error, WorkerError) else WorkerError(f"{type(error).__name__}: {error}"))

@@ -1,7 +1,7 @@
-"""Torch on the device of this process: how a model comes onto it, and which kernels run there.
+"""Torch on the device of this process: how a model is moved onto it, and which kernels run there.
 
-On a CPU nothing is changed. CUDA has several kernels for one operation, and PyTorch chooses by shape and by default
-settings that suit one large batch, not an engine and a trainer that must agree on every log-probability.
+On a CPU nothing changes. CUDA has several kernels for one operation. PyTorch chooses by shape and by default settings,
+which suit one large batch, not an engine and a trainer that must agree on every log-probability.
 """
 
 import os
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""What cuBLAS reads when it is first used: without it, PyTorch's deterministic mode refuses every matrix product."""
+"""Variable that cuBLAS reads at its first use. Without it, PyTorch's deterministic mode refuses matrix products."""
 
 
 def place(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Moves and casts in place. Buffers keep their type: rotary frequencies in bfloat16 misplace distant tokens."""
+    """Moves and casts a model in place. Buffers keep their type: rotary frequencies in bfloat16 misplace far tokens."""
     choose_kernels(torch.device(device))
     model.to(device)
     for parameter in model.parameters():
@@ -24,22 +24,22 @@ def place(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> N
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Sets once per process, for CUDA, what must not depend on the shapes of a batch."""
+    """For CUDA, makes the process choose kernels whose results do not depend on the shapes of a batch."""
     if device.type != "cuda":
         return
-    # cuDNN's attention, which PyTorch prefers on Hopper, builds a plan of some 30 ms for every new shape, and nearly
-    # every decode step and every pass of a trainer has one.
+    # cuDNN's attention, which PyTorch prefers on Hopper, takes some 30 ms to plan every new shape, and nearly every
+    # decode step and every pass of a trainer has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Partial sums rounded to bfloat16 make a product depend on the number of rows: the engine's is not the trainer's.
+    # Partial sums rounded to bfloat16 make a product depend on the number of rows: engine and trainer would differ.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, *, wanted: bool) -> Iterator[None]:
-    """In the block, if wanted and on CUDA, equal inputs give equal bits: backward passes there add in any order else.
+    """Inside the block, if `wanted`, equal inputs give equal bits on CUDA. Backward passes otherwise add in any order.
 
-    Raises RuntimeError (of torch) where an operation has no such kernel.
+    Raises torch's RuntimeError if an operation has no such kernel.
     """
     if not wanted or device.type != "cuda":
         yield
@@ -53,6 +53,6 @@ def deterministic_kernels(device: torch.device, *, wanted: bool) -> Iterator[Non
 
 
 def free_unused(device: torch.device | str) -> None:
-    """Gives what torch keeps for later back to the device, for whoever shares it."""
+    """Returns the memory that torch keeps for later to the device, for other processes that share it."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()

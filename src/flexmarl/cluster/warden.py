@@ -1,6 +1,6 @@
-"""Runs beside a run as a process of its own: when the controller ends in whatever way, removes what that left.
+"""Runs as a separate process for each run: removes what the controller left behind, however the controller ended.
 
-Consumes: nothing. Waits for: the end of its stdin, whose other end the controller holds. Produces: order.
+Consumes: nothing. Waits for: the end of its stdin, whose other end the controller holds. Produces: a clean machine.
 Unblocked by: the kernel, which closes a dead process's pipes.
 """
 
@@ -11,7 +11,7 @@ from flexmarl.cluster.remains import release
 
 
 def main(folder: Path) -> None:
-    """Waits for the controller's end; after a normal one the folder is gone, and there is nothing to do."""
+    """Waits for the controller's end and releases the run. After a normal end the folder is gone already."""
     sys.stdin.buffer.read()
     if folder.exists():
         release(folder)

@@ -1,4 +1,4 @@
-"""What was asked for. In: a YAML file and dotted overrides. Out: checked settings, or errors that name the key."""
+"""Reads configs. In: a YAML file and dotted overrides. Out: checked settings, or errors that name the key."""
 
 from flexmarl.config.caution import cautions
 from flexmarl.config.load import load_run, parse_override

@@ -1,4 +1,4 @@
-"""Decides what a config does that is allowed and has a price: said by `check`, and when `train` begins."""
+"""Decides which settings of a valid config have a price. `check` prints these cautions, and `train` when it begins."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,21 +9,21 @@ from flexmarl.credit.shaping.outcomes import Shaped, TurnDiscount, TurnWeighted
 
 
 class Caution(NamedTuple):
-    """Something that works, and not as well as it could."""
+    """A setting that works, but not as well as it could."""
 
     key: str
-    """Of the setting, e.g. `team.agents.solver.sampling`."""
+    """The setting's key, e.g. `team.agents.solver.sampling`."""
     price: str
-    """Its value, and what that costs."""
+    """The setting's value, and what it costs."""
     instead: str
-    """What would cost nothing."""
+    """The setting to use instead, without this cost."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.price}; {self.instead}"
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """All of a config that is right, in the order of its sections."""
+    """Returns all cautions of a valid config: corrections, sampling, then credit."""
     return [*_of_older_versions(settings), *_of_sampling(settings), *_of_depth(settings)]
 
 
@@ -33,7 +33,7 @@ def _uncorrected(settings: RunSettings) -> list[str]:
 
 
 def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
-    """docs/math.md section 10."""
+    """Finds off-policy modes without a correction (docs/math.md section 10)."""
     for policy in _uncorrected(settings) if not settings.mode.synchronous else ():
         yield Caution(
             f"policies.{policy}.training.correction",
@@ -44,7 +44,7 @@ def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
 
 
 def _of_sampling(settings: RunSettings) -> Iterator[Caution]:
-    """docs/math.md section 4."""
+    """Finds sampling that the loss does not account for (docs/math.md section 4)."""
     uncorrected = _uncorrected(settings)
     for agent, seat in settings.team.agents.items():
         if seat.policy in uncorrected and (changed := _changed(seat.sampling)):

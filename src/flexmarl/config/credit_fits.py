@@ -1,9 +1,10 @@
-"""Decides where a potential changes no policy's rank: where phi before and after each call cancels (docs/math.md, 14).
+"""Decides whether credit fits the team: the agents that it names, the branches that it compares, and its potentials.
+
+A potential phi leaves the ranking of policies as it is only if phi before and after each call cancels (docs/math.md
+section 14):
 
 returned to call k    sum of gamma^j F_j = -phi(s_k), known before the call: a baseline
 not added up          F_k = gamma phi(s') - phi(s): pays for the step alone, and the sign of the gradient may turn
-
-Decides whether credit fits the team: the agents that it names, the branches and the discounts that it counts on.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -24,23 +25,23 @@ REMEDY = (
 
 
 class _Returns(NamedTuple):
-    """What an agent's calls are credited with."""
+    """How the rewards that follow an agent's call are added up."""
 
     by: str
-    """The setting that adds it up."""
+    """Key of the setting that adds them up."""
     scope: str
-    """Whose calls: `agent`, `team` or `descendants`."""
+    """The calls whose rewards count: those of the `agent`, of the `team`, or the call's `descendants`."""
     gamma: float
     lam: float
 
 
 def type_of(estimator: AnyEstimator) -> str:
-    """Its name in the table."""
+    """Returns the estimator's name in the table."""
     return str(getattr(estimator, "type", ""))
 
 
 def potentials_cancel(credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
-    """What keeps a potential from cancelling, a sentence each; `agents` are those that are trained."""
+    """Yields a sentence for each reason why a potential does not cancel. `agents` are the trained ones."""
     for where, term in credit.terms.items():
         if isinstance(term, Potential):
             for agent in agents:
@@ -122,7 +123,7 @@ def _of_scopes(
 
 
 def _returns(credit: CreditSettings, agent: AgentName) -> _Returns | None:
-    """What adds up an agent's rewards, if anything does: its estimator, or the term that is for it."""
+    """Returns what adds up an agent's rewards: its estimator, or its reward_to_go term. None if nothing does."""
     estimator = credit.estimator_of(agent)
     if estimator.adds_up_calls:
         gamma, lam = (getattr(estimator, name, 1.0) for name in ("gamma", "lam"))
@@ -138,9 +139,9 @@ def _returns(credit: CreditSettings, agent: AgentName) -> _Returns | None:
 def misfits(
     credit: CreditSettings, team: TeamSettings, trained: Collection[str], *, pays_divergence: Collection[str]
 ) -> Iterator[str]:
-    """What does not fit, a sentence each.
+    """Yields a sentence for each setting that does not fit.
 
-    `trained` are the policies that are updated, `pays_divergence` those of them whose rewards pay for a divergence.
+    `trained` are the policies that are updated. `pays_divergence` are those whose rewards pay for a divergence.
     """
     agents = [AgentName(agent) for agent, seat in team.agents.items() if seat.policy in trained]
     yield from _names_are_of_the_team(credit, team)
@@ -152,7 +153,7 @@ def misfits(
 
 
 def has_key(agent: str, key: GroupKey) -> bool:
-    """Whether it says what the agent's rows are grouped by."""
+    """Returns True if `key` says what the agent's rows are grouped by."""
     return not isinstance(key, Mapping) or bool({agent, "*"} & {*key})
 
 
@@ -179,7 +180,10 @@ def _every_agent_has_a_key(credit: CreditSettings, team: TeamSettings, trained: 
 
 
 def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSettings) -> Iterator[str]:
-    """A workflow of the user's own may fork its team itself."""
+    """Checks that episodes branch only if credit allows it, and do so if credit compares branches.
+
+    A custom workflow may fork its team itself, so it needs no `candidates`.
+    """
     candidates = getattr(team.workflow, "candidates", 1)
     for where in credit.follows_calls if candidates > 1 else ():
         yield (
@@ -195,7 +199,7 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
 
 
 def returns_are_added_up_once(credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
-    """What would add up what follows a call a second time, a sentence each; `agents` are those that are trained."""
+    """Yields a sentence for each term that adds up rewards a second time. `agents` are the trained ones."""
     for where, term in credit.terms.items():
         for agent in filter(term.is_for, agents if isinstance(term, RewardToGo) else ()):
             estimator = credit.estimator_of(agent)
@@ -214,7 +218,7 @@ def returns_are_added_up_once(credit: CreditSettings, agents: Collection[AgentNa
 def _negative_rewards_are_not_divided_by(
     credit: CreditSettings, team: TeamSettings, pays_divergence: Collection[str]
 ) -> Iterator[str]:
-    """Terms are looked at where credit is, which does not know what policies pay."""
+    """Checks rewards that a policy's divergence may make negative. Terms are checked in CreditSettings."""
     for agent, seat in team.agents.items():
         if seat.policy in pays_divergence and divides_by_mean(credit.estimator_of(agent)):
             yield (

@@ -1,4 +1,4 @@
-"""Decides whether engines can do what the run asks of them, from what they said when they were taken in."""
+"""Decides whether engines can do what the run asks of them, from the capabilities that they report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -22,11 +22,11 @@ Location = tuple[int | str, ...]
 
 _MODEL_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _SHOWN = 120
-"""Characters of a value that are shown."""
+"""Most characters of a value that an error shows."""
 
 
 def explain(root: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]:
-    """One sentence per wrong key of a config that `root` refused."""
+    """Returns the sentences about each wrong key of a config that `root` refused."""
     said: dict[str, list[str]] = {}
     for detail in details:
         for where, sentence in _sentences(root, detail):
@@ -37,7 +37,7 @@ def explain(root: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]
 
 
 def _joined(sentences: list[str]) -> Iterator[str]:
-    """The alternatives of a union say in turn what they would take of the same value: one line for all."""
+    """Joins the sentences about one value into one: each alternative of a union says what it would take."""
     parts = [re.fullmatch(r"(\S+) (must .+), got (.+)", sentence) for sentence in sentences]
     if len(sentences) > 1 and all(parts):
         first = parts[0]
@@ -77,7 +77,7 @@ def _sentences(root: type[BaseModel], detail: ErrorDetails) -> Iterator[tuple[st
 
 
 def _quotes(kind: str, value: Any) -> str:
-    """What would work where a number stands for a text, or a text for a number."""
+    """Returns a hint about quotes if a number was given for a text, or a text for a number; else ""."""
     if kind == "string_type" and isinstance(value, bool | int | float):
         return "; put it in quotes"
     looks_right = isinstance(value, str) and re.fullmatch(r"\s*([+-]?[\d_.]+([eE][+-]?\d+)?|true|false)\s*", value)
@@ -85,7 +85,7 @@ def _quotes(kind: str, value: Any) -> str:
 
 
 def _placed(keys: Sequence[str], node: Any, line: str) -> str:
-    """A validator's own sentence begins with its key, or with a key below the one it was raised for."""
+    """Puts the full key before a validator's sentence, which may begin with its own key or with a key below it."""
     if not keys:
         return line
     where = ".".join(keys)
@@ -118,9 +118,9 @@ def _known_keys(node: Any) -> list[str]:
 
 
 def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[Any]]:
-    """The location as keys of the YAML, and what is expected at each of them, the root's first.
+    """Returns the location as keys of the YAML, and the type expected at the root and at each key.
 
-    pydantic puts the chosen member of a union into the location; a reader of the YAML has no such key.
+    pydantic puts the chosen member of a union into the location. The YAML has no such key, so it is left out.
     """
     keys: list[str] = []
     nodes: list[Any] = [root]
@@ -135,7 +135,7 @@ def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[An
 
 
 def _is_labelled(member: Any, label: str) -> bool:
-    """A union chosen by type labels its members with their tags, any other with the names of their types."""
+    """Returns True if pydantic labels the union's member so: by its tag, or by the name of its type."""
     name = getattr(typing.get_origin(member) or member, "__name__", "?")
     return label in (_tag(member), name) or label.startswith(name.lower())
 
@@ -160,7 +160,7 @@ def _fields(member: Any) -> Mapping[str, FieldInfo]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, `None` left out."""
+    """Returns the alternatives of an annotation, without `None`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _members(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -174,5 +174,5 @@ def _tag(member: Any) -> str | None:
 
 
 def _kinds(node: Any) -> str:
-    """What `type` may be; empty if there is no choice by type."""
+    """Returns the values that `type` may have; empty if there is no choice by type."""
     return ", ".join(repr(tag) for member in _members(_annotation(node)) if (tag := _tag(member)))

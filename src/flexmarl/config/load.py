@@ -1,4 +1,4 @@
-"""Reads a run's YAML, on top of those that it extends, applies dotted overrides, and checks the result.
+"""Reads a run's YAML file and the files that it extends, applies dotted overrides, and checks the result.
 
 flexmarl train run.yaml batch.groups=8 policies.solver.training.optimizer.learning_rate=3e-4
 """
@@ -17,15 +17,15 @@ from flexmarl.config.yaml_text import parse_yaml, problem_of
 from flexmarl.errors import ConfigError
 
 MAX_FILES = 100
-"""That one config may extend, each as often as it is named: two that extend two each, twenty times, are a million."""
+"""Most files read for one config; a file counts each time it is named. Twenty levels of two would be a million."""
 _SHOWN = 200
-"""Characters of an override that an error shows."""
+"""Most characters of an override that an error shows."""
 MAX_KEYS = 64
-"""In one override."""
+"""Most keys in the path of one override."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
-    """The settings of a run; relative paths, those of what it extends too, are relative to the file's folder.
+    """Returns the settings of a run. All relative paths, also those in extended files, start at the folder of `path`.
 
     Raises ConfigError with one line per problem: the file, the key, the value, and what would work.
     """
@@ -48,14 +48,14 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
 
 
 def is_utf8(path: Path) -> bool:
-    """Whether a path is text: on Linux its names are bytes of any kind."""
+    """Returns True if a path is UTF-8 text. On Linux a path may hold any bytes."""
     return str(path) == str(path).encode(errors="replace").decode()
 
 
 def read_extended(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file on top of the files that its key `extends` names, later ones on earlier ones.
+    """Returns the mapping in a YAML file, merged over the files that its key `extends` names. Later files win.
 
-    `extends: base.yaml` or `extends: [workload.yaml, system.yaml]`, relative to the file that says so.
+    `extends: base.yaml` or `extends: [workload.yaml, system.yaml]`, relative to the file that names them.
     """
     return _read_extended(path, (), count())
 
@@ -77,7 +77,7 @@ def _read_extended(path: Path, extending: tuple[Path, ...], files: Iterator[int]
 
 
 def _on_top(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Mappings are merged key by key; one of another `type`, a list or a value takes the place of what was there.
+    """Merges mappings key by key. A mapping of another `type`, a list or a value replaces what was there.
 
     >>> _on_top({"batch": {"groups": 4, "episodes": 8}}, {"batch": {"groups": 2}})
     {'batch': {'groups': 2, 'episodes': 8}}
@@ -95,7 +95,7 @@ def _same_kind(below: Any, above: Any) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Reads the mapping in a YAML file. Raises ConfigError."""
     try:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
@@ -134,7 +134,7 @@ def _short(text: str) -> str:
 
 
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    """Puts a value where the keys lead, making the sections on the way that are absent or null."""
+    """Sets the value at the path `keys`. Sections on the way that are absent or null are made."""
     node: Any = raw
     said = f"override '{_short(override)}'"
     for depth, key in enumerate(keys):

@@ -1,4 +1,4 @@
-"""The settings of one run: composed of those that live beside the code they configure."""
+"""The settings of one run, composed of settings classes that live next to the code they configure."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -44,7 +44,7 @@ class PolicySettings(Settings):
     training: TrainingSettings = TrainingSettings()
 
     def corrected(self) -> Self:
-        """The same with truncated importance sampling, unless a correction, or none, was chosen."""
+        """Adds truncated importance sampling, unless the config chose a correction or none, or the policy is frozen."""
         if "correction" in self.training.model_fields_set or not self.trainable:
             return self
         training = self.training.model_copy(update={"correction": TruncatedImportanceSampling()})
@@ -101,7 +101,7 @@ class RunSettings(Settings):
     def _what_older_versions_sampled_is_corrected(
         cls, policies: dict[str, PolicySettings], given: ValidationInfo
     ) -> dict[str, PolicySettings]:
-        """The default of `training.correction` is what the mode needs."""
+        """Sets the default of `training.correction` by the mode: off-policy modes need one."""
         mode = given.data.get("mode")
         off_policy = isinstance(mode, Mode) and not mode.synchronous
         return {name: policy.corrected() if off_policy else policy for name, policy in policies.items()}
@@ -145,7 +145,7 @@ class RunSettings(Settings):
             yield f"simulation.costs.{policy} is for none of the policies; there are: {names}, and default for the rest"
 
     def _something_can_be_learned(self) -> Iterator[str]:
-        """One episode of a task is enough where it is a tree, or where rows of one episode are compared."""
+        """Checks `batch.episodes`. One episode per task is enough if it is a tree, or if its own rows are compared."""
         if not self.trained or self.batch.episodes > 1 or getattr(self.team.workflow, "candidates", 1) > 1:
             return
         estimators = {
@@ -177,7 +177,7 @@ class RunSettings(Settings):
 
     @property
     def _pays_divergence(self) -> frozenset[str]:
-        """Trained policies whose rewards pay for a divergence from the reference."""
+        """Trained policies whose rewards include a penalty for diverging from the reference policy."""
         kls = {name: self.policies[name].training.kl for name in self.trained}
         return frozenset(name for name, kl in kls.items() if kl is not None and kl.where == "reward")
 
@@ -319,5 +319,5 @@ class RunSettings(Settings):
         return frozenset(name for name, policy in self.policies.items() if policy.trainable)
 
     def path(self, relative: Path | str) -> Path:
-        """A path of the config, made absolute."""
+        """Returns a path of the config, relative to the config's folder unless it is absolute."""
         return self.base / relative

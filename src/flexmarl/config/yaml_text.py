@@ -1,7 +1,7 @@
-"""Decides what a YAML text of a config says, in bounded work: it is refused before it is taken apart too far.
+"""Decides what a YAML text of a config says, with bounded work: a text that is too large or too deep is refused early.
 
-A hostile or broken text of a few lines may be nested thousands of levels deep, or name itself a billion times over by
-aliases. Depth and size are counted while nodes are composed, each alias as all that it stands for.
+A hostile or broken text of a few lines may be nested thousands of levels deep, or stand for a billion values by its
+aliases. Depth and size are counted while nodes are composed. An alias counts as everything that it stands for.
 """
 
 import re
@@ -14,11 +14,11 @@ MAX_CHARACTERS = 4_000_000
 MAX_DEPTH = 64
 """Levels of nesting; settings have about ten."""
 MAX_NODES = 50_000
-"""Keys and values, aliases written out; the largest config of ours has a few hundred."""
+"""Keys and values, with aliases written out. The largest config of this project has a few hundred."""
 
 
 def parse_yaml(text: str) -> Any:
-    """The value in a YAML text; what aliases name is apart in each place, so that a change of one leaves the others.
+    """Returns the value in a YAML text. Each alias gets a copy of its own, so that changing one leaves the others.
 
     Raises yaml.YAMLError, and nothing else, with a problem that names the place.
     """
@@ -28,7 +28,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def problem_of(error: yaml.YAMLError) -> str:
-    """What is wrong, and where, in one line."""
+    """Returns one line that says what is wrong, and where."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return (str(error).splitlines() or [type(error).__name__])[0]
     mark = error.problem_mark
@@ -43,19 +43,19 @@ def _unshared(node: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with bounds, in which a key is a scalar and may stand only once: of two, the first would be lost silently.
+    """Loader with bounds. A key must be a scalar, and may occur once: the first of two would be lost silently.
 
-    As in YAML 1.2, 1e-3 is a number, though it has no dot.
+    As in YAML 1.2, 1e-3 is a number although it has no dot.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._nodes = self._depth = self._deepest = 0
         self._extents: dict[str, tuple[int, int]] = {}
-        """Of each anchor that is complete: its nodes, and the levels below it."""
+        """For each complete anchor: the number of its nodes, and of the levels below it."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Counts nodes and levels on the way; an alias counts as all that it names."""
+        """Composes a node, and counts nodes and levels. An alias counts as everything that it names."""
         event: Any = self.peek_event()
         alias, anchor = isinstance(event, yaml.AliasEvent), event.anchor
         if alias and anchor in self.anchors and anchor not in self._extents:
@@ -79,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Names the place of what looks like a date or a number and is none."""
+        """Constructs a value. If it looks like a date or a number but is none, the error names its place."""
         try:
             value = super().construct_object(node, deep)
         except yaml.YAMLError:

@@ -1,8 +1,8 @@
-"""Decides whether a group's rewards can teach anything, and if not, why not (docs/math.md section 6).
+"""Decides which tasks are worth training on, by whether the rewards of their groups differ (docs/math.md section 6).
 
-Decides what is reported of a group: whether its rewards can teach, and whether only penalties do.
-
-Decides which tasks are worth training on (DAPO's dynamic sampling, docs/math.md section 6).
+`effect_of`       judges one group: effective, too easy, too hard or flat
+`describe`        reports a group, and whether only penalties make its rewards differ
+`OutcomeFilter`   drops tasks without an effective group (DAPO's dynamic sampling)
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ RewardRange = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class Effect(StrEnum):
-    """What a group is good for."""
+    """Verdict on a group: its rewards differ, or all are at the top, all at the bottom, or all equal in between."""
 
     EFFECTIVE = "effective"
     TOO_EASY = "too_easy"
@@ -40,7 +40,7 @@ class Effect(StrEnum):
 
 
 def effect_of(rewards: Sequence[float], *, tol: float, bottom: float, top: float) -> Effect:
-    """EFFECTIVE when max - min > tol.
+    """EFFECTIVE if max - min > tol. Otherwise TOO_EASY at `top` or above, TOO_HARD at `bottom` or below, else FLAT.
 
     >>> str(effect_of([1.0, 1.0], tol=1e-6, bottom=0.0, top=1.0))
     'too_easy'
@@ -55,7 +55,7 @@ def effect_of(rewards: Sequence[float], *, tol: float, bottom: float, top: float
 
 
 def describe(members: Sequence[CreditRow], *, size: int, tol: float, reward_range: tuple[float, float]) -> AgentReport:
-    """One group of `size` observations; all its rows have rewards."""
+    """Reports one group of `size` observations. All rows of `members` have rewards."""
     bottom, top = reward_range
     rewards = [row.reward for row in members if row.reward is not None]
     outcomes = [reward if row.outcome is None else row.outcome for row, reward in zip(members, rewards, strict=True)]
@@ -73,27 +73,28 @@ def describe(members: Sequence[CreditRow], *, size: int, tol: float, reward_rang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterDecision:
-    """Whether a task is trained on."""
+    """Decision to train on a task or to drop it."""
 
     task: str
     kept: bool
     reason: Effect
-    """EFFECTIVE if kept; what all its groups are if they agree; FLAT otherwise."""
+    """EFFECTIVE if the task is kept. Otherwise the verdict on its groups if they agree, else FLAT."""
     because: str
     """The reason in words, for the journal."""
     effects: Mapping[AgentName, Mapping[Effect, int]]
-    """How many of each agent's groups are what."""
+    """Number of each agent's groups with each verdict."""
 
 
 class OutcomeFilter(Settings):
-    """Keeps a task when at least one trained agent has a group whose rewards differ, or learns from equal ones too."""
+    """Keeps a task if a trained agent has a group whose rewards differ, or its estimator learns from equal rewards."""
 
     filter_on: Literal["outcome", "final"] = "outcome"
-    """Rewards before penalties, time and process terms, so that a penalty alone keeps no solved task; or final ones."""
+    """outcome: compare rewards before penalties, time and process terms, so that a penalty alone keeps no solved task.
+    final: compare rewards after them."""
     tol: float = Field(default=1e-6, ge=0)
-    """Rewards that differ by no more count as equal."""
+    """Rewards that differ by at most this much count as equal."""
     reward_range: RewardRange = (0.0, 1.0)
-    """Worst and best reward: too hard and too easy."""
+    """Worst and best reward. A group with the worst alone is too hard, with the best alone too easy."""
     refill: bool = Field(
         default=False,
         description="sync, microbatch, colocated: play other tasks instead of those that are dropped, or fail. The "
@@ -126,9 +127,9 @@ class OutcomeFilter(Settings):
     ) -> tuple[FilterDecision, ...]:
         """One decision per task of the rows, in the order of the tasks.
 
-        Agents are looked at one by one, in the groups of `key`, the estimator's, and inside the task even if the key
-        reaches beyond it. A task whose rows hold no sampled token that trains has nothing to teach: FLAT.
-        `learn_from_equal` says of which agents the estimators learn from groups whose rewards do not differ.
+        Each agent is judged separately, in the groups of `key`, the estimator's key. Groups never span tasks here, even
+        if they do in `key`. A task without sampled tokens in rows that train is FLAT. `learn_from_equal(agent)` is True
+        if the agent's estimator learns from groups whose rewards are equal.
         """
         tasks: dict[str, list[CreditRow]] = {}
         for row in in_order(rows):

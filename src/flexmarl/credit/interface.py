@@ -1,4 +1,4 @@
-"""What every estimator takes and gives."""
+"""Interface of estimators: the rows that they take, and the credit that they give."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
 
 Needs = Literal["row", "group", "batch", "state"]
-"""What an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
+"""Rows that an estimator must see at once. `row` and `group` can stream, `batch` waits for the whole step, `state` also
 needs a fixed order from step to step."""
 
 Extra = Literal["greedy", "values"]
-"""What rows must carry beyond rewards: those of a play at temperature 0 per group, or a critic's values."""
+"""Data that rows must carry besides rewards: one play at temperature 0 per group, or a critic's values."""
 
 Tokens = tuple[float, ...]
 """One number per sampled token of a row."""
@@ -24,17 +24,17 @@ GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call in the graph of its episode: what it waited for, and what it cost."""
+    """A call in the graph of its episode: the calls that it waited for, and its cost."""
 
     hop: int
     after: tuple[int, ...] = ()
-    """Hops of the calls that it directly depends on; all of them smaller."""
+    """Hops of the calls that it directly depends on; all are smaller than `hop`."""
     new_prompt_tokens: int = 0
-    """Tokens of its prompt beyond those of the turn that it extends."""
+    """Prompt tokens beyond those of the turn that it extends."""
     num_tokens: int = 0
     """Sampled tokens."""
     tool_s: float = 0.0
-    """Seconds that a tool took for what its prompt tells of."""
+    """Seconds taken by the tool whose result is new in its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,54 +49,53 @@ class CreditRow:
     hop: int
     """Number of the call in its episode."""
     reward: float | None
-    """The final reward; None is an error as soon as the row is to be trained."""
+    """The final reward. None means that none was given, which is an error once the row is credited."""
     num_tokens: int
-    """Sampled tokens; a row without any has weight 0 and no part in any statistic."""
+    """Sampled tokens. A row without any has weight 0 and is in no statistic."""
     outcome: float | None = None
-    """The reward before penalties, time and process terms; None if there are none, so that it equals `reward`."""
+    """The reward before penalties, time and process terms; None if there are none, since it then equals `reward`."""
     act_reward: float = 0.0
-    """What `reply.reward` gave. All calls of an act have it, and what adds up rewards of several calls counts it
-    once."""
+    """Reward that `reply.reward` gave the act. All calls of the act carry it, and sums over calls count it once."""
     act_outcome: float | None = None
-    """What of it was given as the outcome, or a part of it, before terms; None: nothing."""
+    """The part of `act_reward` that is task outcome, before terms; None if no part is."""
     call_reward: float = 0.0
-    """What this very call paid or earned by terms, penalties and a divergence. The rest of the reward, less
-    `act_reward`, was given to its agent or to the team."""
+    """Reward that terms, penalties and a divergence gave this call alone. What remains of `reward` without it and
+    without `act_reward` was given to its agent or to the team."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts that the reward adds up from, where it has several: `outcome`, and each term that was added."""
+    """Named parts that add up to the reward, if it has several: `outcome`, the workflow's other parts, and terms."""
     objectives: Mapping[str, float] = field(default_factory=dict)
-    """Of the reward, by name, what the workflow asked for: the outcome, as a term reshaped it, and other parts."""
+    """Parts of the reward that the workflow asked for: the outcome, as reshaped by a term, and its other parts."""
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Of the reward, by name, what settings added or took: their size is meant. With `objectives` they are the
-    reward."""
+    """Parts of the reward that settings added or took; their size matters as it is. `objectives` and `prices` add up to
+    the reward."""
     signals: Mapping[str, float] = field(default_factory=dict)
-    """What was found in the call, each in [0, 1]: `tool_error`, `format_error` ..."""
+    """Findings in the call, each in [0, 1]: `tool_error`, `format_error` ..."""
     token_rewards: Tokens | None = None
-    """Where the reward is not all on the last token; they add up to it."""
+    """Reward of each token, if it is not all on the last one. They add up to `reward`."""
     values: Tokens | None = None
-    """What a critic expected at each token, where there is one."""
+    """The critic's value at each token, if there is a critic."""
     valid: bool = True
-    """Whether the call could be parsed, and its tool call run."""
+    """True if the reply could be parsed and its tool call run."""
     trains: bool = True
-    """False: how the call ended makes it no training row; its weight is 0."""
+    """False if the call ended in a way that is not trained on. Its weight is then 0."""
     greedy: bool = False
-    """Of a play at temperature 0 that serves as a baseline; never trained."""
+    """True for a row of a play at temperature 0, which serves as a baseline and is never trained."""
     calls: tuple[Call, ...] = ()
-    """All calls of its episode, those of frozen policies too, in hop order."""
+    """All calls of its episode in hop order, including those of frozen policies."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def act(self) -> Scalar:
-        """Names its act in its episode: the hop of the act's first call; without that tag the call is an act alone."""
+        """Name of its act in its episode: the hop of the act's first call. Without that tag the call is its own act."""
         return self.tags.get("act", self.sample_id)
 
     @property
     def shared_reward(self) -> float:
-        """What of its reward was given to its agent or to the team."""
+        """The part of the reward that was given to its agent or to the team."""
         return (self.reward or 0.0) - self.act_reward - self.call_reward
 
     def pays(self, name: str, price: float) -> "CreditRow":
-        """The row with a price taken from its reward; what it was before stays as its outcome."""
+        """The row with `price` taken from its reward and logged as part `name`. Its outcome stays as it was before."""
         assert self.reward is not None, "what has no reward cannot pay"
         parts = dict(self.parts) or {"outcome": self.reward}
         return replace(
@@ -110,7 +109,7 @@ class CreditRow:
         )
 
     def tag(self, name: str) -> Scalar:
-        """A field or tag that rows may be grouped by."""
+        """Value of a field or tag that rows may be grouped by. Raises CreditError for an unknown name."""
         if name in ("task", "episode", "agent", "policy", "hop"):
             return getattr(self, name)
         if name not in self.tags:
@@ -122,7 +121,7 @@ class CreditRow:
         return self.tags[name]
 
     def number(self, name: str) -> int | float:
-        """A tag that says how much. Raises CreditError for a text."""
+        """Value of a tag that must be a number. Raises CreditError if it is text."""
         value = self.tag(name)
         if isinstance(value, str):
             raise CreditError(
@@ -134,59 +133,59 @@ class CreditRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
-    """What an agent's groups looked like; a group of several agents is counted for each of them."""
+    """Statistics of an agent's groups. A group of several agents is counted for each of them."""
 
     groups: int = 0
     effective: int = 0
     """Groups whose rewards differ. Only they teach anything."""
     too_easy: int = 0
-    """All rewards at the top."""
+    """Groups with all rewards at the top."""
     too_hard: int = 0
-    """All rewards at the bottom."""
+    """Groups with all rewards at the bottom."""
     flat: int = 0
-    """All rewards equal, in between."""
+    """Groups with all rewards equal, in between."""
     penalty_alone: int = 0
-    """Groups among the effective ones in which only penalties differ, not outcomes."""
+    """Effective groups in which only penalties differ, not outcomes."""
     group_sizes: tuple[int, ...] = ()
-    """Observations of each group."""
+    """Number of observations of each group."""
     dropped_singleton: int = 0
-    """Rows with weight 0 because nothing was there to compare them with."""
+    """Rows with weight 0 because there was nothing to compare them with."""
     empty: int = 0
     """Rows with weight 0 because nothing was sampled."""
     untrained: int = 0
     """Rows with weight 0 because of how their calls ended."""
     notes: tuple[str, ...] = ()
-    """What could not be done, and why."""
+    """Messages about steps that could not be done, and why."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """All that is counted, by name."""
+        """All counters, by name."""
         return {name: int(getattr(self, name)) for name in self.__slots__ if name not in ("group_sizes", "notes")}
 
     def __add__(self, other: "AgentReport") -> "AgentReport":
-        """The report of both."""
+        """The sum of both reports."""
         return AgentReport(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """The answer of an estimator: something for every row it was given."""
+    """Result of an estimator, with an entry for every row that it was given."""
 
     advantages: Mapping[SampleId, float]
-    """The same for every sampled token of the row."""
+    """Advantage of each row, the same for all its sampled tokens."""
     weights: Mapping[SampleId, float]
-    """Row weight w_i of docs/math.md section 1: 1, or 0 for rows that stay out of sums and divisors."""
+    """Row weight w_i of docs/math.md section 1: 1, or 0 for rows that are left out of sums and divisors."""
     report: Mapping[AgentName, AgentReport]
     token_advantages: Mapping[SampleId, Tokens] = field(default_factory=dict)
-    """Of rows whose tokens differ; `advantages` then has their mean, for people."""
+    """Advantage of each token, for rows whose tokens differ. `advantages` then holds their mean, for display."""
     returns: Mapping[SampleId, Tokens] = field(default_factory=dict)
-    """What a critic should have expected at each token."""
+    """Value that the critic should have expected at each token: its training target."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """What a `state` estimator must be given the next time, by agent."""
+    """Memory of a `state` estimator, by agent. Its next call must be given it."""
 
 
 class Estimator(Protocol):
-    """Advantages from rewards. Pure: the answer depends on rows and memory alone, not on the order rows come in.
+    """Computes advantages from rewards. Pure: the result depends on rows and memory alone, not on the order of rows.
 
     Raises CreditError for a missing or non-finite reward, an unknown tag, a sample given twice, or a group that breaks
     a requirement.
@@ -194,60 +193,63 @@ class Estimator(Protocol):
 
     @property
     def key(self) -> GroupKey:
-        """What rows are compared by, as it was set."""
+        """Tags that rows are grouped by, as they were set."""
         ...
 
     @property
     def grouping(self) -> GroupKey:
-        """The key with the tags that tell groups apart beyond it, if there are such; the filter looks at it."""
+        """The key, plus further tags that separate groups if there are any. The filter uses it."""
         ...
 
     @property
     def needs(self) -> Needs:
-        """How much of a step one call must be given."""
+        """Part of a step that one call must be given."""
         ...
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """What the rows must carry beyond rewards."""
+        """Data that the rows must carry besides rewards."""
         ...
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether episodes of a task whose rewards are all equal teach it anything; if so, no filter drops the task."""
+        """True if it can learn from a task whose rewards are all equal. No filter drops such a task then."""
         ...
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows with the rewards that are compared; the filter looks at them."""
+        """The rows with the rewards that are compared. The filter uses them."""
         ...
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages of the rows, which are whole groups, or the whole step if `needs` says so.
+        """Credit of the rows, which are whole groups, or the whole step if `needs` says so.
 
-        `memory` is what the step before gave back (`Credit.memory`); only a `state` estimator looks at it.
+        `memory` is `Credit.memory` of the step before. Only a `state` estimator reads it.
         """
         ...
 
 
 class EstimatorSettings(Estimator, Protocol):
-    """An estimator that a config can choose: what it says of itself before there are rows."""
+    """An estimator that a config can choose, with the properties that are known before there are rows."""
 
     follows_calls: ClassVar[bool]
-    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
+    """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
     adds_up_calls: ClassVar[bool]
-    """Whether it adds up what the calls after a call earned: what else does so would count it twice."""
+    """True if it adds up the rewards of later calls. A term that does so as well would count them twice."""
     has_fixed_baseline: ClassVar[bool]
-    """Whether what a return is compared with is the same, whatever was sampled from the call on. Then a term that is
-    known before the call, such as a potential, changes no expected gradient."""
+    """True if the baseline of a return does not depend on what is sampled from the call on. A term that is known before
+    the call, such as a potential, then changes no expected gradient."""
 
     @property
     def needs_branches(self) -> bool:
-        """Whether it compares the candidates of a turn: for trees of turns alone."""
+        """True if it compares the candidates of a turn. It can handle only trees of turns."""
         ...
 
 
 def in_order(rows: Sequence[CreditRow]) -> list[CreditRow]:
-    """The rows by (task, episode, hop), checked: sums taken in this order are bit-equal in every run."""
+    """The rows sorted by (task, episode, hop): sums in this order are bit-equal in every run.
+
+    Raises CreditError for a sample given twice, a missing reward, or a number that is not finite.
+    """
     seen = set[SampleId]()
     for row in rows:
         if row.sample_id in seen:

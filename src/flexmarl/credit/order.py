@@ -1,16 +1,15 @@
-"""Decides whitened advantages: mean 0 and variance 1 over all sampled tokens (docs/math.md section 5).
-
-Decides row weights that give the agents of a shared policy equal shares of its step (docs/math.md section 5).
-
-Decides which estimator judges a row: its agent's own, or the one of all other agents.
-
-Decides the credit of rows: shape, penalise, filter, estimate, whiten, balance; in this order.
+"""Decides the credit of rows, in a fixed order: shape, penalise, filter, estimate, whiten, balance.
 
   rows of a task ──► shape ──► penalise ──► decide
                                             ╰──► rows of whole groups ──► estimate ──► whiten ──► (penalise) ──► balance
 
-What does not train has weight 0 before anything is whitened or balanced, and only what comes out here is padded, packed
-or split.
+Rows that do not train get weight 0 before anything is whitened or balanced. Padding, packing and splitting come after
+the last step.
+
+`estimated`      makes advantages and weights of rows, with a check that they are finite
+`ByAgent`        chooses the estimator of a row: its agent's own, or the one of all other agents
+`whiten`         gives advantages mean 0 and variance 1 over all sampled tokens (docs/math.md section 5)
+`equal_shares`   gives the agents of a shared policy equal shares of its step (docs/math.md section 5)
 """
 
 import math
@@ -39,16 +38,16 @@ from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, AgentName, CreditLine, PolicyName, SampleId
 
 Scope = Literal["batch", "policy", "agent"]
-"""Whose tokens share one mean and variance: all of the step, a policy's, or an agent's."""
+"""Tokens that share one mean and variance: all of the step, a policy's, or an agent's."""
 
 EPS = 1e-8
 TOO_FEW = "not whitened: fewer than 2 sampled tokens have no variance"
 
 
 def whiten(credit: Credit, rows: Sequence[CreditRow], scope: Scope) -> Credit:
-    """The credit with whitened advantages of the rows that train and have a weight; returns stay as they are.
+    """The credit with whitened advantages for rows that train and have a weight. Returns are not whitened.
 
-    Where there are fewer than two tokens all advantages are 0, and the agents' reports say so.
+    A scope with fewer than two tokens gets advantage 0, and its agent's report notes it.
     """
     blocks: dict[str, list[CreditRow]] = {}
     for row in in_order(rows):
@@ -69,12 +68,12 @@ def whiten(credit: Credit, rows: Sequence[CreditRow], scope: Scope) -> Credit:
 
 
 def whitened(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(x - mean) / sqrt(var + 1e-8), the variance with N - 1; 0 for equal numbers, and for a single one.
+    """(x - mean) / sqrt(var + 1e-8), with the variance over N - 1. All 0 for equal numbers or a single one.
 
     >>> whitened(np.array([1.0, 2.0, 3.0])).round(4).tolist()
     [-1.0, 0.0, 1.0]
     """
-    # The 1e-8 in the mean leaves equal numbers beside it, which the 1e-8 under the root would magnify.
+    # The 1e-8 in the mean makes equal numbers differ from it, and the root of 1e-8 would magnify the difference.
     if len(x) < 2 or x.min() == x.max():
         return np.zeros_like(x)
     n = len(x)
@@ -93,10 +92,10 @@ def _split(x: NDArray[np.float64], rows: Sequence[CreditRow]) -> list[NDArray[np
 
 
 def equal_shares(credit: Credit, rows: Sequence[CreditRow]) -> Credit:
-    """The credit with w_i times N / (K N_agent), for a policy of K agents with N tokens in all.
+    """The credit with each weight w_i multiplied by N / (K N_agent), for a policy of K agents with N tokens in total.
 
-    Then token-mean is the mean over agents of each agent's token-mean, and N_tok is still N. A policy with one agent
-    keeps its weights.
+    The token-mean is then the mean over agents of each agent's token-mean, and N_tok is still N. A policy with one
+    agent keeps its weights.
     """
     tokens: dict[PolicyName, dict[AgentName, float]] = defaultdict(lambda: defaultdict(float))
     for row in in_order(rows):
@@ -115,12 +114,12 @@ ORDER_OF_NEEDS: tuple[Needs, ...] = ("row", "group", "batch", "state")
 
 
 def most(needs: Iterable[Needs]) -> Needs:
-    """The one that sees most."""
+    """The need that covers the most rows."""
     return ORDER_OF_NEEDS[max(map(ORDER_OF_NEEDS.index, needs))]
 
 
 class ByAgent:
-    """Several estimators as one. An agent's rows never meet those of an agent with another estimator."""
+    """Several estimators used as one. Rows of agents with different estimators are never compared."""
 
     def __init__(self, others: Estimator, per_agent: Mapping[AgentName, Estimator]) -> None:
         self._others = others
@@ -128,32 +127,32 @@ class ByAgent:
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:
-        """All of them."""
+        """The common estimator, and those of single agents."""
         return (self._others, *self._per_agent.values())
 
     @property
     def needs(self) -> Needs:
-        """The most that any of them must see."""
+        """The largest need of any estimator."""
         return most(estimator.needs for estimator in self.estimators)
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """What any of them uses."""
+        """Everything that any estimator uses."""
         return frozenset[Extra]().union(*(estimator.uses for estimator in self.estimators))
 
     @property
     def key(self) -> GroupKey:
-        """As grouped."""
+        """The same as `grouping`."""
         return self.grouping
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether any of them does."""
+        """True if any estimator does."""
         return any(estimator.learns_from_equal_rewards for estimator in self.estimators)
 
     @property
     def grouping(self) -> GroupKey:
-        """One key for all, or one per agent where they have their own estimators."""
+        """One key for all agents, or a key per agent if some have their own estimators."""
         others = self._others.grouping
         if not self._per_agent:
             return others
@@ -164,11 +163,11 @@ class ByAgent:
         return keys
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """Each row with the reward that its estimator compares."""
+        """The rows, each with the reward that its estimator compares."""
         return [row for _, estimator, share in self._shares(rows) for row in estimator.compared(share)]
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Each row's credit by its estimator; those of a greedy play go to whoever uses them."""
+        """Each row's credit by its estimator. Rows of a greedy play go only to estimators that use them."""
         whole = Credit(advantages={}, weights={}, report={}, memory=memory)
         for _, estimator, share in self._shares(rows):
             seen = [row for row in share if not row.greedy or "greedy" in estimator.uses]
@@ -177,11 +176,11 @@ class ByAgent:
 
     @property
     def linear(self) -> bool:
-        """Whether all of them are lines over scores that are known before a group is complete."""
+        """True if every estimator's advantages are a linear function of scores known before a group is complete."""
         return all(isinstance(estimator, GroupRelative) and estimator.linear for estimator in self.estimators)
 
     def open_places(self, rows: Sequence[CreditRow]) -> dict[SampleId, tuple[Group, float]]:
-        """Group and score of every sampled row; only if `linear`."""
+        """Group and score of every sampled row. Call it only if `linear`."""
         return {
             sample_id: (whose + group, score)
             for whose, estimator, share in self._shares(rows)
@@ -190,7 +189,7 @@ class ByAgent:
         }
 
     def lines(self, rows: Sequence[CreditRow]) -> dict[Group, CreditLine]:
-        """What each complete group makes of its scores; only if `linear`."""
+        """The line from scores to advantages of each complete group. Call it only if `linear`."""
         return {
             whose + group: line
             for whose, estimator, share in self._shares(rows)
@@ -199,7 +198,7 @@ class ByAgent:
         }
 
     def _shares(self, rows: Sequence[CreditRow]) -> Iterator[tuple[Group, Estimator, Sequence[CreditRow]]]:
-        """Each estimator that has rows, with what tells its groups from those of another one."""
+        """Yields, for each estimator that has rows: a prefix of its groups' names, the estimator, and its rows."""
         others = [row for row in rows if row.agent not in self._per_agent]
         if others:
             yield (), self._others, others
@@ -222,18 +221,21 @@ def _joined(whole: Credit, part: Credit, *, before: Mapping[str, float]) -> Cred
 
 
 LARGEST_CREDITED = 1e6 * LARGEST_REWARD
-"""Of a reward after all terms: room for the sum of what a million calls earned, and squares are far from overflow."""
+"""Bound on a reward after all terms. It allows the sum over a million calls, and squares are far from overflow."""
 
 
 def counted(rows: Sequence[CreditRow], *, untrained_in_baseline: bool) -> list[CreditRow]:
-    """The rows that others are compared with; those of a greedy play are for estimators that use them."""
+    """The rows that others are compared with, and those of a greedy play, for estimators that use them."""
     return [row for row in rows if row.greedy or row.trains or untrained_in_baseline]
 
 
 def estimated(
     rows: Sequence[CreditRow], memory: Mapping[str, float], *, estimator: Estimator, untrained_in_baseline: bool
 ) -> Credit:
-    """An advantage and a weight for every row; greedy ones, and those that do not train, have weight 0."""
+    """An advantage and a weight for every row. Greedy rows, and rows that do not train, have weight 0.
+
+    Raises CreditError for a reward that is too large, or an advantage that is not finite.
+    """
     _check_size(rows)
     credit = estimator.estimate(counted(rows, untrained_in_baseline=untrained_in_baseline), memory)
     _check_finite(credit, rows)

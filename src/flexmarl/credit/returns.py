@@ -1,7 +1,7 @@
-"""Decides what follows each reward: discounted returns and generalised advantages (docs/math.md section 12).
+"""Decides discounted returns and generalised advantages along a sequence of steps (docs/math.md section 12).
 
-A step is a sampled token, or a call. Steps that nobody sampled, such as tokens of an observation inside a row, are
-masked: they have no place in the sequence, so what is behind them carries through, undiscounted.
+A step is a sampled token or a call. Steps that nobody sampled, such as observation tokens inside a row, are masked.
+They have no place in the sequence, so later rewards pass over them without a discount.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Steps = NDArray[np.float64]
 
 
 def discounted_returns(rewards: Sequence[float] | Steps, *, gamma: float, mask: Sequence[float] | None = None) -> Steps:
-    """G_t = r_t + gamma G_next, where `next` is the next step that was sampled.
+    """Returns G_t = r_t + gamma G_next, where `next` is the next sampled step.
 
     >>> discounted_returns([0, 0, 1], gamma=0.5).tolist()
     [0.25, 0.5, 1.0]
@@ -37,7 +37,9 @@ def generalised_advantages(
     lam: float,
     mask: Sequence[float] | None = None,
 ) -> Steps:
-    """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t; 0 after the last.
+    """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_next, with delta_t = r_t + gamma V_next - V_t.
+
+    A and V are 0 after the last step.
 
     >>> generalised_advantages([0, 0, 1], [0.5, 0.5, 0.5], gamma=1, lam=1).tolist()
     [0.5, 0.5, 0.5]
@@ -52,7 +54,10 @@ def generalised_advantages(
 
 
 def token_rewards(row: CreditRow) -> Steps:
-    """[num_tokens] the row's own, or all of its reward on the last token. Raises CreditError if they do not fit."""
+    """[num_tokens] the row's token rewards, or its whole reward on the last token.
+
+    Raises CreditError if the token rewards do not add up to the reward, or there is not one per token.
+    """
     assert row.reward is not None, "in_order refuses rows without a reward"
     if row.token_rewards is None:
         rewards = np.zeros(row.num_tokens)
@@ -69,7 +74,7 @@ def token_rewards(row: CreditRow) -> Steps:
 
 
 def token_values(row: CreditRow) -> Steps:
-    """[num_tokens] what the critic expected at each token. Raises CreditError if none was asked."""
+    """[num_tokens] the critic's value at each token. Raises CreditError if there is not one per token."""
     if row.values is None or len(row.values) != row.num_tokens:
         found = "none" if row.values is None else len(row.values)
         raise CreditError(
@@ -80,9 +85,9 @@ def token_values(row: CreditRow) -> Steps:
 
 
 def own_rewards(rows: Sequence[CreditRow]) -> Steps:
-    """[N] what each call of an episode adds to a return: its own, and at the last call of an act the act's reward.
+    """[N] what each call of an episode adds to a return: its own reward, and the act's reward at the act's last call.
 
-    So a return counts an act's reward once, however many of its calls are among the rows, which are in hop order.
+    A return thus counts an act's reward once, however many calls of the act are in `rows`. `rows` are in hop order.
     """
     last = {row.act: place for place, row in enumerate(rows)}
     return np.array(
@@ -96,7 +101,7 @@ def _sampled(rewards: Sequence[float] | Steps, mask: Sequence[float] | None) -> 
         return rewards, list(range(len(rewards)))
     masked = np.asarray(mask) == 0
     for t in np.flatnonzero(masked):
-        # NaN is what padding may hold; a number would be lost without a word.
+        # Padding may hold NaN. Any other reward on a masked token would silently be lost.
         if not np.isnan(rewards[t]) and rewards[t] != 0:
             raise CreditError(f"token {t} has reward {rewards[t]}, but was not sampled; put it on a sampled token")
     return rewards, np.flatnonzero(~masked).tolist()

@@ -1,14 +1,15 @@
-"""Decides which turns of a group take part in credit, and what credit sees of them.
+"""Decides which turns take part in credit, which calls form an act, and which rows form a group.
 
-Decides which rows are the calls of one act, and what they have in common when acts are compared.
+`credit_rows`     makes a row of every turn of a group that takes part
+`led`             gives the later calls of an act the context of its first call
+`means_of_acts`   averages over the calls of each act
+`group_rows`      groups rows with equal values of the tags in a key
 
-An act is one `seat.act`: a call, and those that go on after a tool or a stop string. The later ones have prompts that
-nobody shares, so that their own tags compare them with nobody:
+An act is one `seat.act`: a call, and those that continue it after a tool or a stop string. The prompts of the later
+calls are unique, so their own tags would compare them with no other row:
 
     act 0   call 0   branch 0   context of the turn          act 3   call 3   branch 0   context of the turn
-            call 1   branch 0:1 what the tool said                   call 4   branch 0:2 what the tool said
-
-Decides which rows form a group: rows with equal values of the tags in a key.
+            call 1   branch 0:1 with the tool's output               call 4   branch 0:2 with the tool's output
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,16 +36,16 @@ from flexmarl.records import (
 )
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
-"""The system ended these calls, not the policy."""
+"""Finish reasons of calls that the system ended, not the policy."""
 
 
 def credit_rows(
     group: GroupRecord, trained: Collection[PolicyName], untrained_finish: Collection[FinishReason] = ()
 ) -> tuple[CreditRow, ...]:
-    """One row per turn that a trained policy sampled to its end in a finished episode; failed episodes give none.
+    """One row per turn that a trained policy sampled to its end in a finished episode. Failed episodes give no rows.
 
-    A turn that the workflow gave no reward keeps None: the estimator refuses it. One that ended for a reason in
-    `untrained_finish` is a row that does not train.
+    A turn without a reward keeps None, which the estimator refuses. A turn that ended for a reason in
+    `untrained_finish` becomes a row that does not train.
     """
     rows: list[CreditRow] = []
     for episode in filter(lambda play: play.finished, group.plays):
@@ -97,11 +98,11 @@ def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> Call:
 
 
 OF_CONTEXT = ("branch", "context_hash")
-"""Tags that say what a call was sampled from."""
+"""Tags that describe the context that a call was sampled from."""
 
 
 def led(rows: Sequence[CreditRow]) -> list[CreditRow]:
-    """The rows, each later call of an act with what its first call was sampled from, if that is among them."""
+    """The rows, where later calls of an act have the context tags of its first call, if that is among the rows."""
     first = {_act_of(row): row for row in rows if row.act == row.hop}
     found: list[CreditRow] = []
     for row in rows:
@@ -112,7 +113,7 @@ def led(rows: Sequence[CreditRow]) -> list[CreditRow]:
 
 
 def places_of_acts(rows: Sequence[CreditRow]) -> list[list[int]]:
-    """For each act, in the order of first calls, the places of its calls among the rows."""
+    """For each act, the indices of its calls in `rows`. Acts are in the order of their first calls."""
     places: dict[tuple[EpisodeId, Scalar], list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(_act_of(row), []).append(place)
@@ -120,7 +121,7 @@ def places_of_acts(rows: Sequence[CreditRow]) -> list[list[int]]:
 
 
 def means_of_acts(rows: Sequence[CreditRow], x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """(mean of x [N] over the calls of each act [K], number of its act for each row [N])."""
+    """([K] the mean of x [N] over the calls of each act, [N] the index of each row's act)."""
     acts = places_of_acts(rows)
     means = np.array([x[places[0]] if x[places].min() == x[places].max() else x[places].mean() for places in acts])
     numbers = np.zeros(len(rows), np.intp)
@@ -135,21 +136,24 @@ def _act_of(row: CreditRow) -> tuple[EpisodeId, Scalar]:
 
 Requirement = Literal["one_task", "one_policy", "one_context"]
 REQUIRED_TAG: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}
-"""The tag that has one value in every group, for each requirement."""
+"""The tag that must have one value in every group, for each requirement."""
 
 Group = tuple[tuple[str, Scalar], ...]
 """The tags of a group and their values, e.g. (("task", "u0"), ("agent", "solver"))."""
 
 
 def group_name(group: Group) -> str:
-    """For people, e.g. `task=u0, agent=solver`."""
+    """The group as text, e.g. `task=u0, agent=solver`."""
     return ", ".join(f"{tag}={value}" for tag, value in group)
 
 
 def group_rows(
     rows: Sequence[CreditRow], key: GroupKey, require: Sequence[Requirement] = ("one_task",)
 ) -> dict[Group, list[CreditRow]]:
-    """The groups, in the order of their first rows; rows keep their order. Raises CreditError naming a bad group."""
+    """The groups, in the order of their first rows; rows keep their order.
+
+    Raises CreditError for a group that breaks a requirement.
+    """
     groups: dict[Group, list[CreditRow]] = {}
     for row in rows:
         groups.setdefault(tuple((tag, row.tag(tag)) for tag in tags_for(row.agent, key)), []).append(row)
@@ -173,7 +177,7 @@ def also(key: GroupKey, tag: str) -> GroupKey:
 
 
 def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
-    """What the rows of an agent are grouped by."""
+    """Tags that the agent's rows are grouped by. Raises CreditError if the key has none for the agent."""
     if not isinstance(key, Mapping):
         return key
     tags = key.get(agent, key.get("*"))

@@ -1,4 +1,4 @@
-"""How rewards become advantages: the `credit` section of a config."""
+"""Settings of the `credit` section of a config: how rewards become advantages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,33 +20,33 @@ from flexmarl.settings import Settings
 
 
 def divides_by_mean(estimator: AnyEstimator) -> bool:
-    """Whether it is for rewards that are never negative."""
+    """True if the estimator divides by a mean reward, so that no reward may be negative."""
     return isinstance(estimator, GroupRelative) and estimator.scale == "mean"
 
 
 class CreditSettings(Settings):
-    """Shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
+    """The way from rewards to advantages: shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
 
     estimator: AnyEstimator = Default()
-    """Chosen by `type`; its options are its own."""
+    """Computes advantages. `type` chooses it, and each type has its own options."""
     per_agent: Mapping[AgentName, AnyEstimator] = Field(default={})
-    """Agents that have an estimator of their own; it sees no other agent's rows."""
+    """Estimators of single agents. Such an estimator sees no other agent's rows."""
     shaping: Terms = ()
-    """Terms that reshape the outcome or add to it; each is logged as a part of the reward."""
+    """Terms that reshape the outcome or add to the reward. Each is logged as a part of the reward."""
     invalid_action: InvalidAction | None = InvalidAction()
-    """What a call costs whose reply or tool call was not in the form asked for; null: nothing."""
+    """Penalty for a call whose reply or tool call was not in the requested form; null is none."""
     filter: OutcomeFilter | None = OutcomeFilter()
-    """Which tasks are worth training on; null trains on all."""
+    """Drops tasks that are not worth training on; null trains on all."""
     untrained_finish: tuple[FinishReason, ...] = ()
-    """Turns that ended so are no training rows, e.g. [length]: what was cut off is not learned."""
+    """Finish reasons of turns that are not trained on, e.g. [length], so that truncated replies are not learned."""
     untrained_in_baseline: bool = False
-    """Whether the rewards of such turns still count among those that others are compared with."""
+    """Count the rewards of such turns among those that other turns are compared with."""
     whiten: Scope | None = None
     """Give the advantages of all tokens of the step, of each policy, or of each agent mean 0 and variance 1."""
     agent_balance: Literal["none", "equal"] = "none"
-    """equal: each agent of a shared policy has the same share of its step, however much it says (token-mean)."""
+    """equal: each agent of a shared policy has the same share of its step, whatever its token count (token-mean)."""
     streaming: Literal["off", "linear"] = "off"
-    """linear: on-policy training of a row starts before its group is complete; exact, costs gradient memory."""
+    """linear: train on-policy rows before their group is complete. This is exact, but takes memory for gradients."""
     ready: Literal["group", "trajectory"] = Field(
         default="group",
         description="When rows may be trained: when all episodes of their task have ended, or their own; the latter "
@@ -93,29 +93,29 @@ class CreditSettings(Settings):
 
     @property
     def needs(self) -> Needs:
-        """What one call of `credit` must be given: rows, whole groups, or the whole step."""
+        """Rows that one call of `credit` must be given: single rows, whole groups, or the whole step."""
         step_wide = self.whiten is not None or self.agent_balance == "equal"
         of_shaping: Needs = "group" if any(term.sees == "task" for term in self.shaping) else "row"
         return most((self._estimators.needs, of_shaping, "batch" if step_wide else "row"))
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """What rows must carry beyond rewards."""
+        """Data that rows must carry besides rewards."""
         return self._estimators.uses
 
     @property
     def estimators(self) -> Mapping[str, AnyEstimator]:
-        """All of them by their keys here, e.g. `per_agent.solver`."""
+        """All estimators by their keys in this section, e.g. `per_agent.solver`."""
         return {"estimator": self.estimator} | {f"per_agent.{agent}": own for agent, own in self.per_agent.items()}
 
     @property
     def terms(self) -> Mapping[str, AnyTerm]:
-        """All terms by their keys here, e.g. `shaping[0]`."""
+        """All terms by their keys in this section, e.g. `shaping[0]`."""
         return {f"shaping[{index}]": term for index, term in enumerate(self.shaping)}
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Settings that look at more than the rows of one episode."""
+        """Keys of the settings that compare rows of several episodes."""
         estimators = [where for where, estimator in self.estimators.items() if estimator.needs != "row"]
         terms = [where for where, term in self.terms.items() if term.sees == "task"]
         step_wide = {"whiten": self.whiten is not None, "agent_balance": self.agent_balance == "equal"}
@@ -123,39 +123,39 @@ class CreditSettings(Settings):
 
     @property
     def follows_calls(self) -> tuple[str, ...]:
-        """Settings that go from call to call, and so cannot look at a tree of turns."""
+        """Keys of the settings that follow calls one by one, and so cannot handle a tree of turns."""
         chosen = {**self.estimators, **self.terms}
         return tuple(where for where, what in chosen.items() if getattr(what, "follows_calls", False))
 
     @property
     def needs_branches(self) -> tuple[str, ...]:
-        """Settings that compare the candidates of a turn, and so can look at nothing but a tree of turns."""
+        """Keys of the settings that compare the candidates of a turn, and so can handle only a tree of turns."""
         chosen = {**self.estimators, **self.terms}
         return tuple(where for where, what in chosen.items() if getattr(what, "needs_branches", False))
 
     def estimator_of(self, agent: str) -> AnyEstimator:
-        """The one that judges an agent's rows."""
+        """The estimator of the agent's rows."""
         return self.per_agent.get(AgentName(agent), self.estimator)
 
     @property
     def key(self) -> GroupKey:
-        """What rows are compared by."""
+        """Tags that rows are grouped by, per agent if agents have their own estimators."""
         return self._estimators.grouping
 
     @property
     def linear(self) -> bool:
-        """Whether a group's advantages are a line over scores that are known before the group is complete."""
+        """True if a group's advantages are a linear function of scores that are known before the group is complete."""
         known_early = all(term.sees != "task" for term in self.shaping)
         compared_last = self.invalid_action is None or self.invalid_action.order == "before"
         return self._estimators.linear and self.needs == "group" and known_early and compared_last
 
     def shape(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows of one task with their final rewards; `outcome` has no penalties and no terms that add."""
+        """The rows of one task with their final rewards. `outcome` includes neither penalties nor terms that add."""
         shaped = shape(rows, self.shaping)
         return self.invalid_action.penalise(shaped) if self.invalid_action else shaped
 
     def decide(self, rows: Sequence[CreditRow]) -> tuple[FilterDecision, ...]:
-        """One decision per task of shaped rows; none without a filter."""
+        """One decision per task of the shaped rows; empty without a filter."""
         if self.filter is None:
             return ()
         seen = {row.sample_id for row in self._counted(rows) if not row.greedy}
@@ -167,7 +167,7 @@ class CreditSettings(Settings):
         )
 
     def credit(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages and weights of shaped rows, which are as many at once as `needs` says."""
+        """Advantages and weights of the shaped rows. `needs` says which rows one call must be given."""
         credit = estimated(rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline)
         if self.whiten is not None:
             credit = whiten(credit, rows, self.whiten)
@@ -176,13 +176,13 @@ class CreditSettings(Settings):
         return equal_shares(credit, rows) if self.agent_balance == "equal" else credit
 
     def open_places(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, tuple[Group, float]]:
-        """Group and score c of the rows of a finished episode that train; with `lines` that is their credit."""
+        """Group and score c of each row of a finished episode that trains. With `lines` they determine its credit."""
         trained = {row.sample_id for row in rows if row.trains}
         places = self._estimators.open_places(self._counted(rows))
         return {sample_id: place for sample_id, place in places.items() if sample_id in trained}
 
     def lines(self, rows: Sequence[CreditRow]) -> Mapping[Group, CreditLine]:
-        """What each group makes of its scores when all rows of its task are there: A = scale c + offset, and w."""
+        """The line A = scale c + offset of each group, and its row weight w, once all rows of its task are there."""
         return self._estimators.lines(self._counted(rows))
 
     def _counted(self, rows: Sequence[CreditRow]) -> list[CreditRow]:

@@ -7,9 +7,9 @@ from flexmarl.records import CreditedTurn, Divisors
 
 
 def divisors_of(samples: Iterable[CreditedTurn]) -> Divisors:
-    """Counts the weighted tokens, rows and episodes of one policy's samples, whole groups of them.
+    """Counts the weighted tokens, rows and episodes of one policy's samples, which must be whole groups.
 
-    The sums are exact before one rounding, so the order of the samples cannot show in the last bit.
+    Each sum is exact until one rounding at its end, so the order of the samples cannot change its last bit.
     """
     rows = [sample for sample in samples if sample.num_tokens and sample.weight]
     return Divisors(

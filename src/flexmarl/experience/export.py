@@ -1,10 +1,11 @@
-"""Parquet files of an experience store: one per agent's table, with the values themselves where the store has keys.
+"""Parquet files of an experience store: one per agent's table, with values in place of the store's payload keys.
 
 INT, FLOAT, BOOL   int64, double, bool
 TEXT, JSON         string; JSON stays JSON text
-TENSOR             lists of the tensor's numbers, nested as deep as it has dimensions
+TENSOR             lists of the tensor's numbers, one level of lists for each dimension
 
-Rows come in the order of group, episode and hop, in chunks: a store of any size needs the memory of one chunk.
+Rows are written in claim order (group, episode, attempt, hop) and in chunks: a store of any size needs the memory of
+one chunk.
 """
 
 import json
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 CHUNK_ROWS = 1024
-"""A few megabytes of ids and logprobs."""
+"""Rows of one chunk: a few megabytes of ids and logprobs."""
 META = {
     "sample_id": "string",
     "group_id": "int64",
@@ -41,12 +42,15 @@ META = {
     "settled_version": "int64",
     "reason": "string",
 }
-"""Columns before the data columns, and pyarrow's name of their type."""
+"""The columns before the data columns, with pyarrow's names of their types."""
 TYPES = {ColumnKind.INT: "int64", ColumnKind.FLOAT: "float64", ColumnKind.BOOL: "bool_"}
 
 
 def export_parquet(store: StoreReader, out: Path) -> Iterator[Path]:
-    """Writes `{agent}.parquet` into `out`, agent by agent; yields each file. Raises MissingExtra, StoreError."""
+    """Writes `{agent}.parquet` into `out` for each agent and yields each file.
+
+    Raises MissingExtra if pyarrow is not installed, StoreError if an export fails.
+    """
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
@@ -59,7 +63,7 @@ def export_parquet(store: StoreReader, out: Path) -> Iterator[Path]:
 
 
 def _write(store: StoreReader, agent: AgentName, path: Path) -> Path:
-    """The file has its name only once its last row is in it."""
+    """Writes one file. It gets its name only when its last row is in it."""
     from pyarrow import parquet
 
     schema = _schema(store, agent)
@@ -82,7 +86,7 @@ def _schema(store: StoreReader, agent: AgentName) -> "pyarrow.Schema":
 
 
 def _tensor_types(store: StoreReader, agent: AgentName) -> dict[str, "pyarrow.DataType"]:
-    """Reads all rows once before they are written: a Parquet file begins with its types, and tensors have any."""
+    """Reads all rows once to find the tensors' types, with which a Parquet file begins; tensors may have any type."""
     import pyarrow
 
     forms: Mapping[str, set[tuple[np.dtype, int]]] = defaultdict(set)
@@ -128,7 +132,7 @@ def _meta(row: Row) -> tuple[Any, ...]:
 
 
 def _plain(kind: ColumnKind, value: Any) -> Any:
-    """A value as pyarrow takes it: an array of one dimension as it is, without a Python object for each number."""
+    """Converts a value for pyarrow. An array of one dimension stays one: no Python object for each of its numbers."""
     if kind is ColumnKind.JSON and value is not None:
         return json.dumps(value)
     if isinstance(value, np.ndarray) and value.ndim != 1:

@@ -1,4 +1,4 @@
-"""The experience store of FlexMARL section 4.2: one table per agent; meta, data and status columns."""
+"""Interface of the experience store (FlexMARL section 4.2): one table per agent; meta, data and status columns."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId,
 
 
 class ColumnKind(StrEnum):
-    """Type of a data column. Numbers are stored by value in the row, the rest by reference in the payload table."""
+    """Type of a data column. Numbers are stored by value in the row, other values by reference in the payload table."""
 
-    __hash__ = str.__hash__  # an enum's own is slow, and every value written or read looks its kind up
+    __hash__ = str.__hash__  # the hash of Enum is slow, and every value written or read looks up its kind
 
     INT = "int"
     FLOAT = "float"
@@ -27,7 +27,7 @@ class ColumnKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A user-defined data column; its status column `{name}_status` says whether the value is there."""
+    """A user-defined data column. Its status column `{name}_status` is true where the value is set."""
 
     name: str
     kind: ColumnKind
@@ -35,17 +35,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extended:
-    """A tensor of one dimension that begins with tensors of another row: only what follows them has to be kept.
+    """A tensor of one dimension that begins with tensors of another row, so that only its end must be stored.
 
-    It is read back whole, equal to the last bit. Where the other row lacks a value it begins with, it is kept whole.
+    It is read back whole, equal to the last bit. If the other row lacks one of these tensors, it is stored whole.
     """
 
     parent: SampleId
-    """The other row: of the same group, since groups are dropped as a whole. Its table may be another agent's."""
+    """The other row. It must be of the same group, since groups are dropped whole. Its table may be another agent's."""
     columns: tuple[str, ...]
-    """The columns of `parent` whose tensors, one after the other, are the beginning."""
+    """The columns of `parent` whose tensors, concatenated, are the beginning."""
     value: np.ndarray
-    """All of it, the beginning included."""
+    """The whole tensor, including the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class PartialRow:
     sample_id: SampleId
     policy: PolicyName
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Data columns; every named value's status becomes true. A value, once there, is not overwritten. A tensor may
-    be given as `Extended`.
+    """Data columns by name; the status of each becomes true. A value that is set cannot change. A tensor may be given
+    as `Extended`.
     """
     version: Version | None = None
-    """Comes with the response; it is set once."""
+    """Put together with the response; it is set once."""
     next_agent_id: int | None = None
     """Index (in the team's order) of the agent whose turn this one feeds, when known."""
 
@@ -75,23 +75,23 @@ class Row:
     state: RowState
     next_agent_id: int | None
     cache: str | None
-    """Name of the gradient cache that holds it, while ACCUMULATED."""
+    """Name of the gradient cache that holds the row while it is ACCUMULATED."""
     settled_version: Version | None
-    """The version it was trained into."""
+    """The version that the row was trained into."""
     reason: str
     values: Mapping[str, Any]
-    """Data columns that are there; the others are absent."""
+    """Data columns that are set; the others are absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where rows go next, and why. The move must be in ROW_MOVES."""
+    """The state that rows move to, and why. The move must be in ROW_MOVES."""
 
     state: RowState
     cache: str | None = None
     """Required for ACCUMULATED."""
     version: Version | None = None
-    """Required for TRAINED: the version the update made."""
+    """Required for TRAINED: the version that the update made."""
     reason: str = ""
 
 
@@ -104,10 +104,10 @@ class Table:
 
 
 class ExperienceStore(Protocol):
-    """Reached the same way from every worker. Every call is atomic and, once it returned, durable as the backend is.
+    """Stores the rows of all agents. Every worker calls it in the same way.
 
-    Errors: StoreError names the table and the column or sample id; TransitionError a move that the life cycle lacks.
-    A call that raises has changed nothing.
+    Every call is atomic. When it returns, it is as durable as the backend; a call that raises has changed nothing.
+    StoreError names the table and the column or sample id. TransitionError names a move that is not in the life cycle.
     """
 
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
@@ -117,12 +117,12 @@ class ExperienceStore(Protocol):
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
         """Leases up to n READY rows of the policy, over all its agents' tables, to `holder`; `get` reads them.
 
-        In the order of (group, episode, hop), never of arrival.
+        Rows come in the order of (group, episode, attempt, hop), never in that of arrival.
         """
         ...
 
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
-        """Moves rows; all of them or none. READY needs a version: a row without a response is never trained."""
+        """Moves rows, all of them or none. READY needs a version: a row without a response is never trained."""
         ...
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
@@ -130,35 +130,35 @@ class ExperienceStore(Protocol):
         ...
 
     async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
-        """Takes back what a run did after a checkpoint: discards the rows of `next_group` and all younger groups, and
-        of the older ones in `replay`, which were active.
+        """Undoes what a run did after a checkpoint.
 
-        They are played again under the same ids. Returns how many rows it discarded. Raises StoreError, changing
-        nothing, if a row of another older group has not ended: it cannot belong to this checkpoint.
+        Deletes the rows of `next_group`, of all younger groups, and of the older groups in `replay`, which were active.
+        These groups are played again under the same ids. Returns how many rows were deleted. Raises StoreError, and
+        changes nothing, if a row of another older group has not ended: the store does not fit the checkpoint.
         """
         ...
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
-        """Makes room: while the store is larger, the oldest groups before `before_group` lose their payloads.
+        """Drops payloads of the oldest groups before `before_group` while the store is larger than `budget_bytes`.
 
-        Of rows that have ended, strings, lists and tensors go (their status becomes false); numbers, states and
-        versions stay. Call it after a checkpoint with its next group: a resume needs nothing older. Returns how many
-        rows it pruned. One group at a time: other calls need not wait for all of it.
+        Rows that have ended lose their strings, lists and tensors (the status becomes false). Their numbers, states
+        and versions stay. Call it after a checkpoint with the checkpoint's next group: a resume needs nothing older.
+        Returns how many rows were pruned. It prunes one group at a time, so other calls need not wait for all groups.
         """
         ...
 
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:
-        """Rows by sample id, in the order asked."""
+        """Reads rows by sample id, in the order of `ids`."""
         ...
 
     async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
-        """How many rows of the policy are in each state (absent: none)."""
+        """Counts the policy's rows by state; a state without rows may be absent."""
         ...
 
     async def query(self, sql: str) -> Table:
-        """Any one SELECT over the agents' tables; `payload(column)` shows a string, list or tensor as text or JSON."""
+        """Runs one SELECT over the agents' tables; `payload(column)` shows a string, list or tensor as text or JSON."""
         ...
 
     async def close(self) -> None:
-        """Ends it; calling it twice is no error."""
+        """Closes the store. Calling it twice is allowed."""
         ...

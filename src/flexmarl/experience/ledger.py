@@ -1,8 +1,9 @@
-"""Decides which moves a row may make, which values may be set, and whose turn comes first.
+"""Decides which moves a row may make, which values may be set, and which row is claimed first.
 
-    OPEN -> READY -> CLAIMED (a holder's) -> ACCUMULATED (in a gradient cache) -> TRAINED (into a version)
+    OPEN -> READY -> CLAIMED (by a holder) -> ACCUMULATED (in a gradient cache) -> TRAINED (into a version)
 
-The table of moves is `records.lifecycle`. Only `claim` makes a row CLAIMED; `settle` makes every other move.
+The table of moves is in `records.lifecycle`. Only `claim` makes a row CLAIMED. `release` returns rows to READY, and
+`settle` makes the other moves.
 """
 
 import re
@@ -19,25 +20,25 @@ from flexmarl.experience.schema import Stored
 from flexmarl.records import ROW_MOVES, ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId, Version
 
 _SAMPLE_ID = re.compile(r"[^\0]*_(\d+)_g(\d+)e(\d+)a(\d+)", re.ASCII)
-"""As `records.split_sample_id` and `split_trajectory_id` read it, in one go: every row that opens is read so."""
+"""Reads in one match what `records.split_sample_id` and `split_trajectory_id` read: every row that opens needs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row is in its life, and who has it there."""
+    """A row's state, and what holds the row in that state."""
 
     state: RowState
     holder: str | None = None
-    """While CLAIMED."""
+    """Set while CLAIMED."""
     cache: str | None = None
-    """While ACCUMULATED."""
+    """Set while ACCUMULATED."""
     settled_version: Version | None = None
-    """Once TRAINED."""
+    """Set when TRAINED."""
     reason: str = ""
 
 
 class ClaimOrder(NamedTuple):
-    """Place of a sample among all others: rows are claimed in this order, never in that of arrival."""
+    """Sort key of a sample among all others: rows are claimed in this order, never in that of arrival."""
 
     group_id: int
     episode_index: int
@@ -46,7 +47,7 @@ class ClaimOrder(NamedTuple):
 
 
 def claim_order(sample_id: SampleId) -> ClaimOrder:
-    """The place that a sample's id gives it.
+    """Reads the sort key in a sample id. Raises StoreError for an id of another form.
 
     >>> claim_order("mul-7_2_g12e3a0")
     ClaimOrder(group_id=12, episode_index=3, attempt=0, hop=2)
@@ -64,7 +65,7 @@ def claim_order(sample_id: SampleId) -> ClaimOrder:
 def set_once(
     table: str, sample_id: SampleId, there: Mapping[str, Stored], given: Mapping[str, Stored]
 ) -> dict[str, Stored]:
-    """The values of `given` that are not there yet; StoreError if one is there and differs."""
+    """The values of `given` that are not in `there`. Raises StoreError if a value is in both and differs."""
     for column in there.keys() & given.keys():
         if there[column] != given[column]:
             raise StoreError(
@@ -75,7 +76,7 @@ def set_once(
 
 
 def check_extended(table: str, extended: Mapping[tuple[SampleId, str], Extended]) -> None:
-    """Checks that each tensor begins with values of its own group: groups are dropped as a whole."""
+    """Checks that each tensor has one dimension and begins with values of its own group: groups are dropped whole."""
     for (sample_id, column), value in extended.items():
         if value.value.ndim != 1 or not value.columns:
             raise StoreError(
@@ -90,7 +91,7 @@ def check_extended(table: str, extended: Mapping[tuple[SampleId, str], Extended]
 
 
 def check_begins(table: str, sample_id: SampleId, column: str, extended: Extended, beginning: np.ndarray) -> None:
-    """Checks, bit by bit, that a tensor begins with what it was said to begin with."""
+    """Checks, bit by bit, that the tensor in `extended` begins with `beginning`, the stored tensors that it names."""
     value = extended.value
     same = beginning.dtype == value.dtype and beginning.ndim == 1 and len(beginning) <= len(value)
     if not same or beginning.tobytes() != value[: len(beginning)].tobytes():
@@ -101,7 +102,7 @@ def check_begins(table: str, sample_id: SampleId, column: str, extended: Extende
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Checks that an outcome names what its state needs, and nothing else."""
+    """Checks that an outcome is not CLAIMED, and names a cache exactly if ACCUMULATED, a version exactly if TRAINED."""
     state = outcome.state
     if state is RowState.CLAIMED:
         raise TransitionError("rows are not settled as claimed: call claim(policy, n, holder=...)")
@@ -112,7 +113,7 @@ def check_outcome(outcome: Outcome) -> None:
 
 
 def check_move(table: str, sample_id: SampleId, state: RowState, version: Version | None, outcome: Outcome) -> None:
-    """Checks one row's move; a row without a version has no response, so it cannot become READY (law 11)."""
+    """Checks one row's move. A row without a version has no response, so it cannot become READY (law 11)."""
     moves = ROW_MOVES[state]
     if outcome.state not in moves:
         raise TransitionError(
@@ -127,32 +128,32 @@ def check_move(table: str, sample_id: SampleId, state: RowState, version: Versio
 
 
 def check_known(ids: Sequence[SampleId], known: Container[SampleId]) -> None:
-    """Refuses ids of rows that no table has."""
+    """Raises StoreError for ids of rows that no table has."""
     unknown = [sample_id for sample_id in ids if sample_id not in known]
     if unknown:
         raise StoreError(f"no table has row {unknown[0]!r} ({len(unknown)} of {len(ids)} ids are unknown)")
 
 
 def check_owner(table: AgentName, sample_id: SampleId, owner: str) -> None:
-    """Checks that the table that has the row already is this one: an id is in one table only."""
+    """Checks that the row's present table, `owner`, is `table`: an id is in one table only."""
     if owner != table:
         raise StoreError(f"table {table!r}: row {sample_id!r} is in table {owner!r} already")
 
 
 def check_claim(policy: PolicyName, n: int) -> None:
-    """Checks how many rows are asked for."""
+    """Checks that the number of rows to claim is not negative."""
     if n < 0:
         raise StoreError(f"claim of {n} rows of policy {policy!r}; n must be at least 0")
 
 
 def check_released(holder: str | None, cache: str | None) -> None:
-    """Checks that a release names who lost the rows, once."""
+    """Checks that a release names a holder or a cache, and not both."""
     if (holder is None) == (cache is None):
         raise StoreError(f"release takes a holder or a cache, got holder={holder!r} and cache={cache!r}")
 
 
 def check_rewound(table: str, sample_id: SampleId, state: RowState, next_group: GroupId) -> None:
-    """Checks a row that a rewind to this group leaves: in the checkpoint, it had ended."""
+    """Checks a row that a rewind to `next_group` keeps: it must have ended, as it had in the checkpoint."""
     if state not in ROW_TERMINAL:
         raise StoreError(
             f"table {table!r}, row {sample_id!r} is {state}, but groups before {next_group} have ended in the "

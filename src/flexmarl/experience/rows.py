@@ -1,10 +1,10 @@
-"""Decides how a turn becomes a row and a row a turn: what rollout writes is, bit for bit, what training reads.
+"""Decides how a turn becomes a row and a row a turn: training reads, bit for bit, what rollout wrote.
 
 response_row    after the call       opens the row with the whole turn
-prompt_row      after the episode    opens the row of a call that was never answered: it is seen, and never trained
-closing_row     after the episode    a reward that is missing is a missing column, never 0.0
-open_row        after the episode    where rows train before their group is complete: a score, and the credit group
-credit_row      with the group       advantage and weight; then the row is settled READY, if it was not open
+prompt_row      after the episode    opens the row of a call without an answer: it can be read, but is never trained
+closing_row     after the episode    sets the reward; a missing reward is a missing column, never 0.0
+open_row        after the episode    sets score and credit group, where rows are trained before their group is complete
+credit_row      with the group       sets advantage and weight; the row is then settled READY, if it is not so already
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from flexmarl.records import (
 TURN_COLUMNS = (
     Column("prompt_ids", ColumnKind.TENSOR),
     Column("tags", ColumnKind.JSON),
-    Column("parent", ColumnKind.TEXT),  # "" for a turn that extends none
+    Column("parent", ColumnKind.TEXT),  # "" for a turn that extends no other
     Column("response_ids", ColumnKind.TENSOR),
     Column("logprobs", ColumnKind.TENSOR),
     Column("raw_logprobs", ColumnKind.TENSOR),
@@ -39,27 +39,27 @@ TURN_COLUMNS = (
     Column("advantage", ColumnKind.FLOAT),
     Column("weight", ColumnKind.FLOAT),
     Column("episode_tokens", ColumnKind.FLOAT),
-    Column("advantages", ColumnKind.TENSOR),  # these three per token, and only where an estimator gives them
+    Column("advantages", ColumnKind.TENSOR),  # these three are per token, and set only if an estimator gives them
     Column("returns", ColumnKind.TENSOR),
     Column("values", ColumnKind.TENSOR),
-    Column("score", ColumnKind.FLOAT),  # these two only where rows train before their group is complete
+    Column("score", ColumnKind.FLOAT),  # these two are set only where rows are trained before their group is complete
     Column("open_group", ColumnKind.TEXT),
 )
 """The data columns of every agent's table; a run may add its own."""
 
 PER_TOKEN = ("advantages", "returns", "values")
-"""Fields of a Sample that few estimators give."""
+"""Fields of a Sample with one value per token; few estimators give them."""
 
 
 def prompt_row(
     sample_id: SampleId, policy: PolicyName, prompt_ids: IntArray, *, parent: SampleId | None = None
 ) -> PartialRow:
-    """Opens the row of a call without an answer; a turn that is put later must carry the same prompt and parent."""
+    """Opens the row of a call without an answer. A turn that is put later must have the same prompt and parent."""
     return PartialRow(sample_id=sample_id, policy=policy, values={"prompt_ids": _prompt(prompt_ids, parent)})
 
 
 def response_row(turn: Turn) -> PartialRow:
-    """The turn as the engine sampled it, with the version that began it."""
+    """Opens the row of a turn as the engine sampled it. The row's version is the one that began the turn."""
     if turn.episode != split_sample_id(turn.sample_id)[2]:
         raise StoreError(f"turn {turn.sample_id!r} says it is of episode {turn.episode!r}; its id names another")
     values = {
@@ -79,7 +79,7 @@ def response_row(turn: Turn) -> PartialRow:
 def closing_row(
     sample_id: SampleId, policy: PolicyName, *, reward: float | None, next_agent_id: int | None = None
 ) -> PartialRow:
-    """What is known at the end of the episode: the reward, if the workflow gave one, and whose turn came next.
+    """Sets what is known at the end of the episode: the reward, if the workflow gave one, and the next agent.
 
     `next_agent_id` is the index of that agent in the team's order; None after the last turn.
     """
@@ -88,20 +88,20 @@ def closing_row(
 
 
 def credit_row(sample: CreditedTurn) -> PartialRow:
-    """What credit made of the group for this turn. `episode_tokens` must be set: no row knows its episode later."""
+    """Sets what credit computed for a turn. `episode_tokens` must be given: a row does not know its episode later."""
     values = {"advantage": sample.advantage, "weight": sample.weight, "episode_tokens": sample.episode_tokens}
     values |= {name: getattr(sample, name) for name in PER_TOKEN if getattr(sample, name) is not None}
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
 def open_row(sample: CreditedTurn) -> PartialRow:
-    """What is known of a turn whose credit group is not complete."""
+    """Sets the score and the credit group of a turn whose credit group is not complete."""
     values = {"score": sample.advantage, "open_group": sample.open_group}
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 
 def turn_from_row(row: Row) -> Turn:
-    """The turn that `response_row` wrote; StoreError if the response is not there."""
+    """Reads the turn that `response_row` wrote. Raises StoreError if the response is missing."""
     return Turn(
         sample_id=row.sample_id,
         episode=EpisodeId(split_sample_id(row.sample_id)[2]),
@@ -120,9 +120,9 @@ def turn_from_row(row: Row) -> Turn:
 
 
 def sample_from_row(row: Row) -> Sample:
-    """The row as training sees it; StoreError if its turn, reward, advantage or weight is not there.
+    """Reads a row as training sees it. Raises StoreError if its turn, reward, advantage or weight is missing.
 
-    A row of a credit group that is not complete yet has a score instead.
+    A row of a credit group that is not complete has a score in place of advantage and weight.
     """
     if "open_group" in row.values and "advantage" not in row.values:
         score, group = _value(row, "score"), _value(row, "open_group")
@@ -138,7 +138,10 @@ def sample_from_row(row: Row) -> Sample:
 
 
 def _prompt(prompt_ids: IntArray, parent: SampleId | None) -> IntArray | Extended:
-    """A conversation of n calls is kept in the room of its tokens, not of n prompts that repeat each other."""
+    """The prompt, as an extension of its parent if it has one.
+
+    The prompts of a conversation's n calls are then stored once, not n times.
+    """
     return prompt_ids if parent is None else Extended(parent, ("prompt_ids", "response_ids"), prompt_ids)
 
 

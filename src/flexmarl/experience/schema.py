@@ -1,9 +1,9 @@
-"""Decides how a value is stored and what tables and columns may be called (FlexMARL section 4.2).
+"""Decides how a value is stored, and which names tables and columns may have (FlexMARL section 4.2).
 
     numbers                   INT, FLOAT, BOOL      by value, in the row of the agent's table
     strings, lists, tensors   TEXT, JSON, TENSOR    by reference: the row holds a key, the table `payloads` the value
 
-Every stored value comes back equal to the last bit. None is not a value: a column that has none yet is left out.
+Every stored value is read back equal to the last bit. None is not a value: a column without a value is left out.
 """
 
 import ast
@@ -22,7 +22,7 @@ from flexmarl.observability.safe_json import json_text
 from flexmarl.records import AgentName
 
 Stored = int | float | str | bytes
-"""What a database cell holds."""
+"""Types of a database cell."""
 
 META_COLUMNS = (
     "sample_id",
@@ -41,12 +41,12 @@ META_COLUMNS = (
     "reason",
 )
 SHARED_TABLES = ("payloads", "samples", "tally", "pruned", "layout")
-"""Beside the agents' tables: the values kept by reference, the table of every sample, the count of every state, how far
-payloads have been dropped, and (in a file) what the tables are."""
+"""Tables other than the agents': the values stored by reference, the table that each sample is in, the number of rows
+in each state, the groups that have been pruned, and (in a file) the layout of the tables."""
 
 
 def quote(name: str) -> str:
-    """A name as an SQL identifier, whatever characters it has.
+    """Quotes a name as an SQL identifier, whatever characters it has.
 
     >>> quote("math solver")
     '"math solver"'
@@ -55,12 +55,12 @@ def quote(name: str) -> str:
 
 
 def status_column(name: str) -> str:
-    """The status column beside a data column."""
+    """The name of a data column's status column."""
     return f"{name}_status"
 
 
 def check_names(agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
-    """Refuses names that are no identifiers or that collide; SQL does not tell upper from lower case."""
+    """Raises StoreError for names that cannot be used or that collide. SQL ignores upper and lower case."""
     _check_distinct("agent", agents, SHARED_TABLES)
     _check_distinct("column", [name for c in columns for name in (c.name, status_column(c.name))], META_COLUMNS)
     if not agents:
@@ -83,7 +83,7 @@ def _check_distinct(what: str, names: Sequence[str], reserved: Sequence[str]) ->
 
 
 def encode(table: str, column: Column, value: Any) -> Stored:
-    """The cell for a value; StoreError if the column's kind does not take it."""
+    """Encodes a value as a cell. Raises StoreError if the column's kind does not take the value."""
     try:
         return CODECS[column.kind].encode(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -94,12 +94,12 @@ def encode(table: str, column: Column, value: Any) -> Stored:
 
 
 def decode(kind: ColumnKind, stored: Stored) -> Any:
-    """The value in a cell. Arrays are fresh copies that the caller owns."""
+    """Decodes the value in a cell. An array is a fresh copy that the caller owns."""
     return CODECS[kind].decode(stored)
 
 
 def as_text(payload: str | bytes) -> str:
-    """A payload as a person reads it: strings and JSON as they are, a tensor as JSON lists, other bytes as in SQL.
+    """A payload as readable text: strings and JSON as they are, a tensor as JSON lists, other bytes as in SQL.
 
     >>> as_text(b"\\xff\\x00")
     "x'ff00'"
@@ -108,7 +108,7 @@ def as_text(payload: str | bytes) -> str:
         return payload
     try:
         return tensor_text(decode_tensor(payload))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # Not bytes of ours.
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # Not the bytes of a tensor.
         return f"x'{payload.hex()}'"
 
 
@@ -124,9 +124,9 @@ class Codec:
     sql_type: str
     by_reference: bool
     takes: str
-    """What would work, for the error."""
+    """Describes the values that it takes, for error messages."""
     encode: Callable[[Any], Stored]
-    """Raises ValueError, TypeError or OverflowError for a value that it does not take."""
+    """Raises ValueError, TypeError or OverflowError for any other value."""
     decode: Callable[[Any], Any]
 
 
@@ -171,7 +171,7 @@ def _encode_json(value: Any) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives the value back for certain: to read every turn's tags again would take as long as to write."""
+    """True if JSON certainly gives the value back. To decode every turn's tags again would take as long as encoding."""
     if type(value) is dict:
         return all(type(key) is str and (type(one) in _ATOMS or _is_plain(one)) for key, one in value.items())
     if type(value) is list:
@@ -180,14 +180,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def encode_tensor(value: Any) -> bytes:
-    """Dtype and shape in a line, then the numbers. Raises TypeError or ValueError for what it does not take."""
+    """Encodes dtype and shape as one line, then the numbers. Raises TypeError or ValueError for any other value."""
     if not isinstance(value, np.ndarray):
         raise TypeError
     return _tensor_header(value.dtype, value.shape) + value.tobytes()
 
 
 def decode_tensor(stored: bytes) -> np.ndarray:
-    """What `encode_tensor` wrote, as an array that the caller owns."""
+    """Decodes what `encode_tensor` wrote, into an array that the caller owns."""
     end = stored.index(b"\n")
     dtype, shape = _tensor_form(stored[:end])
     values = np.frombuffer(stored, dtype, offset=end + 1) if len(stored) > end + 1 else []

@@ -1,4 +1,4 @@
-"""What a user may choose about the store."""
+"""Settings of the experience store."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from flexmarl.settings import Settings
 
 MEMORY_BUDGET_GB = 2.0
-"""Of rows that ended, memory keeps this much unless the user says otherwise: without a bound, a long run fills it."""
+"""Default size that a store in memory is pruned to: without a bound, a long run would fill the memory."""
 
 
 class StoreSettings(Settings):
@@ -27,6 +27,6 @@ class StoreSettings(Settings):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The bound that `prune` takes; None where there is none."""
+        """The bound for `prune`, in bytes; None if there is no bound."""
         budget_gb = MEMORY_BUDGET_GB if self.budget_gb is None and self.type == "memory" else self.budget_gb
         return None if budget_gb is None else int(budget_gb * 1e9)

@@ -1,8 +1,8 @@
-"""Decides how off-policy and how biased what is trained on is: staleness of tokens, publish lag, length bias.
+"""Decides how off-policy and how biased the training data is: staleness of tokens, publish lag and length bias.
 
 staleness     versions between sampling a token and training on it; a turn may have runs of several versions
-publish lag   seconds between making a version and serving it: tokens sampled meanwhile are stale by one more
-length bias   lengths that were trained on against lengths that were admitted: what finishes late is easily left out
+publish lag   seconds between making a version and serving it; tokens sampled in between are staler by one version
+length bias   lengths that were trained on, compared with those admitted: what finishes late is easily left out
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,15 @@ from flexmarl.records import AnyTurn, PolicyName, Version
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Of the sampled tokens of some turns."""
+    """Staleness of the sampled tokens of some turns, in versions."""
 
     mean: float
-    """Every token counts the same."""
+    """Mean over tokens: every token counts the same."""
     max: int
 
 
 def staleness_of(turns: Iterable[AnyTurn], trained_at: Version) -> Staleness | None:
-    """How many versions older than `trained_at`, the weights being trained, the tokens are. None: there are none."""
+    """The staleness of tokens at `trained_at`, the version that is being trained; None if there are no tokens."""
     total, count, largest = 0, 0, 0
     for turn in turns:
         ends = [run.start for run in turn.versions[1:]] + [turn.num_tokens]
@@ -36,17 +36,17 @@ def staleness_of(turns: Iterable[AnyTurn], trained_at: Version) -> Staleness | N
 
 
 class PublishLag:
-    """When each policy's newest version was made."""
+    """Remembers when each policy's newest version was made."""
 
     def __init__(self) -> None:
         self._made: dict[PolicyName, tuple[Version, float]] = {}
 
     def made(self, policy: PolicyName, version: Version, at: float) -> None:
-        """The update that makes the version is done."""
+        """Notes that the update that makes the version ended at time `at`."""
         self._made[policy] = version, at
 
     def served(self, policy: PolicyName, version: Version, at: float) -> float:
-        """Seconds since the version was made, now that every live instance serves it."""
+        """Seconds from making the version to `at`, when every live instance serves it."""
         newest, made_at = self._made[policy]
         assert version == newest, f"version {version} of '{policy}' is served, but {newest} was made last"
         return at - made_at
@@ -54,16 +54,16 @@ class PublishLag:
 
 @dataclass(frozen=True, slots=True)
 class LengthBias:
-    """Two samples of lengths compared; without bias, 1 and about 0."""
+    """Comparison of two samples of lengths. Without bias, `ratio` is 1 and `ks` is about 0."""
 
     ratio: float
-    """Mean length trained on over mean length admitted: below 1, long ones are missing."""
+    """Mean length trained on, divided by mean length admitted: below 1, long ones are missing."""
     ks: float
     """Kolmogorov-Smirnov distance: the largest gap between the two distribution functions, 0 to 1."""
 
 
 def length_bias(trained: Sequence[float], admitted: Sequence[float]) -> LengthBias | None:
-    """Compares lengths, in tokens; None if either sample is empty or all that was admitted is empty.
+    """Compares lengths in tokens. None if either sample is empty, or if all admitted lengths are 0.
 
     >>> length_bias([10, 20], [10, 20, 90, 120])
     LengthBias(ratio=0.25, ks=0.5)

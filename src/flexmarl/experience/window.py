@@ -4,9 +4,9 @@
              plays   taken   done    plays   done    done        W = 4
              ^head           ^taken next             ^outside [12, 15]: waits for the head, as 16 does
 
-W = 1 is strict first in, first out; no window at all takes whatever has finished. A group that ends without being taken
-leaves a tombstone: the head passes it. Steps in order: within its step a group may overtake others, but no step takes a
-group before all older ones have gone into it or into earlier ones.
+W = 1 is strict first in, first out; without a window, any finished group may be taken. A group that ends without being
+taken leaves a tombstone, so that the head can pass it. With steps in order, groups may overtake each other inside one
+step, never across steps.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from flexmarl.records import GroupId
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A finished group whose turn it is, and why."""
+    """The finished group to consume next, and why."""
 
     group: GroupId
     because: str
@@ -28,33 +28,33 @@ class Taken:
 
 @dataclass(slots=True)
 class _Open:
-    """A group that was submitted, and neither taken nor ended."""
+    """A group that was submitted at time `at`, and neither taken nor ended."""
 
     at: float
     finished: bool = False
 
 
 class Window:
-    """Groups between admission and consumption. Every call is O(log n) at most, amortised; in steps, O(P)."""
+    """The groups between admission and consumption. A call takes O(log n), amortised; with steps in order, O(P)."""
 
     def __init__(self, size: int | None, *, step: int | None = None) -> None:
-        """`size` is W, in ids from the head on, taken and ended ones included; None: no window.
+        """`size` is W, counted in ids from the head on, including taken and ended groups; None means no window.
 
-        `step` is P where steps are in order: each is the P oldest groups. None: they need not be.
+        `step` is P if steps are in order, each with the P oldest groups; None if steps need no order.
         """
         if size is not None and size < 1:
             raise ValueError(f"a window holds at least 1 group, got {size}; use 1 for strict order, None for no window")
         self._size = size
         self._step = step
         self._missing = 0
-        """Groups that the step still lacks; 0: the next one begins."""
+        """Number of groups that the current step still lacks; 0 if the next group taken begins a step."""
         self._open: OrderedDict[GroupId, _Open] = OrderedDict()
         self._finished: list[GroupId] = []
-        """A heap; groups that ended since are skipped."""
+        """A heap of group ids. Groups that have ended since are skipped when they come up."""
         self._newest = GroupId(-1)
 
     def __len__(self) -> int:
-        """Groups that were submitted, and neither taken nor ended."""
+        """Number of groups that were submitted, and neither taken nor ended."""
         return len(self._open)
 
     @property
@@ -64,18 +64,18 @@ class Window:
 
     @property
     def head_at(self) -> float | None:
-        """When the head was submitted."""
+        """The time at which the head was submitted; None without a head."""
         return None if self.head is None else self._open[self.head].at
 
     def submitted(self, group: GroupId, at: float) -> None:
-        """A group was admitted, at time `at`; ids come in order. A resumed run submits its active ones again."""
+        """Adds a group admitted at time `at`. Ids come in order. A resumed run submits its active groups again."""
         if group <= self._newest:
             raise TransitionError(f"group {group} is submitted after group {self._newest}; ids come in order, once")
         self._newest = group
         self._open[group] = _Open(at)
 
     def finished(self, group: GroupId) -> None:
-        """All episodes of the group are terminal: it may be taken when its turn comes."""
+        """Notes that all episodes of the group are terminal: it may be taken when its turn comes."""
         one = self._find(group)
         if one.finished:
             raise TransitionError(f"group {group} has finished before; a group finishes once")
@@ -83,20 +83,20 @@ class Window:
         heapq.heappush(self._finished, group)
 
     def ended(self, group: GroupId) -> None:
-        """The group failed, was filtered or expired, and will not be taken: the head may pass it."""
+        """Removes a group that failed, was filtered or expired: it will not be taken, and the head may pass it."""
         self._find(group)
         del self._open[group]
 
     def begin_step(self) -> None:
-        """What is taken from now on goes into the next step; taking as many as make a step does the same."""
+        """Begins a step: groups taken from now on go into it. After P groups the next step begins by itself."""
         self._missing = 0
 
     def lacks_one(self) -> None:
-        """A group that was taken goes into no step: its step takes another one."""
+        """Notes that a group that was taken goes into no step: its step takes another one."""
         self._missing += 1
 
     def take(self) -> Taken | None:
-        """The oldest finished group inside the window, which leaves it; None: wait, whatever finished beyond it."""
+        """Takes the oldest finished group inside the window. None if there is none; groups beyond the window wait."""
         group, head = self._oldest_finished(), self.head
         if group is None or head is None or not self._reaches(group, head):
             return None
@@ -111,7 +111,7 @@ class Window:
         return Taken(group, f"the oldest finished one; group {head} plays, and {scope}")
 
     def overdue(self, now: float, deadline_s: float) -> GroupId | None:
-        """The head, if nothing may be taken while it plays, and that for longer than `deadline_s` since it came."""
+        """The head, if it was submitted more than `deadline_s` ago and no group may be taken before it; else None."""
         group, head = self._oldest_finished(), self.head
         if head is None or (group is not None and self._reaches(group, head)):
             return None

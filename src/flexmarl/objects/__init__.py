@@ -1,1 +1,1 @@
-"""Set/Get of heterogeneous objects. In: named tensors from wherever they are. Out: the same, where they are wanted."""
+"""Set/Get of heterogeneous objects. In: named tensors, wherever they are. Out: the same, where they are needed."""

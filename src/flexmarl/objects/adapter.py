@@ -1,4 +1,4 @@
-"""LoRA adapter as an object on torch: its own tensors alone, and which base they belong to.
+"""LoRA adapter as an object on torch: its own tensors alone, and the checksum of their base.
 
 {layer}.lora_A     [rank, in]      a linear layer W of the base serves as  W + scaling B A
 {layer}.lora_B     [out, rank]
@@ -26,10 +26,10 @@ class PublishedAdapter:
     """A and B of each layer, by the layer's name in the base."""
     scaling: float
     base: Checksum
-    """Of the weights without the adapter, by the base's names, without tied duplicates."""
+    """Checksum of the weights without the adapter, by the base's names, without tied duplicates."""
 
     def as_tree(self) -> dict[str, torch.Tensor]:
-        """Its tensors; `from_tree` is the inverse."""
+        """The adapter as a tensor tree; `from_tree` is the inverse."""
         tree = {
             _SCALING: torch.tensor(self.scaling, dtype=torch.float64),
             _BASE: torch.frombuffer(bytearray(self.base.encode()), dtype=torch.uint8),
@@ -40,7 +40,7 @@ class PublishedAdapter:
 
     @classmethod
     def from_tree(cls, tree: TensorTree) -> Self | None:
-        """The adapter that the tensors are of; None if they are whole weights."""
+        """The adapter in a tensor tree; None if the tree holds whole weights."""
         if _BASE not in tree:
             return None
         layers = {
@@ -53,7 +53,7 @@ class PublishedAdapter:
 
 @torch.no_grad()
 def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """W + scaling B A, computed as peft merges it, so that both sides get the same bits on the same device."""
+    """Computes W + scaling B A as peft does, so that trainer and engine get the same bits on the same device."""
     if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
         return base + ((b.float() @ a.float()) * scaling).to(a.dtype)
     return base + (b @ a) * scaling

@@ -1,4 +1,4 @@
-"""Location-agnostic Set/Get (FlexMARL section 7): who asks does not know where the bytes are."""
+"""Location-agnostic Set/Get (FlexMARL section 7): the caller does not know where the bytes are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from flexmarl.objects.tensors import facts_digest, layout_of, tree_sums, whole_d
 ObjectKey = NewType("ObjectKey", str)
 """Names one immutable object, e.g. `weights/solver/3`."""
 Checksum = NewType("Checksum", str)
-"""Digest of a tensor tree, in hex: `{names, dtypes and shapes}:{bytes}`, or the first part alone (digest.py)."""
+"""Digest of a tensor tree, in hex: `{names, dtypes and shapes}:{bytes}`, or the first part alone (tensors.py)."""
 TensorTree = Mapping[str, torch.Tensor]
 
 
 class ObjectError(FlexmarlError):
-    """An object could not be stored; the text says how much room it needs, and how to make it."""
+    """An object could not be stored. The text says why and, if room is missing, how much and how to make it."""
 
 
 def checksum(tree: TensorTree) -> Checksum:
-    """The whole digest of the tensors, wherever they live; equal trees have equal ones.
+    """The whole digest of the tensors, wherever they live. Equal trees have equal digests.
 
     >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2, 1)})
     False
@@ -36,7 +36,7 @@ def names_checksum(tree: TensorTree) -> Checksum:
 
 
 def vouches(held: Checksum, expected: Checksum) -> bool:
-    """Whether who states `held` holds what `expected` is of, as far as `held` goes.
+    """True if `held` equals `expected`, or is its first part alone (the digest of names, dtypes and shapes).
 
     >>> vouches(Checksum("ab"), Checksum("ab:cd")), vouches(Checksum("ab:cc"), Checksum("ab:cd"))
     (True, False)
@@ -46,7 +46,7 @@ def vouches(held: Checksum, expected: Checksum) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """What is known about an object without its bytes."""
+    """The facts about an object that are known without its bytes."""
 
     key: ObjectKey
     num_bytes: int
@@ -64,9 +64,9 @@ class ObjectStore(Protocol):
         ...
 
     async def get(self, key: ObjectKey) -> TensorTree:
-        """The object; the caller must not write to it. Raises KeyError with the keys there are."""
+        """The object, to which the caller must not write. Raises KeyError, which lists the keys that exist."""
         ...
 
     async def release(self, key: ObjectKey) -> None:
-        """Frees it; an unknown key is no error."""
+        """Frees the object. An unknown key is ignored."""
         ...

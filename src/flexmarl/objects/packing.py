@@ -1,8 +1,8 @@
-"""Decides where the tensors of a tree lie in one block of bytes: together by dtype, one contiguous buffer for each.
+"""Decides where the tensors of a tree lie in one block of bytes: all tensors of one dtype in one contiguous buffer.
 
     |  bfloat16: embed | layers.0.q | ...  |  float32: layers.0.norm | ...  |
 
-A dtype's buffer is one tensor, so a transfer between devices or nodes moves as many tensors as there are dtypes.
+A dtype's buffer is one tensor, so a transfer between devices or nodes moves only as many tensors as there are dtypes.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from math import prod
 from typing import Any, Self
 
 ALIGNMENT = 64
-"""Bytes. A cache line, and a multiple of every element's size: views of any dtype may begin there."""
+"""Bytes. A cache line, and a multiple of every element's size, so that a view of any dtype may begin there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What decides the room that a tensor takes."""
+    """The facts that decide how many bytes a tensor takes."""
 
     dtype: str
-    """`float32`, `bfloat16`: the name in torch."""
+    """The name in torch: `float32`, `bfloat16`."""
     shape: tuple[int, ...]
     item_bytes: int
 
     @property
     def num_items(self) -> int:
-        """1 for a scalar, 0 for an empty tensor."""
+        """Number of items: 1 for a scalar, 0 for an empty tensor."""
         return prod(self.shape)
 
 
@@ -58,17 +58,17 @@ class Layout:
     buffers: tuple[Buffer, ...]
 
     def as_plain(self) -> dict[str, Any]:
-        """The index as JSON can hold it."""
+        """The index as values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, index: Mapping[str, Any]) -> Self:
-        """The inverse of `as_plain`, also after JSON made lists of the tuples."""
+        """The inverse of `as_plain`, also after JSON has turned the tuples into lists."""
         return cls(index["num_bytes"], tuple(_buffer(buffer) for buffer in index["buffers"]))
 
 
 def plan(tensors: Mapping[str, TensorFacts]) -> Layout:
-    """Where each tensor lies: by dtype, then by name, every one at a multiple of ALIGNMENT.
+    """Places the tensors in order of dtype, then of name, each at a multiple of ALIGNMENT.
 
     >>> plan({"b": TensorFacts("float32", (20,), 4), "a": TensorFacts("float32", (2, 2), 4)}).buffers[0].slots
     (Slot(name='a', shape=(2, 2), start=0), Slot(name='b', shape=(20,), start=16))

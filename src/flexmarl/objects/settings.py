@@ -1,4 +1,4 @@
-"""What can be chosen about published weights."""
+"""Settings of published weights."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from flexmarl.settings import Settings
 
 Verify = Literal["full", "names"]
-"""How much of a version an engine checks itself."""
+"""The part of a version that an engine checks itself; see `ObjectSettings.verify`."""
 
 
 class ObjectSettings(Settings):
@@ -21,7 +21,7 @@ class ObjectSettings(Settings):
     )
 
     def level(self, device: str) -> Verify:
-        """What engines on this device check.
+        """The part that engines on this device check.
 
         >>> ObjectSettings().level("cpu"), ObjectSettings().level("cuda:0")
         ('full', 'names')

@@ -1,19 +1,18 @@
-"""Trees of tensors on torch: laid out on a block of bytes, and digested, whole or part by part.
+"""Trees of tensors on torch: laid out on a block of bytes, and digested as a whole or part by part.
 
-Tensors on a block of bytes, laid out by the packing rule: copied in once, viewed without copying.
-
-Digest of tensors on torch: what a tree amounts to, added up from parts in any order, on any device.
+The packing rule (packing.py) lays out a tree on a block of bytes. Tensors are copied into the block once, and viewed
+there without copying. The digest of a tree adds up from parts, in any order and on any device:
 
     block of the layout:  | w0 | w1 | w2 | ...        64-bit words, little-endian; padding is zero
     sums                  S = sum of w[p] c[p]         mod 2^64, c[p] odd
                           T = sum of (w[p] >> 32) d[p] mod 2^64, d[p] odd, w signed
     coefficients          c[p] = table[p mod BLOCK] factor[p div BLOCK], d alike
 
-Both sums are linear in the bytes, so sums of parts add up to those of the whole, whoever made them. A change of one
-word always changes S, as c[p] is odd. T is there because S sees of a word's highest bits only the lowest ones of c:
-with S alone, two flipped signs could cancel. That any two changes cancel in both sums has a probability of 2^-32 at
-most; of a torn, stale or swapped tensor, 2^-64 or less. It is not cryptographic: who wants to can make two trees of one
-digest.
+Both sums are linear in the bytes, so the sums of parts add up to those of the whole, whoever computed them. A change of
+one word always changes S, as c[p] is odd. T is needed because a word's highest bits meet only the lowest bits of c in
+S: with S alone, two flipped signs could cancel. Two changes cancel in both sums with a probability of 2^-32 at most;
+for a torn, stale or swapped tensor it is 2^-64 or less. The digest is not cryptographic: two trees with the same digest
+can be made on purpose.
 """
 
 import json
@@ -41,7 +40,7 @@ def layout_of(tree: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors in a writable block of bytes that begins at `offset`; as long as one lives, the block does."""
+    """Views of the tensors that are laid out in a writable block from byte `offset` on. Each keeps the block alive."""
     tree: dict[str, torch.Tensor] = {}
     for buffer in layout.buffers:
         dtype = getattr(torch, buffer.dtype)
@@ -54,23 +53,24 @@ def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor
 
 
 def bytes_of(block: Any, offset: int, num_bytes: int) -> torch.Tensor:
-    """So many bytes of a block, without copying."""
+    """The `num_bytes` bytes of a block from `offset` on, as a uint8 tensor, without copying."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=offset)
 
 
 def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
-    """Copies every tensor to its view: straight from its device, and contiguous afterwards."""
+    """Copies every tensor to its view, straight from its device. The copies are contiguous."""
     with torch.no_grad():
         for name, view in into.items():
             view.copy_(tree[name])
 
 
 BLOCK = 1 << 15
-"""Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache; fewer cost calls."""
+"""Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache. Fewer would need more
+calls."""
 _SMALL = 1 << 12
-"""Numbers. Smaller neighbours are joined first: a copy costs less than the dozen calls that each tensor takes."""
+"""Items of a tensor. Smaller neighbours are joined first: a copy costs less than the dozen calls that each takes."""
 _CHUNK = 64
 """Blocks that an accelerator multiplies in one go: 16 MiB of products."""
 _MASK = (1 << 64) - 1
@@ -79,7 +79,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums of some part of a block. Those of disjoint parts add up."""
+    """The two sums, S and T, of a part of a block. The sums of disjoint parts add up."""
 
     words: int = 0
     upper: int = 0
@@ -89,7 +89,7 @@ class Sums:
 
 
 def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
-    """Sums of a part whose first byte is at this place of the block; any tensor, on its own device.
+    """Sums of a part that begins at byte `first_byte` of the block: any tensor, computed on its own device.
 
     >>> whole = torch.arange(20)
     >>> part_sums(whole[:7], 0) + part_sums(whole[7:], 56) == part_sums(whole, 0)
@@ -108,7 +108,7 @@ def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
 
 
 def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
-    """Sums of those tensors of a layout's tree that are given."""
+    """Sums of the tensors in `tree`, which may be some or all of the layout's."""
     sums = Sums()
     for buffer in layout.buffers:
         slots = [slot for slot in buffer.slots if slot.name in tree]
@@ -125,18 +125,18 @@ def facts_digest(layout: Layout) -> str:
 
 
 def whole_digest(layout: Layout, sums: Sums) -> str:
-    """What a tree of this layout with these sums amounts to: `{facts}:{sums}`, in hex."""
+    """The digest of a tree with this layout and these sums: `{facts}:{sums}`, in hex."""
     return f"{facts_digest(layout)}:{sums.words:016x}{sums.upper:016x}"
 
 
 def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """c and d of these words of a block, in uint64: the definition, for tests and other implementations."""
+    """c and d of the words at these positions of a block, in uint64: the definition, for tests and other code."""
     within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
     return _odd(within, 0) * _odd(block, 2), _odd(within, 1) * _odd(block, 3)
 
 
 def _odd(index: np.ndarray, stream: int) -> np.ndarray:
-    """Odd 64-bit numbers: splitmix64 (Steele et al. 2014) at these places of one of four streams."""
+    """Odd 64-bit numbers: splitmix64 (Steele et al. 2014) at the places `index` of one of four streams."""
     with np.errstate(over="ignore"):
         z = (index.astype(np.uint64) + np.uint64(stream << 40) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -152,7 +152,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Flat tensors in the order of their places as (place, run): small neighbours, with zeros between, are one run."""
+    """Joins flat tensors, given in order of place, into runs (place, tensors): small neighbours, with zeros between."""
     run: list[torch.Tensor] = []
     start = end = 0
     for place, tensor in placed:
@@ -185,7 +185,7 @@ def _factors(first: int, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _padded(data: torch.Tensor, head: int) -> torch.Tensor:
-    """The bytes as words, behind `head` zero bytes and in front of as many as the last word needs."""
+    """The bytes as words, after `head` zero bytes and followed by the zero bytes that the last word needs."""
     num_words = -(-(head + len(data)) // _WORD_BYTES)
     words = torch.zeros(num_words, dtype=torch.int64, device=data.device)
     words.view(torch.uint8)[head : head + len(data)] = data
@@ -197,7 +197,7 @@ def _sums(words: torch.Tensor, first: int) -> Sums:
 
 
 def _block_by_block(words: torch.Tensor, first: int) -> Sums:
-    """For a processor: each block is read into the cache once, and multiplied there twice."""
+    """The sums on a CPU: each block is read into the cache once, and multiplied there twice."""
     table, upper_table = _tables(words.device)
     upper = torch.empty(min(BLOCK, len(words)), dtype=torch.int64)
     sums, at = [0, 0], 0
@@ -214,7 +214,7 @@ def _block_by_block(words: torch.Tensor, first: int) -> Sums:
 
 
 def _many_blocks(words: torch.Tensor, first: int) -> Sums:
-    """For an accelerator: few large kernels, and no number comes back before the last."""
+    """The sums on an accelerator: few large kernels, and no number is read back before the end."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     tables, at = _tables(words.device), 0
     while at < len(words):

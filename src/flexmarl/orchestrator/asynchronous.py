@@ -1,15 +1,17 @@
-"""Runs rollout that never waits for an update: groups play as slots become free, and wait in a window to be taken.
+"""Runs the asynchronous modes: rollout never waits for an update, and steps train on the groups that it finishes.
+
+Loop of `Stream`: groups play as slots become free, and wait in a window until they are taken.
 
   feed ──► rollout ──► judge ──► window ──► next()
    ▲                     │ drop               │
    └──── a slot is free ─┴─── (trained) ◄─────┘
 
 consumes    tasks
-waits for   a free slot; `next` for a finished group inside the window, and for its head no longer than the deadline
+waits for   a free slot. `next` waits for a finished group inside the window, and for the head until its deadline
 produces    kept groups, in the window's order; groups that end as filtered, failed or expired
-unblocked by a group's end, whatever it is; the head's deadline; the end of the tasks
+unblocked by the end of any group; the head's deadline; the end of the tasks
 
-Runs one step of the asynchronous modes: a batch of groups is trained while others go on playing.
+Loop of `Asynchronous`: one step trains on a batch of groups while other groups play.
 
   stream ──► credit ──► per policy: accumulate ──► update ──► serve ──► slots free
   (never waits)
@@ -18,9 +20,9 @@ At most S + ceil((W - 1) / P) versions lie between sampling and training (docs/m
 checks it.
 
 consumes    kept groups, in the order of the window
-waits for   as many of them as make a step; each policy for its own rows and instances only
+waits for   P kept groups; each policy waits for its own rows and instances only
 produces    one update of each active policy, served; then the groups' slots are free
-unblocked by the stream, which ends what holds it up; any failure ends the step as an exception
+unblocked by the stream, which ends a group that blocks it for too long; any failure ends the step as an exception
 """
 
 import asyncio
@@ -43,9 +45,9 @@ from flexmarl.tasks import SourceExhausted
 
 LAST = "the run's last step was done"
 FEWEST_BARREN = 64
-"""Groups without a sample, one after another, that say something: of few slots, all may fail by chance."""
+"""Fewest groups in a row without a sample that end a run. With few slots, two rounds of failures may be chance."""
 MARGIN_S = 0.001
-"""Looked at so much after the deadline: the rule wants more than it, and a timer may come at the very instant."""
+"""Slack added to the timer: the rule compares with `>`, and a timer may fire exactly at the deadline."""
 
 
 class Stream:
@@ -65,7 +67,7 @@ class Stream:
         monitor: Monitor,
         window: type[Window] = Window,
     ) -> None:
-        """`retries`: how often the task of a late group is admitted again, if `settings.late` says so."""
+        """`retries`: how often the task of a late group is admitted again if `settings.late` is `requeue`."""
         self._feed = feed
         self._rollout = rollout
         self._crediting = crediting
@@ -78,20 +80,20 @@ class Stream:
         law = admission.law
         self._window = window(law.window, step=law.groups if law.steps_in_order else None)
         self._done: dict[GroupId, GroupRecord] = {}
-        """Finished, kept and not taken."""
+        """Groups that have finished, were kept, and have not been taken."""
         self._late: dict[GroupId, str] = {}
-        """Groups that were stopped, and why."""
+        """Why each group was stopped; without those that have ended since."""
         self._changed = asyncio.Event()
         self._barren: list[str] = []
-        """Why each group since the last one with samples has none."""
+        """For each group since the last one with samples: why it has none."""
         self._bears = asyncio.Event()
-        """Not set while so many groups are barren that no more are asked for."""
+        """Cleared while `_is_barren`: no more groups are admitted then."""
         self._bears.set()
         self._step = 0
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[None]:
-        """Plays while the block lasts; what still plays at its end is stopped, and ends as expired."""
+        """Plays while the block lasts. Groups that are active at its end are stopped, and end as expired."""
         async with asyncio.TaskGroup() as tasks:
             self._playing = tasks.create_task(self._play(), name="rollout")
             self._playing.add_done_callback(lambda _: self._changed.set())
@@ -104,9 +106,9 @@ class Stream:
             await self._expire(group, LAST, again=False)
 
     async def next(self, step: int) -> GroupRecord:
-        """The next group that step `step` is made of, when it may be taken.
+        """Waits for the next group of step `step`, and takes it from the window.
 
-        Raises SourceExhausted if none will come, EpisodeError if groups come but none of many has samples.
+        Raises SourceExhausted if no group will come, and EpisodeError if too many groups in a row had no samples.
         """
         if step != self._step:
             self._step = step
@@ -119,11 +121,11 @@ class Stream:
         return self._done.pop(taken.group)
 
     def give_back(self, group: GroupRecord) -> None:
-        """A group that was taken and handed to nobody: it ends with the block of `playing`."""
+        """Returns a group that was taken and not used. It ends as expired when the block of `playing` ends."""
         self._done[group.group] = group
 
     def taken(self, *, kept: bool) -> None:
-        """What became of a group that was taken: it has samples, or has ended without."""
+        """Notes the fate of a taken group: it has samples if `kept`; otherwise it has ended without any."""
         if kept:
             self._barren.clear()
             self._bears.set()
@@ -140,7 +142,7 @@ class Stream:
         async for group in self._feed.endless(lambda: self._step):
             self._window.submitted(group.group, asyncio.get_running_loop().time())
             yield group
-            # Else groups that fail at once would use up the tasks while a step trains, and not look at `next`.
+            # Without this wait, groups that fail at once would use up all tasks before `next` is called and raises.
             await self._bears.wait()
 
     async def _finished(self, group: GroupRecord) -> None:
@@ -169,7 +171,7 @@ class Stream:
             self._done[group.group] = group
 
     async def _expire_late(self, group: GroupId, because: str) -> None:
-        """Ends a group that was stopped; a task that is late time after time is not admitted for ever."""
+        """Ends a stopped group. Its task is admitted again at most `retries` times, if `settings.late` asks for it."""
         if because == LAST or self._settings.late == "expire":
             await self._expire(group, because, again=False)
         else:
@@ -177,7 +179,7 @@ class Stream:
             await self._expire(group, f"{because}; {verdict.because}", again=verdict.allowed)
 
     async def _expire(self, group: GroupId, because: str, *, again: bool) -> None:
-        """Ends a group that nobody will take; the rows of its unfinished episodes have ended already."""
+        """Ends a group that will not be taken. The rows of its unfinished episodes have ended already."""
         played = self._done.pop(group, None)
         ids = [turn.sample_id for episode in played.finished for turn in episode.turns] if played else []
         await self._store.settle(ids, Outcome(state=RowState.EXPIRED, reason=because))
@@ -200,11 +202,11 @@ class Stream:
         return stopped
 
     async def _wait(self) -> None:
-        """Until a group ends, or the head is late."""
+        """Waits until a group ends or the head is late."""
         head_at, due = self._window.head_at, None
         if head_at is not None:
             due = head_at + self._settings.head_deadline_s + MARGIN_S
-            due = due if due > asyncio.get_running_loop().time() else None  # Else it is on its way already.
+            due = due if due > asyncio.get_running_loop().time() else None  # Otherwise the late head is about to end.
         self._changed.clear()
         try:
             async with asyncio.timeout_at(due):
@@ -222,7 +224,7 @@ class Stream:
         return len(self._barren) >= max(2 * self._admission.slots, FEWEST_BARREN)
 
     def _check_alive(self) -> None:
-        """What would never end is an error: tasks that are over, or groups that teach nothing, one after another."""
+        """Raises an error where `next` would wait without end: the tasks are over, or group after group is barren."""
         if self._is_barren:
             raise EpisodeError(
                 f"step {self._step}: the last {len(self._barren)} groups gave no sample to train on, the last one "
@@ -234,18 +236,18 @@ class Stream:
 
 
 class Asynchronous:
-    """Steps that all policies make together, beside a rollout that goes on."""
+    """Steps in which all policies update together, while rollout continues."""
 
     def __init__(self, parts: Parts, stream: Stream) -> None:
         self._parts = parts
         self._stream = stream
 
     def playing(self) -> AbstractAsyncContextManager[None]:
-        """Rollout goes on in this block."""
+        """Plays while the block lasts."""
         return self._stream.playing()
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
-        """Makes one step; the groups that were trained in it. Training always comes to rest."""
+        """Makes one step. Returns the groups that were trained in it. Training is at rest after every step."""
         parts = self._parts
         parts.collector.open()
         closed: asyncio.Future[Mapping[PolicyName, Divisors]] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What flows between the stages, frozen. In: nothing. Out: the nouns that every other folder speaks in."""
+"""Frozen records that flow between the stages. In: nothing. Out: the types that every other folder uses."""
 
 from flexmarl.records.batch import CreditedTurn, CreditLine, Divisors, LossReport, MicroBatch, Sample
 from flexmarl.records.episode import (

@@ -1,4 +1,4 @@
-"""What training sees: samples, micro-batches, and the numbers that an update is divided by."""
+"""Records that training reads: samples, micro-batches, and the divisors of an update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from flexmarl.records.ids import PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedTurn:
-    """What credit made of one turn: what goes into its row. Its tokens are in the store."""
+    """The result of credit for one turn, written into the turn's row. The tokens are in the store."""
 
     turn: AnyTurn
     advantage: float
-    """Frozen when the row became READY; for every sampled token, unless `advantages` says more."""
+    """Advantage of every sampled token, unless `advantages` is given. Fixed when the row becomes READY."""
     advantages: NDArray[np.float64] | None = None
-    """[R] where the tokens differ."""
+    """[R] advantage of each token, if the tokens differ; None: all have `advantage`."""
     returns: NDArray[np.float64] | None = None
-    """[R] what a critic should have expected at each token; None: nothing to learn for it."""
+    """[R] value that a critic should have predicted at each token; None: the critic learns nothing here."""
     values: NDArray[np.float64] | None = None
-    """[R] what the critic expected when the advantages were computed."""
+    """[R] value that the critic predicted at each token when the advantages were computed."""
     open_group: str = ""
-    """The credit group that is not complete, so that `advantage` is only a score c as yet: when it is, the advantage
-    is scale x c + offset of its line. "": the advantage is final."""
+    """The turn's credit group, if that is not complete yet. `advantage` is then only a score c: the complete group has
+    a line, and the advantage is scale x c + offset. "": `advantage` is final."""
     weight: float = 1.0
     """Row weight w_i of docs/math.md section 1; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
@@ -36,24 +36,24 @@ class CreditedTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return self.turn.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(CreditedTurn):
-    """One turn as training sees it: its tokens, what each of them was worth, and a weight."""
+    """One turn as training sees it: its tokens, their advantages and a weight."""
 
     turn: Turn
 
     @property
     def token_advantages(self) -> NDArray[np.float64]:
-        """[R] the advantage of each sampled token."""
+        """[R] advantage of each sampled token."""
         return np.full(self.num_tokens, self.advantage) if self.advantages is None else self.advantages
 
     @property
     def teaches(self) -> bool:
-        """Whether any of its advantages, or what a critic learns, can have a gradient."""
+        """True if the sample can give a gradient: it has a non-zero advantage, or returns for a critic."""
         return self.returns is not None or bool(self.token_advantages.any())
 
 
@@ -67,7 +67,7 @@ class MicroBatch:
     samples: tuple[Sample, ...]
 
     def counts(self) -> dict[str, Any]:
-        """What a LossReport says of its samples and their weighted tokens."""
+        """The LossReport's counts of samples and weighted tokens; those of open credit groups are counted apart."""
         closed = [sample for sample in self.samples if not sample.open_group]
         opened = [sample for sample in self.samples if sample.open_group]
         return {
@@ -94,7 +94,7 @@ class Divisors:
     """N_traj = episodes with at least one weighted row."""
 
     def __add__(self, other: "Divisors") -> "Divisors":
-        """Sums of disjoint batches; exact for trajectories because an episode's rows arrive with its group."""
+        """Divisors of two disjoint batches. Exact for trajectories: all rows of an episode arrive with its group."""
         return Divisors(
             num_tokens=self.num_tokens + other.num_tokens,
             num_sequences=self.num_sequences + other.num_sequences,
@@ -104,11 +104,11 @@ class Divisors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReport:
-    """Un-normalised sums of one micro-batch; adding reports over micro-batches gives the batch's."""
+    """Un-normalised sums of one micro-batch. Added over all micro-batches, they give the sums of the batch."""
 
     micro_batch_id: str
     num_samples: int
-    """In the sums; samples of open credit groups are `open_samples`, until their group is closed."""
+    """Samples in the sums. Samples of open credit groups count as `open_samples` until their group is closed."""
     num_tokens: float
     open_samples: int = 0
     open_tokens: float = 0.0
@@ -126,7 +126,7 @@ class CreditLine:
 
     baseline: float
     divisor: float
-    """Infinite where the group teaches nothing."""
+    """Infinite if nothing can be learned from the group: all its advantages are then 0."""
     weight: float = 1.0
     """Row weight of all rows of the group."""
 
@@ -137,5 +137,5 @@ class CreditLine:
 
     @property
     def offset(self) -> float:
-        """What is added to every row of the group."""
+        """Number added to the scaled score of every row of the group."""
         return -self.baseline / self.divisor

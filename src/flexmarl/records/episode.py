@@ -1,8 +1,9 @@
-"""Task: one question for the team.
+"""Records of play, from the question to the group of its episodes.
 
-Turn: one LLM call by one agent, exactly as it was sampled.
-
-Episode: one run of the workflow on one task; GroupRecord: all episodes of one task in one step.
+Task         one question for the team
+Turn         one LLM call by one agent, exactly as it was sampled
+Episode      one run of the workflow on one task
+GroupRecord  all episodes of one task in one step
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ class Task:
     scorer: Callable[[str, str], float] = exact_match
     """(answer, reference) -> score; a module-level function, so that the task can cross processes."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the workflow or the environment needs besides (level, seed, files)."""
+    """Further input of the workflow or the environment, e.g. a level, a seed or files."""
 
     def score(self, answer: str) -> float:
         """The score of an answer, by `scorer`; 1.0 is a full success."""
@@ -62,7 +63,7 @@ class VersionRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTurn:
-    """A turn whose tokens, log-probabilities and text are in the store: all that credit and scheduling need of it."""
+    """A turn without tokens, log-probabilities and text, which the store has. Credit and scheduling need no more."""
 
     sample_id: SampleId
     episode: EpisodeId
@@ -70,7 +71,7 @@ class PlayedTurn:
     policy: PolicyName
     num_prompt_tokens: int
     num_tokens: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     versions: tuple[VersionRun, ...]
     finish: FinishReason
     parent: SampleId | None = None
@@ -78,7 +79,7 @@ class PlayedTurn:
 
     @property
     def version(self) -> Version:
-        """The version that began the turn."""
+        """Policy version at the turn's first token."""
         return self.versions[0].version
 
 
@@ -106,10 +107,10 @@ class Turn:
     parent: SampleId | None = None
     """The turn whose tokens (prompt and response) this prompt extends, if any."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
-    """All that credit may group by: task, group, hop, call, turn, branch, env_step, anchor, context_hash ..."""
+    """Tags that credit may group by: task, group, hop, call, turn, branch, env_step, anchor, context_hash ..."""
 
     def __post_init__(self) -> None:
-        """Checks what nothing downstream could repair."""
+        """Raises ValueError for arrays of different lengths, or version runs that do not start at offset 0."""
         lengths = {len(self.response_ids), len(self.logprobs), len(self.raw_logprobs)}
         if len(lengths) != 1:
             raise ValueError(f"turn {self.sample_id}: ids and logprobs differ in length: {sorted(lengths)}")
@@ -123,11 +124,11 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return len(self.response_ids)
 
     def without_tokens(self) -> PlayedTurn:
-        """The rest of it, for who keeps it once the store has its row."""
+        """A copy without tokens, log-probabilities and text, to keep in memory once the store has the row."""
         return PlayedTurn(
             sample_id=self.sample_id,
             episode=self.episode,
@@ -148,17 +149,17 @@ class Turn:
 
     @property
     def version(self) -> Version:
-        """The version that began the turn; with the sample id it is unique in the agent's table."""
+        """Policy version at the turn's first token; with the sample id it is unique in the agent's table."""
         return self.versions[0].version
 
 
 AnyTurn = Turn | PlayedTurn
-"""For who reads no tokens."""
+"""Type of a turn in code that reads no tokens."""
 
 
 LARGEST_REWARD = 1e6
-"""Of one part of a turn's reward, either sign. Sums of rewards up to here still tell differences of 1e-6 apart, which
-is the filters' tolerance, and their squares, which critics learn from, stay far inside float32."""
+"""Largest absolute value of one part of a turn's reward. Sums of rewards up to this size still resolve differences of
+1e-6, the filters' tolerance. Their squares, which critics learn from, stay far inside the range of float32."""
 
 
 class EpisodeStatus(StrEnum):
@@ -171,7 +172,7 @@ class EpisodeStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One multi-agent trajectory. A failed one is a record too: it has a reason and no part in training."""
+    """One multi-agent trajectory. A failed episode is a record too: it has a reason and is never trained on."""
 
     episode: EpisodeId
     """Equal to the trajectory id, e.g. `g12e3a0`."""
@@ -182,27 +183,27 @@ class Episode:
     reason: str = ""
     """Why it failed; empty when it finished."""
     turns: tuple[AnyTurn, ...] = ()
-    """In hop order, of all agents; failed calls are not turns. Without tokens where a store has them."""
+    """Turns of all agents, in hop order. Failed calls are not turns. The turns have no tokens if a store has them."""
     rewards: Mapping[SampleId, float | None] = field(default_factory=dict)
-    """Reward of every turn; None where the workflow gave none."""
+    """Reward of every turn; None if the workflow gave none."""
     call_rewards: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
-    """What of it the workflow gave that very turn, by part; the rest went to its agent or to the team."""
+    """The parts that the workflow gave to the turn itself, by name. The other rewards went to its agent or the team."""
     parts: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
-    """What it adds up from, by name; `outcome` unless the workflow named another."""
+    """The parts that a turn's reward adds up from, by name; `outcome` unless the workflow named another."""
     signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
-    """What was found in the turn, each in [0, 1]: `tool_error`, `format_error` ..."""
+    """The signals found in each turn, each in [0, 1]: `tool_error`, `format_error` ..."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
+    """Figures that the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
     duration_s: float = 0.0
-    """From its first moment to its last, waits for engines and for new versions (`pipeline.ahead`) included."""
+    """Seconds from start to end, including waits for engines and for new versions (`pipeline.ahead`)."""
 
     @property
     def finished(self) -> bool:
-        """Whether training may use it."""
+        """True if training may use the episode."""
         return self.status is EpisodeStatus.FINISHED
 
     def without_tokens(self) -> "Episode":
-        """The episode as it is kept when the store has its rows: long trajectories are megabytes of tokens each."""
+        """A copy to keep in memory once the store has the rows: a long trajectory has megabytes of tokens."""
         return replace(
             self, turns=tuple(turn.without_tokens() if isinstance(turn, Turn) else turn for turn in self.turns)
         )
@@ -218,7 +219,7 @@ class GroupRecord:
     attempt: int = 0
     episodes: tuple[Episode, ...] = ()
     greedy: Episode | None = None
-    """One more play, at temperature 0, where credit compares with it: never trained, and in no count."""
+    """One more play, at temperature 0, with which credit compares the episodes. Never trained on, never counted."""
 
     @property
     def finished(self) -> tuple[Episode, ...]:
@@ -227,5 +228,5 @@ class GroupRecord:
 
     @property
     def plays(self) -> tuple[Episode, ...]:
-        """All of its episodes, and the greedy one."""
+        """All episodes, and the greedy play if there is one."""
         return self.episodes if self.greedy is None else (*self.episodes, self.greedy)

@@ -1,4 +1,4 @@
-"""What goes into an inference engine and what comes out of it: tokens, never text."""
+"""Records that enter and leave an inference engine: tokens, never text."""
 
 from dataclasses import dataclass, field
 
@@ -39,13 +39,14 @@ class GenerationRequest:
     conversation: str | None = None
     """Calls with the same value tend to extend one another; an engine may keep their prefix."""
     offset: int = 0
-    """Response tokens that another instance sampled and that now end `prompt_ids`. The random stream goes on at this
-    position, stop strings may begin in them, and `sampling.max_tokens` counts what is left."""
+    """Number of response tokens at the end of `prompt_ids` that another instance sampled. The random stream continues
+    at this position, a stop string may begin in these tokens, and `sampling.max_tokens` counts only the tokens still to
+    sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The answer to one request. With finish `error`, `error` says why and the arrays hold what there was."""
+    """The answer to one request. With finish `error`, `error` gives the reason and the arrays end at the failure."""
 
     request_id: str
     response_ids: IntArray
@@ -54,12 +55,12 @@ class Generation:
     versions: tuple[VersionRun, ...]
     finish: FinishReason
     reused_tokens: int = 0
-    """Prompt tokens whose keys and values were kept from an earlier call."""
+    """Number of prompt tokens whose keys and values were kept from an earlier call."""
     error: str = ""
 
 
 def unserved(request: GenerationRequest, version: Version, finish: FinishReason, error: str = "") -> Generation:
-    """The answer to a request that got no token, from an instance at `version`."""
+    """The answer to a request for which no token was sampled, by an instance at `version`."""
     nothing = np.zeros(0, np.float32)
     return Generation(
         request_id=request.request_id,
@@ -74,7 +75,7 @@ def unserved(request: GenerationRequest, version: Version, finish: FinishReason,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """A moment's load of one engine."""
+    """The load of one engine at one moment."""
 
     queued: int = 0
     running: int = 0
@@ -83,6 +84,6 @@ class EngineUse:
     kv_use: float = 0.0
     """Share of the key-value capacity in use, 0 to 1."""
     generated_tokens: int = 0
-    """Since start."""
+    """Number of tokens sampled since the engine started."""
     tokens_per_s: float = 0.0
     version: Version = field(default=Version(0))

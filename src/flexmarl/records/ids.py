@@ -1,7 +1,4 @@
-"""Names and identifiers: plain strings and integers with a meaning.
-
-What becomes known about the processes of a run.
-"""
+"""Names and identifiers: plain strings and integers with a meaning. WorkerLost: the record of a process that died."""
 
 import re
 from dataclasses import dataclass
@@ -17,11 +14,11 @@ Version = NewType("Version", int)
 """How many updates a policy has had: 0 is the model it started from."""
 
 Scalar = str | int | float | bool
-"""What a tag or a small data column may hold."""
+"""Type of a tag, or of a value in a small data column."""
 
 
 def make_trajectory_id(group: int, index: int, attempt: int) -> str:
-    """The play of a task: `g{admission id}e{index in the group}a{attempt}`, e.g. `g12e3a0`.
+    """Id of one play of a task: `g{admission id}e{index in the group}a{attempt}`, e.g. `g12e3a0`.
 
     A replayed group has a higher attempt, so its rows never collide with those of the play it replaces.
     """
@@ -29,7 +26,7 @@ def make_trajectory_id(group: int, index: int, attempt: int) -> str:
 
 
 def split_trajectory_id(trajectory_id: str) -> tuple[int, int, int]:
-    """(group, index in the group, attempt) of a trajectory id; ValueError if it is none.
+    """(group, index in the group, attempt) of a trajectory id. Raises ValueError for any other text.
 
     >>> split_trajectory_id("g12e3a0")
     (12, 3, 0)
@@ -51,17 +48,17 @@ def make_sample_id(input_id: str, hop: int, trajectory_id: str) -> SampleId:
 
 
 def split_sample_id(sample_id: str) -> tuple[str, int, str]:
-    """(input id, hop, trajectory id) of a sample id; the input id may itself hold underscores."""
+    """(input id, hop, trajectory id) of a sample id; the input id may itself contain underscores."""
     input_id, hop, trajectory_id = sample_id.rsplit("_", 2)
     return input_id, int(hop), trajectory_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """A worker's process died, and nobody had stopped it."""
+    """A worker's process died without being stopped."""
 
     name: str
-    """`engine/solver/0`, `trainer/solver`."""
+    """Name of the worker, e.g. `engine/solver/0` or `trainer/solver`."""
     node: str
     pid: int
     because: str

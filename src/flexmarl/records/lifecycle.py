@@ -1,7 +1,8 @@
-"""The two life cycles of the system as tables: what is not in a table is an error.
+"""The life cycles of rows and groups as tables of moves. A move that is not in its table is an error.
 
-row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED; -> FILTERED from OPEN, and from READY and ACCUMULATED where
-       rows are trained before their group is complete, and it is dropped
+row    OPEN -> READY -> CLAIMED -> ACCUMULATED -> TRAINED
+       -> FILTERED from OPEN; from READY and ACCUMULATED, if rows are trained before their group is complete and the
+       group is then dropped
 group  WAITING -> RUNNING -> DONE -> TRAINED
 """
 
@@ -10,16 +11,16 @@ from enum import StrEnum
 
 
 class RowState(StrEnum):
-    """Where one sample is on its way into an update."""
+    """State of one row on its way into an update."""
 
     OPEN = "open"
     """Being filled: prompt, response and reward arrive one by one."""
     READY = "ready"
-    """Has its advantage; may be claimed by its policy's trainer."""
+    """Has its advantage; its policy's trainer may claim it."""
     CLAIMED = "claimed"
     """Leased to a trainer."""
     ACCUMULATED = "accumulated"
-    """In a named gradient cache, not yet applied; the paper's `is_processing`."""
+    """Added to a named gradient cache that is not yet applied; the paper's `is_processing`."""
     TRAINED = "trained"
     FILTERED = "filtered"
     FAILED = "failed"
@@ -40,12 +41,12 @@ ROW_TERMINAL = frozenset(state for state, moves in ROW_MOVES.items() if not move
 
 
 class GroupState(StrEnum):
-    """Where one group is between admission and its single end."""
+    """State of one group from its admission to its single end."""
 
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
-    """All its episodes are terminal."""
+    """All its episodes have ended."""
     TRAINED = "trained"
     FILTERED = "filtered"
     FAILED = "failed"

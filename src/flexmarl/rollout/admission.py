@@ -1,8 +1,8 @@
-"""Decides which groups may be played, and knows where each one is until its single end.
+"""Decides which groups may be played, and keeps the state of each one until its single end.
 
-    admit()   allowed iff fewer than B groups are active; a slot is freed by the end of a group, never by "taken"
-    move()    along the life cycle; a group that is played again goes back to WAITING under the SAME id
-    expire()  ends a group that took too long; its task may be admitted again, at the tail, under a new id, not for ever
+    admit()   allowed iff fewer than B groups are active; only the end of a group frees its slot, not its being taken
+    move()    moves a group along its life cycle; a group that is played again returns to WAITING under the SAME id
+    expire()  ends a group that took too long; its task may be admitted again under a new id, a bounded number of times
 
 B = (S + 1) P, for P groups a step and S steps of lag (docs/math.md, section 9).
 """
@@ -16,28 +16,28 @@ from flexmarl.records import GROUP_MOVES, GROUP_TERMINAL, GroupId, GroupState
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLaw:
-    """The numbers that every mode is a setting of (docs/math.md, section 9)."""
+    """The numbers that define a pipeline mode (docs/math.md, section 9)."""
 
     groups: int
-    """P: groups that make a step."""
+    """P: number of groups in a step."""
     lag: int
-    """S: steps that rollout may be ahead."""
+    """S: number of steps that rollout may be ahead."""
     window: int | None
-    """W: groups, from the oldest that was not taken, among which the next one is; None: no window."""
+    """W: the next group is taken from the W group ids that begin at the oldest one not yet taken; None: no window."""
     steps_in_order: bool = False
-    """Whether each step is the P oldest groups, whichever of them comes first."""
+    """True if each step consists of the P oldest groups, in any order among themselves."""
     ahead: bool = False
-    """Whether a step's groups may play while the policies of the step before make their versions: each call waits for
-    its own, so that nothing is staler by it."""
+    """True if a step's groups may play while the policies of the previous step still make their versions. Each call
+    waits for its own policy's version, so this adds no staleness."""
 
     @property
     def slots(self) -> int:
-        """B = (S + 1) P: groups that may be active; P more if rollout is ahead of the updates."""
+        """B = (S + 1) P: maximum number of active groups; P more if `ahead`."""
         return (self.lag + 1 + self.ahead) * self.groups
 
     @property
     def max_staleness(self) -> int | None:
-        """S + ceil((W - 1) / P): versions between sampling a token and training on it; None: unbounded.
+        """S + ceil((W - 1) / P): most versions between sampling a token and training on it; None: unbounded.
 
         S if steps are in order.
         """
@@ -48,7 +48,7 @@ class AdmissionLaw:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether something may happen, and why."""
+    """The answer to a yes-or-no question, with its reason."""
 
     allowed: bool
     because: str
@@ -56,27 +56,27 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveGroup:
-    """An admitted group that has not ended, as a resumed run needs it."""
+    """An admitted group that has not ended, as a checkpoint stores it."""
 
     group: GroupId
     position: int
-    """Of its task, in the task source."""
+    """Position of its task in the task source."""
     attempt: int
-    """How often it was put back."""
+    """How often it returned to WAITING."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionState:
-    """Where admission stands: what a checkpoint keeps of it."""
+    """The state of admission, as a checkpoint stores it."""
 
     next_group: int
     next_position: int
-    """Of the first task that was never admitted."""
+    """Position of the first task that was never admitted."""
     again: tuple[int, ...] = ()
     """Positions of tasks that wait to be admitted again."""
     active: tuple[ActiveGroup, ...] = ()
     expiries: tuple[tuple[int, int], ...] = ()
-    """Positions of tasks that are or will be admitted again, and how often they took too long."""
+    """(position, how often it took too long) of each task that is or will be admitted again."""
 
 
 class Admission:
@@ -85,11 +85,11 @@ class Admission:
     def __init__(self, law: AdmissionLaw, next_group: int = 0) -> None:
         self.law = law
         self.next_group = next_group
-        """The id the next group gets."""
+        """Id of the next group."""
         self._new = next_group
         self._again: deque[int] = deque()
         self._expiries: Counter[int] = Counter()
-        """By position."""
+        """How often each task took too long, by its position."""
         self._active: dict[GroupId, GroupState] = {}
         self._attempts: dict[GroupId, int] = {}
         self._positions: dict[GroupId, int] = {}
@@ -97,7 +97,7 @@ class Admission:
 
     @classmethod
     def resumed(cls, law: AdmissionLaw, state: AdmissionState) -> "Admission":
-        """Goes on from a checkpoint: groups that were active then are WAITING, with the attempt they were at."""
+        """The ledger of a checkpoint. Groups that were active then are WAITING, with the same attempt."""
         admission = cls(law, state.next_group)
         admission._new = state.next_position
         admission._again.extend(state.again)
@@ -108,25 +108,26 @@ class Admission:
 
     @property
     def slots(self) -> int:
-        """Groups that may be active."""
+        """Maximum number of active groups."""
         return self.law.slots
 
     @property
     def next_position(self) -> int:
-        """Of the task that the next group plays, in the task source: the first that waits to be admitted again, or a
-        new one.
+        """Position of the next group's task in the task source.
+
+        This is the first task that waits to be admitted again, or a new one if none waits.
         """
         return self._again[0] if self._again else self._new
 
     def may_admit(self) -> Verdict:
-        """Whether another group may be admitted now."""
+        """Decides whether another group may be admitted now."""
         active = len(self._active)
         if active < self.slots:
             return Verdict(True, f"{active} of {self.slots} slots are active")
         return Verdict(False, f"all {self.slots} slots are active; one is freed when a group ends")
 
     def admit(self) -> GroupId:
-        """Admits the next group as WAITING; it plays the task at `next_position`."""
+        """Admits the next group as WAITING, with the task at `next_position`. TransitionError if no slot is free."""
         verdict = self.may_admit()
         if not verdict.allowed:
             raise TransitionError(f"group {self.next_group} may not be admitted: {verdict.because}")
@@ -140,7 +141,7 @@ class Admission:
         return group
 
     def move(self, group: GroupId, state: GroupState) -> None:
-        """Makes one move of the group's life cycle; a terminal one frees its slot."""
+        """Moves a group to `state`; a terminal state frees its slot. TransitionError if GROUP_MOVES lacks the move."""
         now = self.state(group)
         if state not in GROUP_MOVES[now]:
             allowed = ", ".join(sorted(GROUP_MOVES[now]))
@@ -154,7 +155,7 @@ class Admission:
             self.ended[state] += 1
 
     def expire(self, group: GroupId, *, again: bool) -> None:
-        """Ends a group that took too long, wherever it is; if `again`, its task waits for a new group."""
+        """Ends a group that took too long, in any state; if `again`, its task waits to be admitted in a new group."""
         position = self.position(group)
         expiries = self._expiries[position] + 1
         self.move(group, GroupState.EXPIRED)
@@ -163,26 +164,26 @@ class Admission:
             self._expiries[position] = expiries
 
     def after_expiry(self, group: GroupId, *, retries: int) -> Verdict:
-        """Whether the task of a group that took too long is admitted again."""
+        """Decides whether the task of a group that took too long is admitted again, at most `retries` times."""
         before = self._expiries[self.position(group)]
         if before < retries:
             return Verdict(True, f"group {before + 1} of {retries + 1} of its task took too long")
         return Verdict(False, f"all {before + 1} groups of its task took too long")
 
     def after_failure(self, group: GroupId, *, retries: int) -> Verdict:
-        """Whether a group without a finished episode is played again."""
+        """Decides whether a group without a finished episode is played again, at most `retries` times."""
         attempt = self.attempt(group)
         if attempt < retries:
             return Verdict(True, f"attempt {attempt + 1} of {retries + 1} had no finished episode")
         return Verdict(False, f"none of {attempt + 1} attempts had a finished episode")
 
     def state(self, group: GroupId) -> GroupState:
-        """Where an active group is."""
+        """State of an active group."""
         self._check_active(group)
         return self._active[group]
 
     def attempt(self, group: GroupId) -> int:
-        """How often the active group was put back."""
+        """How often the active group returned to WAITING."""
         self._check_active(group)
         return self._attempts[group]
 
@@ -197,7 +198,7 @@ class Admission:
         return tuple(sorted(self._active))
 
     def snapshot(self) -> AdmissionState:
-        """What `resumed` goes on from."""
+        """The state from which `resumed` continues."""
         active = [
             ActiveGroup(group=group, position=self._positions[group], attempt=self._attempts[group])
             for group in self.active

@@ -1,30 +1,32 @@
-"""Runs the clock of one episode's time limit, which stands still while something holds up its calls.
+"""Runs the calls of a group's episodes: holds them back, cuts them at an episode's end, sends them in rounds.
+
+TimeLimit: the clock of one episode, which pauses while a call of the episode is held back.
 
 consumes     the seconds that the episode may take
 waits for    nothing
-produces     a TimeoutError in the block that it is around
-unblocked by time, but for the time in which a call is held
+produces     a TimeoutError in the block that it surrounds
+unblocked by time, except the time in which a call is held back
 
-Runs the calls of one episode: each waits until it may be sent, and none outlives the episode.
+EpisodeCalls: the calls of one episode. Each waits until it may be sent, and none outlives the episode.
 
 consumes     calls of the episode's seats
-waits for    whatever holds a call up (a gate); then its answer
-produces     answers; an EpisodeError for a call that the end of the episode cuts, or that comes after it
+waits for    the gate of the call's policy, if there is one; then the answer
+produces     answers; an EpisodeError for a call that the episode's end cuts, or that comes after this end
 unblocked by the answer, the caller's cancellation, or the end of the episode
 
-Runs the calls of one group in lockstep: its episodes take their turns together, one policy after another.
+Lockstep: the calls of one group in rounds. Its episodes take their turns together, one policy after another.
 
     episode 0   planner ┐            ┌ ─────────── ┐            ┌ writer ─┐
     episode 1   planner ┤ first the  ┤ ─────────── ┤ then the   ┤ writer  ┤ next round: when every
     episode 2   writer  ┘ planner's  └ planner ─── ┘ writer's   └ ─────── ┘ live episode calls again
 
 A baseline (`rollout.order: lockstep`): frameworks without asynchronous rollout batch the calls of one agent, wait for
-the longest of them, and go on with the next.
+the longest of them, and then batch the calls of the next agent.
 
 consumes       calls of the group's episodes
-waits for      every live episode to call or to end; then, policy after policy, the calls of that policy
+waits for      every live episode to call or to end; then, for one policy after another, the calls of that policy
 produces       the same calls, sent when it is their policy's turn
-unblocked by   a call, its end or its cancellation, and the end of an episode, however it ends
+unblocked by   a call, its end or cancellation, or the end of an episode
 """
 
 import asyncio
@@ -41,15 +43,15 @@ from flexmarl.records import Generation, GenerationRequest, PolicyName
 
 
 class TimeLimit:
-    """Of one episode: a block that ends with a TimeoutError when its time is over."""
+    """The time limit of one episode: a block that ends with a TimeoutError after `seconds`, held calls not counted."""
 
     def __init__(self, seconds: float) -> None:
         self.timeout = asyncio.timeout(seconds)
         self._runs = False
         self._held = 0
-        """Calls that are held at this moment: of a workflow's parallel calls it may be several."""
+        """Number of calls that are held now; several if the workflow calls in parallel."""
         self._left_s = 0.0
-        """What was left when the first of them was."""
+        """Seconds that were left when the first of them was held."""
 
     async def __aenter__(self) -> None:
         await self.timeout.__aenter__()
@@ -61,10 +63,10 @@ class TimeLimit:
 
     @contextmanager
     def stands_still(self) -> Iterator[None]:
-        """A call is held for as long as the block lasts."""
+        """Pauses the clock for as long as the block lasts: in it, a call is held."""
         now = asyncio.get_running_loop().time
         due = self.timeout.when()
-        if self._runs and due is not None and due > now():  # Else it is over, or stopped, and about to be told so.
+        if self._runs and due is not None and due > now():  # Else it is paused, or has expired.
             self._left_s = due - now()
             self.timeout.reschedule(None)
         self._held += 1
@@ -72,34 +74,34 @@ class TimeLimit:
             yield
         finally:
             self._held -= 1
-            if self._runs and not self._held and self.timeout.when() is None:  # Else it was stopped meanwhile.
+            if self._runs and not self._held and self.timeout.when() is None:  # Else a stop has ended it.
                 self.timeout.reschedule(now() + self._left_s)
 
 
 Holds = Callable[[PolicyName], Awaitable[object] | None]
-"""What a call of a policy has to wait for before it is sent; None: nothing."""
+"""Gives the awaitable that a policy's call must wait for before it is sent; None: the call need not wait."""
 LATE_S = 1.0
-"""Before a call is refused that came after the end of its episode: who repeats it for ever leaves room for others."""
+"""Delay before a late call is refused, so that a task that repeats it without end leaves room for others."""
 
 
 async def refuse_late(call: str) -> None:
-    """Raises EpisodeError for a call that a task sends which its workflow has left behind."""
+    """Raises EpisodeError, after `LATE_S`, for a call that a task sent after the end of its episode."""
     await asyncio.sleep(LATE_S)
     raise EpisodeError(f"call {call} came after the end of its episode; await every act in the workflow")
 
 
 class EpisodeCalls:
-    """Those of one episode. Its time limit stands still while a call is held up."""
+    """The calls of one episode. The episode's time limit pauses while a call is held."""
 
     def __init__(self, generate: Generate, holds: Holds, limit: TimeLimit) -> None:
         self._generate, self._holds, self._limit = generate, holds, limit
         self._closed = False
         self._cuts: dict[asyncio.Timeout, None] = {}
-        """One for each call that is under way."""
+        """One timeout for each call under way; it expires to cut the call."""
         self._left = asyncio.Event()
 
     async def send(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
-        """Answers one call."""
+        """Sends one call, once it may be sent. Raises EpisodeError if the episode ends before the answer."""
         if self._closed:
             await refuse_late(request.request_id)
         cut = asyncio.timeout(None)
@@ -121,11 +123,11 @@ class EpisodeCalls:
         raise EpisodeError(f"call {request.request_id} was cut by the end of its episode; await every act")
 
     def close(self) -> None:
-        """From now on no call is sent."""
+        """Refuses the calls that come from now on."""
         self._closed = True
 
     async def end(self) -> None:
-        """Cuts the calls that are under way; returns when there are none."""
+        """Cuts the calls under way and returns when none is left."""
         self.close()
         for cut in self._cuts:
             cut.reschedule(asyncio.get_running_loop().time())
@@ -139,26 +141,26 @@ class _Call:
     episode: object
     policy: PolicyName
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done when it may be sent."""
+    """Done when the call may be sent."""
 
 
 class Lockstep:
-    """The calls of one group's episodes, in rounds. A round has a call, or several, of each live episode."""
+    """Sends the calls of one group's episodes in rounds. A round has one or more calls of each live episode."""
 
     def __init__(self, policies: Sequence[PolicyName]) -> None:
-        """`policies` in the order of their turns; one that stands twice has the place where it stands first."""
+        """`policies`: in the order of their turns; a repeated policy keeps its first place."""
         self._order = tuple(dict.fromkeys(policies))
         self._live: set[object] = set()
         self._waiting: list[_Call] = []
-        """For the next round."""
+        """Calls for the next round."""
         self._round: deque[list[_Call]] = deque()
-        """What is left of this round: the calls of each policy that is still to come."""
+        """Calls of this round that are still to be sent, one list for each policy."""
         self._sent: set[_Call] = set()
-        """Of the policy whose turn it is; the next one waits for them."""
+        """Calls under way, of the policy whose turn it is; the next policy waits for them."""
 
     @contextmanager
     def episode(self, generate: Generate) -> Iterator[Generate]:
-        """An episode of the group, for as long as the block lasts; its calls go through what this gives."""
+        """Adds an episode for as long as the block lasts; yields the function through which the episode calls."""
         episode = object()
         self._live.add(episode)
         try:
@@ -186,7 +188,7 @@ class Lockstep:
             self._end(call)
 
     def _end(self, call: _Call) -> None:
-        """The call was answered, failed or was cancelled: nobody waits for it any longer."""
+        """Removes a call that was answered, failed or was cancelled, and sends what may be sent now."""
         self._sent.discard(call)
         for calls in (self._waiting, *self._round):
             if call in calls:
@@ -194,7 +196,7 @@ class Lockstep:
         self._advance()
 
     def _advance(self) -> None:
-        """Sends what may be sent now: the calls of the round's next policy, or of the next round's first one."""
+        """When no call is under way, sends those of the round's next policy, or of the next round's first policy."""
         while not self._sent:
             if not self._round:
                 if not self._waiting or not self._live <= {call.episode for call in self._waiting}:
@@ -203,7 +205,7 @@ class Lockstep:
             calls = self._round.popleft()
             self._sent.update(calls)
             for call in calls:
-                if not call.turn.done():  # Cancelled a moment ago: its end is on its way.
+                if not call.turn.done():  # A cancelled call: `_end` is about to remove it.
                     call.turn.set_result(None)
 
     def _begin_round(self) -> None:

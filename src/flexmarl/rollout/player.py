@@ -1,12 +1,12 @@
-"""Runs one episode: the workflow on one task, with a time limit, into a record that never raises.
+"""Runs one episode: plays the workflow on one task under a time limit, and records how it ended.
 
 consumes    a group and the index of the episode in it
-waits for   the workflow, and through it for engines and tools; a cancelled one, for a grace period
-produces    an Episode: finished, failed or timed out, failed ones with a reason
+waits for   the workflow, and through it for engines and tools; after a cancellation, for a grace period
+produces    an Episode: finished, failed or timed out; an unfinished one has a reason
 unblocked by the end of the workflow, the time limit, or a stop of its group
 
-The workflow is a task of its own. Whatever leaves it, and whatever its tasks do, is this episode's affair alone: only
-the loss of the store, Ctrl-C, and the cancellation of the player itself get out.
+The workflow runs in an asyncio task of its own. Its errors, and those of the tasks it starts, fail this episode only.
+Only the loss of the store, Ctrl-C and the cancellation of the player itself are raised to the caller.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ from flexmarl.rollout.calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
 
 AT_THE_END_S = 2.0
-"""Grace of a workflow whose run ends, if `rollout.cancel_grace_s` is not less: such a run has only seconds."""
+"""Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
 
 
 class Stop:
-    """Ends the episodes of one group before their time: to each of them it is as if its time limit had come."""
+    """Ends the episodes of one group early: each of them ends as if its time limit had passed."""
 
     def __init__(self) -> None:
         self.because = ""
-        """Why it was stopped; "": it was not."""
+        """Why the group was stopped; "" if it was not."""
         self._limits: dict[asyncio.Timeout, None] = {}
-        """In the order in which they came: a set's order would differ from run to run."""
+        """Time limits of the running episodes, in order of arrival; a set's order would differ from run to run."""
 
     def now(self, because: str) -> None:
-        """Stops what runs, and what would begin later."""
+        """Stops the episodes that run, and those that begin later."""
         self.because = because
         for limit in self._limits:
             self._expire(limit)
 
     @contextmanager
     def ends(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """For as long as the block lasts, a stop ends the timeout that is around it."""
+        """Makes a stop expire `limit`, the timeout around this block, for as long as the block lasts."""
         self._limits[limit] = None
         if self.because:
             self._expire(limit)
@@ -64,7 +64,7 @@ class Stop:
 
 
 class Player:
-    """Plays episodes of one team; holds no state between them."""
+    """Plays episodes of one team; keeps no state between them."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class Player:
         temperature: float | None = None,
         holds: Holds = lambda _: None,
     ) -> None:
-        """`grace_s` is how long a workflow may take to end once it is cancelled. `store` None records nowhere;
-        `temperature` replaces the agents' own. Evaluation uses both.
+        """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
+        `temperature` replaces the agents' own. Evaluations use the last two.
 
-        An episode's time limit stands still while a call of it is held.
+        `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
         """
         self._team = team
         self._generate = generate
@@ -101,11 +101,11 @@ class Player:
         generate: Generate | None = None,
         greedy: bool = False,
     ) -> Episode:
-        """Plays episode `index` of the group. Only the loss of the store, or cancellation, gets out.
+        """Plays episode `index` of the group. Raises only StoreError, KeyboardInterrupt and CancelledError.
 
-        `generate` may stand between its calls and the engines. The rows of an episode that `stop` ends are EXPIRED;
-        those of a `greedy` one, which is played at temperature 0 and tagged so, are FILTERED at its end.
-        Its turns have no tokens if a store has them.
+        `generate` replaces the player's own, e.g. by that of a Lockstep. If `stop` ends the episode, its rows become
+        EXPIRED. A `greedy` episode is played at temperature 0 and tagged `greedy`; its rows become FILTERED at its
+        end. The turns of the result have no tokens if a store has them.
         """
         stop = stop or Stop()
         recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
@@ -140,13 +140,13 @@ class Player:
 
     @property
     def generate(self) -> Generate:
-        """What the calls of its episodes go through."""
+        """The function that serves the calls of its episodes."""
         return self._generate
 
     async def _run(
         self, team: Team, context: EpisodeContext, stop: Stop, limit: TimeLimit, calls: EpisodeCalls
     ) -> tuple[EpisodeStatus, str]:
-        """Plays the workflow to its end, or the end of its time. After that, no call of the episode is under way."""
+        """Plays the workflow until it ends or its time is over. No call of the episode is under way afterwards."""
         tasks, late = WorkflowTasks(), ""
         workflow = tasks.start(self._team.run, context.task, team, name=f"workflow/{context.trajectory_id}")
         try:
@@ -169,7 +169,7 @@ class Player:
         return (EpisodeStatus.FAILED, reason) if reason else (EpisodeStatus.FINISHED, "")
 
     def _record(self, team: Team, context: EpisodeContext, status: EpisodeStatus, reason: str) -> Episode:
-        """The episode, FAILED if its rewards are no good; without turns if the workflow has broken its team."""
+        """The record of the episode. FAILED if a trained turn has no reward; without turns if the team is broken."""
         episode = Episode(
             episode=context.episode, group=context.group, task=context.task.input_id, status=status, reason=reason
         )
@@ -185,12 +185,12 @@ class Player:
                 signals=team.signals(),
                 metrics=team.metrics,
             )
-        except Exception as error:  # Whatever a workflow has put in the place of what is ours.
+        except Exception as error:  # A workflow may have replaced any part of the team.
             broken = f"the workflow broke its team: {described(error)}"
             return replace(episode, status=EpisodeStatus.FAILED, reason=episode.reason or broken)
 
     def _unrewarded(self, team: Team) -> str:
-        """Why a turn cannot be trained on: it was given no reward, and 0.0 would be a lie."""
+        """Names a trained policy's first turn without a reward; "" if all have one. A missing reward is not 0.0."""
         rewards = team.rewards()
         for turn in team.turns:
             if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
@@ -202,7 +202,7 @@ class Player:
 
 
 def what_left(workflow: "asyncio.Task[None]", doing: str) -> str:
-    """Why a workflow that nobody stopped has failed; "" if it came to its end. Ctrl-C is nobody's failure."""
+    """Why a workflow that nobody stopped has failed; "" if it did not. Raises KeyboardInterrupt if Ctrl-C ended it."""
     if workflow.cancelled():
         return (
             f"{doing}: a CancelledError left it, though nobody had stopped the episode; catch it where a task is "

@@ -1,8 +1,8 @@
-"""Recorder on the experience store: a turn's row is there as soon as it was answered, its reward when the episode ends.
+"""Recorder on the experience store: writes a turn's row once it is answered, and its reward when the episode ends.
 
-A call under way has no row yet: a resumed run plays its episode again, so nothing would read it. A call that ended
-without an answer gets its row at the end of the episode. What engines sampled of a call that failed, was aborted or
-left by the workflow is in its row too, which ends FAILED.
+A call under way has no row yet: a resumed run plays its episode again, so nothing would read the row. A call that ended
+without an answer gets its row at the end of the episode. If a call failed, was aborted or was left by the workflow, its
+row holds the tokens that were sampled for it; the row is never trained on.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ UNENDED = "the call did not end"
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A call of which the store has nothing yet."""
+    """A call that has no row in the store yet."""
 
     agent: AgentName
     policy: PolicyName
@@ -31,7 +31,7 @@ class _Sent:
     parent: SampleId | None
 
     def row(self, sample_id: SampleId) -> PartialRow:
-        """What there is of it if it is never answered."""
+        """The call's row if it is never answered: its prompt."""
         return prompt_row(sample_id, self.policy, self.prompt_ids, parent=self.parent)
 
 
@@ -42,21 +42,21 @@ class StoreRecorder:
     """
 
     def __init__(self, store: ExperienceStore, agents: Sequence[AgentName]) -> None:
-        """`agents` in the team's order: the store refers to them by index."""
+        """`agents`: in the team's order, because the store refers to them by index."""
         self._store = store
         self._agents = tuple(agents)
         self._calls: list[SampleId] = []
-        """All of the episode, in the order in which they were sent."""
+        """All calls of the episode, in the order in which they were sent."""
         self._unwritten: dict[SampleId, _Sent] = {}
-        """Those of which the store has nothing."""
+        """The calls that have no row in the store."""
         self._writing: dict[SampleId, tuple[AgentName, PartialRow]] = {}
-        """What is on its way into the store, or was when its writer was interrupted."""
+        """Rows that are being written, or whose writing was interrupted."""
         self._failed: dict[SampleId, str] = {}
-        """Calls that ended in no turn, and why."""
+        """Calls that gave no turn, each with the reason."""
         self._interrupted: list[tuple[asyncio.Future[Generation], TurnOf]] = []
         self._ended = False
         self.lost: StoreError | None = None
-        """What the store raised: it ends the run, whatever the workflow makes of it."""
+        """The store's error, if it raised one. It ends the run, even if the workflow catches it."""
 
     async def prompt(
         self,
@@ -81,7 +81,7 @@ class StoreRecorder:
         await self._write(turn.agent, response_row(turn))
 
     async def failed(self, turn: Turn, because: str) -> None:
-        """Writes what was sampled, if anything was; the row ends FAILED, whatever becomes of the episode."""
+        """Writes the sampled tokens, if there are any. If the episode finishes, the row becomes FAILED all the same."""
         if self._ended:
             return
         self._failed[turn.sample_id] = because
@@ -89,14 +89,14 @@ class StoreRecorder:
             await self._write(turn.agent, response_row(turn))
 
     def interrupted(self, sample_id: SampleId, answer: "asyncio.Future[Generation]", turn_of: TurnOf) -> None:
-        """What was sampled is added at the end of the episode."""
+        """Notes a call that the workflow left. Its sampled tokens are written at the end of the episode."""
         self._failed[sample_id] = "the workflow left the call before its answer came"
         self._interrupted.append((answer, turn_of))
 
     async def finish(self, episode: Episode, *, ends: RowState = RowState.FAILED, untrained: str = "") -> None:
-        """Adds the rewards of a finished episode, or moves every row of another one to `ends` (law 11).
+        """Adds the rewards of a finished episode, or moves every row of an unfinished one to `ends` (law 11).
 
-        `untrained` says why rows of a finished one are never trained: they end FILTERED at once.
+        `untrained`: why the rows of a finished episode are never trained on; they become FILTERED at once.
         """
         self._ended = True
         for agent, rows in (await self._left_over()).items():
@@ -126,29 +126,29 @@ class StoreRecorder:
         self._unwritten.pop(row.sample_id, None)
 
     async def _left_over(self) -> Mapping[AgentName, Sequence[PartialRow]]:
-        """Rows that the store may lack: whose writing was interrupted, whose answers came late, or never."""
+        """Rows that the store may lack: their writing was interrupted, or their answers came late or never."""
         found = {sample_id: (one.agent, one.row(sample_id)) for sample_id, one in self._unwritten.items()}
         found |= {row.sample_id: (agent, row) for agent, row in await self._late_answers()}
-        found |= self._writing  # Whether the store has it is unknown, and putting it twice is no error.
+        found |= self._writing  # The store may have these already; it allows putting a row twice.
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for agent, row in found.values():
             rows[agent].append(row)
         return rows
 
     async def _late_answers(self) -> list[tuple[AgentName, PartialRow]]:
-        """The rows of what was sampled of the calls that the workflow left."""
+        """Rows with the tokens that were sampled for calls which the workflow left."""
         rows: list[tuple[AgentName, PartialRow]] = []
         for answer, turn_of in self._interrupted:
             try:
                 turn = turn_of(await answer)
-            except EngineError:  # It was lost with all that it had sampled.
+            except EngineError:  # The engine was lost, with the tokens it had sampled.
                 continue
             if len(turn.response_ids):
                 rows.append((turn.agent, response_row(turn)))
         return rows
 
     def _closing_rows(self, episode: Episode) -> Mapping[AgentName, Sequence[PartialRow]]:
-        """What each turn came to: its reward, if it got one, and the agent of the call that followed it."""
+        """The reward of each turn, if it got one, and the agent of the next turn."""
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for turn, following in pairwise((*episode.turns, None)):
             assert turn is not None

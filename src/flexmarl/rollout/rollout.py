@@ -23,11 +23,11 @@ EmitEpisode = Callable[[GroupRecord, Episode], Awaitable[None]]
 
 
 async def _keep(group: GroupRecord, episode: Episode) -> None:
-    """It comes with its group."""
+    """Does nothing: the episode also comes with its group."""
 
 
 class Rollout:
-    """Plays groups; `emit` gets each one when all its episodes are terminal, and its wait slows new groups down."""
+    """Plays groups. Calls `emit` with each one when all its episodes have ended; a slow `emit` delays new groups."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Rollout:
         policies: Sequence[PolicyName] = (),
         greedy: bool = False,
     ) -> None:
-        """`policies` in the order of their agents: lockstep gives them their turns in it.
+        """`policies`: in the order of their agents, in which lockstep gives them their turns.
 
-        With `greedy` each group has one more play, at temperature 0, that takes a trajectory slot like any other.
+        With `greedy`, each group has one more play, at temperature 0, which takes a trajectory slot like any other.
         """
         self._player = player
         self._admission = admission
@@ -52,10 +52,10 @@ class Rollout:
         self._policies = tuple(policies)
         self._greedy = greedy
         self._stops: dict[GroupId, Stop] = {}
-        """Of the groups that came and are not emitted yet."""
+        """One for each group that has come and is not emitted yet."""
 
     async def play(self, groups: AsyncIterable[GroupRecord], emit: Emit, emit_episode: EmitEpisode = _keep) -> None:
-        """Plays every group that comes, and returns when the last one was emitted."""
+        """Plays all `groups`, and returns when the last one was emitted."""
         queries = asyncio.Semaphore(self._settings.inter_query)
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:
@@ -67,7 +67,7 @@ class Rollout:
                 task.add_done_callback(lambda _: queries.release())
 
     def stop(self, group: GroupId, because: str) -> bool:
-        """Ends the episodes of a group; whether it still played. It is then emitted, and whoever stopped it ends it."""
+        """Stops a group's episodes. True if it was not emitted yet: it then will be, and the caller must end it."""
         stop = self._stops.get(group)
         if stop:
             stop.now(because)
@@ -105,7 +105,7 @@ class Rollout:
                     return None
                 with in_turn.episode(self._player.generate) if in_turn else nullcontext() as generate:
                     if in_turn:
-                        await asyncio.sleep(0)  # Until all are here: the first must not take its turn alone.
+                        await asyncio.sleep(0)  # Lets all episodes begin, so that the first takes no turn alone.
                     episode = await self._player.play(group, index, stop=stop, generate=generate)
                 self._note_failure(episode, stop)
                 if episode.finished:
@@ -135,7 +135,7 @@ class Rollout:
         )
 
     def _note_failure(self, episode: Episode, stop: Stop) -> None:
-        """Names an episode that ended by itself without being finished."""
+        """Writes to the journal an episode that ended unfinished although nobody stopped it."""
         if not episode.finished and not stop.because:
             self._journal.event(
                 "episode_failed",

@@ -1,4 +1,4 @@
-"""How many episodes play at once, and how long one may take."""
+"""Settings of rollout: how many episodes play at once, and how long one may take."""
 
 from typing import Literal
 

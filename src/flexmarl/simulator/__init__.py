@@ -1,1 +1,1 @@
-"""The same loops and rules in virtual time. In: coroutines. Out: what they would do, without waiting for it."""
+"""Plays the production loops in virtual time on modelled devices. In: coroutines, costs. Out: what happens and when."""

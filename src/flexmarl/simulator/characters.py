@@ -1,4 +1,4 @@
-"""Chat on a tokenizer with one token per character, for policies whose model is not on this machine."""
+"""Chat renderer on a tokenizer with one token per character, for policies whose model is not on this machine."""
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -17,18 +17,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 REMEMBERED = 4096
-"""Texts kept: replies of one length are often equal, and to decode one takes a twentieth of its turn."""
+"""Decoded texts that are kept: replies of one length are often equal, and decoding takes a twentieth of a turn."""
 
 
 class CharacterRenderer(ChatRenderer):
-    """A renderer that remembers what it has decoded."""
+    """A renderer that keeps the texts it has decoded."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(tokenizer)
         self._text = lru_cache(REMEMBERED)(self._decode)
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Text of ids without special tokens."""
+        """Returns the text of the ids, without special tokens."""
         return self._text(np.asarray(ids, np.int32).tobytes())
 
     def _decode(self, ids: bytes) -> str:
@@ -37,7 +37,7 @@ class CharacterRenderer(ChatRenderer):
 
 @cache
 def character_renderer() -> ChatRenderer:
-    """What a prompt costs can be counted by eye; a character that is not printable ASCII is the unknown token."""
+    """Returns the renderer, whose tokens can be counted by eye. Only printable ASCII is known to its tokenizer."""
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(("<unk>", *printable))}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

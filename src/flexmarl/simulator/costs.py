@@ -1,15 +1,13 @@
-"""Cost models of the simulated world, as data: what a device takes for what it does. Seconds and tokens.
+"""Cost models of the simulated world, as data: the seconds that modelled devices take for each kind of work.
 
 A decode step of a batch of b requests that hold k tokens of keys and values takes
 
     decode_s + decode_request_s b + decode_kv_s k
 
-and what a table says comes with its origin: measured where, or fitted to what.
+Every cost table names its origin: where it was measured, or what it was fitted to. `PROFILES` has tables by name:
 
-Cost models by name, each with its origin.
-
-simulation.costs: {default: paper_14b}
-simulation.costs: {solver: {profile: paper_14b, engine: {slots: 8}}}      on top of a profile
+    simulation.costs: {default: paper_14b}
+    simulation.costs: {solver: {profile: paper_14b, engine: {slots: 8}}}      changes to a profile
 """
 
 import math
@@ -59,7 +57,7 @@ class TrainerCosts(Settings):
 
 
 class CostSettings(Settings):
-    """What a policy's devices take, and where that is from."""
+    """Costs of a policy's devices, and the origin of these numbers."""
 
     origin: str = Field(
         default="defaults, not measured", description="Where the numbers are from; printed with results."
@@ -72,19 +70,19 @@ class CostSettings(Settings):
 
 
 class TransferCosts(Settings):
-    """Published weights on their way into the object store and out of it, once for each instance that loads them."""
+    """Time to move published weights into the object store, and out again for each instance that loads them."""
 
     latency_s: float = Field(default=0.0, ge=0, description="Each transfer, whatever is in it.")
     gib_per_s: float | None = Field(default=None, gt=0, description="Speed of a transfer; null: bytes take no time.")
 
     @property
     def bytes_per_s(self) -> float:
-        """Infinite where bytes take no time."""
+        """Bytes per second; infinite if bytes take no time."""
         return math.inf if self.gib_per_s is None else self.gib_per_s * 2**30
 
 
 class SharedHost(Settings):
-    """Engines and trainers that compete for the same cores, as on a laptop; all 0 on devices of their own."""
+    """Slowdown of engines and trainers that share cores, as on a laptop. All 0: each has devices of its own."""
 
     engine_per_trainer: float = Field(default=0.0, ge=0, description="How much slower engines are per busy trainer.")
     engine_per_engine: float = Field(
@@ -95,11 +93,11 @@ class SharedHost(Settings):
 
 
 Costs = Mapping[str, CostSettings]
-"""By policy; `default` is for every policy without an entry of its own."""
+"""Costs by policy. `default` applies to every policy without an entry."""
 
 
 def costs_of(costs: Costs, policy: str) -> CostSettings:
-    """Those of a policy.
+    """Returns the costs of a policy.
 
     >>> costs_of({"default": CostSettings(origin="guess")}, "solver").origin
     'guess'
@@ -181,7 +179,7 @@ PROFILES: Mapping[str, CostSettings] = {
 
 
 def with_profile(costs: Any) -> Any:
-    """Settings of costs with the profile that they name filled in; the origin says what was changed.
+    """Fills in the profile that cost settings name. The origin then lists the keys that they changed.
 
     >>> with_profile({"profile": "paper_14b", "engine": {"slots": 8}})["origin"][-28:]
     '; here changed: engine.slots'

@@ -5,13 +5,13 @@
              nothing changes for n steps           next_end: from a closed form
              the first request has all its tokens  pop_ended
 
-Between two changes the batch is constant. A step of b requests that hold k tokens of keys and values takes
-decode_s + decode_request_s b + decode_kv_s k, and leaves b more tokens, so that n steps take
+A segment is the steps between two changes: the batch is constant in it. A step of b requests that hold k tokens of keys
+and values takes decode_s + decode_request_s b + decode_kv_s k, and adds b tokens, so n steps take
 
-    first n + growth n (n - 1) / 2      with growth = decode_kv_s b
+    first n + growth n (n - 1) / 2      with first = the first step, growth = decode_kv_s b
 
-A request ends when the number of steps since the batch was made passes the number that it joined at, plus its tokens:
-a heap finds the next one, and every call here is O(log n) in the requests that decode.
+A request ends after `prefill_steps` plus its number of tokens, counted in steps of the batch from the step at which it
+joined. A heap finds the next request to end, so every call here is O(log n) in the requests that decode.
 """
 
 import heapq
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class Segment(NamedTuple):
-    """Decode steps of a batch that stays the same."""
+    """Consecutive decode steps of an unchanged batch."""
 
     start: float
     first_s: float
-    """What the first step takes."""
+    """Duration of the first step."""
     growth_s: float = 0.0
-    """What each takes more than the one before it."""
+    """Each step takes this much longer than the step before it."""
 
     def instant(self, steps: int) -> float:
-        """When so many steps are done.
+        """Returns the time at which `steps` steps are done.
 
         >>> Segment(10.0, first_s=1.0, growth_s=0.5).instant(3)
         14.5
@@ -42,18 +42,18 @@ class Segment(NamedTuple):
         return self.start + steps * (self.first_s + self.growth_s * (steps - 1) / 2)
 
     def steps_until(self, now: float, most: int) -> int:
-        """Steps up to the first token boundary that is not before `now`; `most` if that comes first.
+        """Returns the number of steps up to the first token boundary at or after `now`, at most `most`.
 
         >>> Segment(10.0, first_s=1.0, growth_s=0.5).steps_until(12.6, most=9)
         3
         """
         if now <= self.start:
             return 0
-        # The root of instant(n) = now, in the form that loses no digits where growth is small.
+        # The root of instant(n) = now, in the form that loses no digits when growth is small.
         slope, late = self.first_s - self.growth_s / 2, now - self.start
         root = slope + math.sqrt(slope * slope + 2 * self.growth_s * late)
         steps = math.ceil(min(most, 2 * late / root)) if root else most
-        # The root is rounded; boundaries are not: a request that comes exactly at one joins there.
+        # The root is rounded, boundaries are exact: a request that arrives exactly at a boundary must join there.
         while steps > 0 and self.instant(steps - 1) >= now:
             steps -= 1
         while steps < most and self.instant(steps) < now:
@@ -67,31 +67,31 @@ class Place(Generic[T]):
 
     item: T
     joined: int
-    """Steps of the batch when it joined."""
+    """The batch's step count when the request joined."""
     first: float
-    """When its prefill is over and the next step samples its first token; counted in steps."""
+    """The step count at which its prefill is over: the next step samples its first token."""
     end: float
-    """When it has all its tokens, or was ended; counted in steps."""
+    """The step count at which it has all its tokens, or was ended early."""
     prompt_tokens: int
 
     def sampled_at(self, steps: int) -> int:
-        """Its tokens by then."""
+        """Returns how many tokens the request has when the batch has done `steps` steps."""
         return max(0, math.floor(min(steps, self.end) - self.first))
 
 
 class Batch(Generic[T]):
-    """The requests that decode together. Instants must not go back."""
+    """The requests that decode together. The times passed to its methods must not decrease."""
 
     def __init__(self, costs: EngineCosts) -> None:
         self.costs = costs
         self.steps = 0
-        """Decode steps since it was made, up to the last boundary that was settled."""
+        """Decode steps since the batch was made, up to the last settled boundary."""
         self.slowness = 1.0
-        """Times what the costs say."""
+        """Factor on all costs."""
         self._size = 0
         self._kv_tokens = 0
         self._boundary = 0.0
-        """When step number `steps` is done; in the future while it is under way, or prompts are computed."""
+        """Time at which step number `steps` is done; in the future while that step runs or prompts are computed."""
         self._ends: list[tuple[float, int, Place[T]]] = []
         self._serial = 0
 
@@ -100,32 +100,32 @@ class Batch(Generic[T]):
 
     @property
     def step_s(self) -> float:
-        """What the next step takes."""
+        """Duration of the next step."""
         return self._segment().first_s
 
     @property
     def ending(self) -> bool:
-        """Whether some request ends with the step that is under way."""
+        """True if a request ends with the current step."""
         return bool(self._size) and self._steps_left() == 0
 
     @property
     def next_end(self) -> float:
-        """When the next request ends, if nothing changes; infinite if none does."""
+        """Time at which the next request ends if nothing changes; infinite if the batch is empty."""
         return self._segment().instant(self._steps_left()) if self._size else math.inf
 
     def steps_at(self, now: float) -> int:
-        """Decode steps since it was made, the one under way included."""
+        """Returns the decode steps since the batch was made, including the step in progress at `now`."""
         return self.steps + (self._segment().steps_until(now, most=self._steps_left()) if self._size else 0)
 
     def settle(self, now: float) -> None:
-        """Lets the step that is under way be the last one of its segment: changes take effect at its end."""
+        """Ends the segment with the step in progress at `now`: changes take effect at the end of that step."""
         if not self._size:
             self._boundary = max(self._boundary, now)
         elif now > self._boundary:
             self._go(self._segment().steps_until(now, most=self._steps_left()))
 
     def join(self, item: T, *, tokens: int, prompt_tokens: int, prefill_tokens: int) -> Place[T]:
-        """A request joins at the settled boundary; decoding stands still while `prefill_tokens` are computed."""
+        """Adds a request at the settled boundary. Decoding pauses while `prefill_tokens` are computed."""
         first = self.steps + self.costs.prefill_steps
         place = Place(item, joined=self.steps, first=first, end=first + tokens, prompt_tokens=prompt_tokens)
         self._boundary += prefill_tokens * self.costs.prefill_token_s * self.slowness
@@ -135,7 +135,7 @@ class Batch(Generic[T]):
         return place
 
     def end_now(self, place: Place[T]) -> bool:
-        """Ends a request at the settled boundary with the tokens that it has; False if it ends there anyway."""
+        """Ends a request early, at the settled boundary. Returns False if it ends there anyway."""
         if place.end <= self.steps:
             return False
         place.end = self.steps
@@ -143,12 +143,12 @@ class Batch(Generic[T]):
         return True
 
     def go_to_next_end(self) -> None:
-        """It is `next_end` now. Where a step takes no time, only one is done: what others do comes in between."""
+        """Advances to `next_end` at that time. If steps take no time, does only one, so that other tasks get a turn."""
         left = self._steps_left()
         self._go(left if self.step_s else min(left, 1))
 
     def pop_ended(self) -> list[Place[T]]:
-        """Takes out the requests that have ended at the settled boundary, in the order of their ends."""
+        """Removes and returns the requests that have ended at the settled boundary, in the order of their ends."""
         ended: list[Place[T]] = []
         while self._size and self._head().end <= self.steps:
             place = heapq.heappop(self._ends)[-1]
@@ -158,12 +158,12 @@ class Batch(Generic[T]):
         return ended
 
     def stop(self, now: float) -> None:
-        """Decoding stands still from the next boundary on, until `resume`."""
+        """Pauses decoding at the next boundary, until `resume`."""
         self.settle(now)
         self._boundary = math.inf
 
     def resume(self, now: float) -> None:
-        """Decoding goes on."""
+        """Continues decoding."""
         self._boundary = now
 
     def _go(self, steps: int) -> None:
@@ -180,7 +180,7 @@ class Batch(Generic[T]):
         return math.ceil(self._head().end - self.steps)
 
     def _head(self) -> Place[T]:
-        # One that was ended early has a second entry, before its first one, which is void.
+        # Lazy deletion: a request that ended early was pushed again with its new end. Skip its stale entry.
         while self._ends[0][0] != self._ends[0][-1].end:
             heapq.heappop(self._ends)
         return self._ends[0][-1]

@@ -14,33 +14,33 @@ from flexmarl.records import CreditLine, Divisors, LossReport, MicroBatch, Polic
 
 
 class CachedSums(NamedTuple):
-    """What an update is made from."""
+    """The sums that an update is made from."""
 
     gradient: float
     num_samples: int
     num_tokens: float
-    """Weighted."""
+    """Sum of weight x tokens."""
 
 
 class ModelledCache:
-    """The gradient cache of one policy, where a row's gradient is its advantage at each of its tokens."""
+    """The gradient cache of one policy, where a row's gradient is its weight x advantage x number of tokens."""
 
     def __init__(self, policy: PolicyName) -> None:
         self._policy = policy
         self._reports: dict[str, LossReport] = {}
         self._open: dict[str, tuple[float, float, int]] = {}
-        """Of each open credit group: weighted tokens, the same times scores, and samples."""
+        """For each open credit group: weighted tokens, weighted tokens x score, and number of samples."""
 
     def __len__(self) -> int:
-        """Micro-batches and closed groups."""
+        """Counts micro-batches and closed groups."""
         return len(self._reports)
 
     def report(self, micro_batch_id: str) -> LossReport | None:
-        """The report of a micro-batch that it holds."""
+        """Returns the report of a micro-batch, or None if the cache does not hold it."""
         return self._reports.get(micro_batch_id)
 
     def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
-        """Adds a micro-batch that it does not hold."""
+        """Adds a micro-batch that the cache does not hold yet."""
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             **batch.counts(),
@@ -56,7 +56,10 @@ class ModelledCache:
         return report
 
     def close(self, lines: Mapping[str, CreditLine | None]) -> float:
-        """Adds what each line makes of its open group, or drops the group; returns the weighted tokens added."""
+        """Applies each line to its open group and adds the result, or drops the group if its line is None.
+
+        Returns the weighted tokens added. If no tokens and no open group are left, all reports are forgotten.
+        """
         closed = 0.0
         for name, line in lines.items():
             tokens, scored, samples = self._open.pop(name, (0.0, 0.0, 0))
@@ -70,7 +73,7 @@ class ModelledCache:
         return closed
 
     def check(self, divisors: Divisors, version: Version) -> None:
-        """Raises TrainingError where no update can be made: groups are open, or the divisors count other tokens."""
+        """Raises TrainingError if no update can be made: groups are open, or the divisors count other tokens."""
         if self._open:
             raise TrainingError(f"policy '{self._policy}': credit groups are open: {', '.join(self._open)}")
         num_tokens = sum(report.num_tokens for report in self._reports.values())
@@ -81,7 +84,7 @@ class ModelledCache:
             )
 
     def take(self) -> CachedSums:
-        """Returns what it holds, and is empty afterwards."""
+        """Returns the sums and empties the cache."""
         reports = self._reports.values()
         sums = CachedSums(
             gradient=sum(report.sums["gradient"] for report in reports),
@@ -92,14 +95,14 @@ class ModelledCache:
         return sums
 
     def clear(self) -> None:
-        """Forgets all of it."""
+        """Empties the cache."""
         self._reports, self._open = {}, {}
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Returns the content as a checkpoint stores it."""
         return {"reports": [asdict(report) for report in self._reports.values()], "open": self._open}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
+        """Restores the content that `state` returned."""
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
         self._open = {name: (tokens, scored, samples) for name, (tokens, scored, samples) in state["open"].items()}

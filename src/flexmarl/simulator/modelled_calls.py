@@ -28,23 +28,23 @@ Logprobs = Callable[[GenerationRequest, int], FloatArray]
 
 @dataclass(slots=True, eq=False)
 class ModelledCall:
-    """A request, and what becomes of it."""
+    """A request, its reply, and where the answer goes."""
 
     request: GenerationRequest
     ids: IntArray
-    """What it will have said at its end."""
+    """The whole reply, if nothing ends the call early."""
     finish: FinishReason
     answers: Answers
     place: Place["ModelledCall"] | None = None
-    """In the batch."""
+    """Its place in the batch; None while it waits."""
     reused: int = 0
     over: bool = False
-    """Answered, or nobody waits for it."""
+    """True when it is answered, or nobody waits for it."""
 
     def generation(
         self, ids: IntArray, logprobs: FloatArray, finish: FinishReason, versions: tuple[VersionRun, ...]
     ) -> Generation:
-        """Its answer, all of it or what it had said when it was ended."""
+        """Builds the answer. `ids` is the whole reply, or the part sampled before the call was ended."""
         return Generation(
             request_id=self.request.request_id,
             response_ids=ids,
@@ -57,7 +57,10 @@ class ModelledCall:
 
 
 def problem_of(request: GenerationRequest, policy: PolicyName | None, *, in_use: bool) -> str:
-    """Why an engine of the policy (None: any) cannot serve it, or "". `in_use`: a running request has its id."""
+    """Returns why an engine of `policy` (None: any policy) cannot serve the request, or "" if it can.
+
+    `in_use` says that a running request has the same id.
+    """
     if policy not in (None, request.policy):
         return f"this engine serves policy '{policy}', not '{request.policy}'"
     if in_use:
@@ -70,7 +73,7 @@ def problem_of(request: GenerationRequest, policy: PolicyName | None, *, in_use:
 
 
 def flat_logprobs(request: GenerationRequest, num_tokens: int) -> FloatArray:
-    """[num_tokens] -1 everywhere: a view of one array, since a simulation answers a hundred thousand calls."""
+    """Returns [num_tokens] float32, all -1: a view of one array, because a simulation answers some 100,000 calls."""
     return _MINUS_ONE[:num_tokens] if num_tokens <= len(_MINUS_ONE) else np.full(num_tokens, -1.0, np.float32)
 
 
@@ -79,7 +82,7 @@ _MINUS_ONE.flags.writeable = False
 
 
 class Loads:
-    """The versions that an engine has served, each from a step of its batch on: loads are the borders.
+    """The versions that an engine has served, each with the batch step from which it applies.
 
     >>> loads = Loads(Version(3))
     >>> loads.add(10, Version(4))
@@ -91,15 +94,15 @@ class Loads:
         self._loads: list[tuple[int, Version]] = [(0, version)]
 
     def add(self, step: int, version: Version) -> None:
-        """From this step on, tokens are of this version."""
+        """Records that tokens from `step` on are sampled by `version`."""
         self._loads.append((step, version))
 
     def forget(self) -> None:
-        """No token of before the next load will be asked for."""
+        """Drops all records; for use before an `add`, when no running request has older tokens."""
         self._loads.clear()
 
     def runs(self, first: float, num_tokens: int) -> tuple[VersionRun, ...]:
-        """The version runs of a response whose first token is of step `first`."""
+        """Returns the version runs of a response whose first token is sampled at step `first`."""
         if first >= self._loads[-1][0]:
             return (VersionRun(0, self._loads[-1][1]),)
         began = bisect_right(self._loads, first, key=lambda load: load[0]) - 1

@@ -4,7 +4,7 @@ generate ──► on the way (call_s) ──► waiting ──► batch (slots)
                                                    │ one timer: when the next request ends
                   replies.py decides what is answered, decoding.py when, modelled_calls.py by which version
 
-The engine of every simulation, of the fault campaign and of scripted tests is this one; they differ in its costs.
+Simulations, the fault campaign and scripted tests all use this engine, with different costs.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ class ModelledEngine:
         costs_of: Callable[[PolicyName], EngineCosts] | None = None,
         logprobs: Logprobs = flat_logprobs,
     ) -> None:
-        """`policy` is the one it serves; None: whichever a request names, and it is never moved.
+        """`policy` is the policy it serves. With None it serves any policy that a request names, and is never moved.
 
         `objects` is where `load_weights` finds weights. `costs_of` gives the costs after a move to another policy;
-        without it they stay.
+        without it the costs stay the same.
         """
         self.policy, self.version = policy, version
         self._respond, self._objects, self._logprobs = respond, objects, logprobs
@@ -73,20 +73,20 @@ class ModelledEngine:
         self._busy_since: float | None = None
         self._busy_s = 0.0
         self.answered_tokens = 0
-        """Sampled in all its answers."""
+        """Tokens in all answers so far."""
         self._slow = 1.0
         self._asleep = False
         self._lost = ""
-        """Why every call raises EngineError."""
+        """The reason why every call raises EngineError; empty while the engine works."""
 
     @property
     def costs(self) -> EngineCosts:
-        """What it takes now."""
+        """The costs that apply now."""
         return self._batch.costs
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it had a request to work on."""
+        """Seconds in which the engine was awake and had a request to work on."""
         return self._busy_s + (_now() - self._busy_since if self._busy_since is not None else 0.0)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
@@ -108,11 +108,11 @@ class ModelledEngine:
             self._end([call for call in calls.values() if not call.over], heard=False)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests at the next token boundary."""
+        """Ends these requests: waiting ones at once, decoding ones at the next token boundary."""
         self._end([call for request_id in request_ids if (call := self._calls.get(request_id))])
 
     async def usage(self) -> EngineUse:
-        """The load right now."""
+        """Returns the current load."""
         self._check_alive()
         sampled = self._sampled()
         return EngineUse(
@@ -125,13 +125,13 @@ class ModelledEngine:
         )
 
     async def capabilities(self) -> EngineCapabilities:
-        """All of them."""
+        """Returns all capabilities."""
         return ALL_CAPABILITIES
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Serves these weights after `load_s`, or `move_s` if they are another policy's; decoding goes on meanwhile.
+        """Serves these weights after `load_s`, or `move_s` if they are another policy's. Decoding continues until then.
 
-        What still runs for the old policy when it moves ends with finish `abort`.
+        At a move, requests of the old policy that still run end with finish `abort`.
         """
         self._check_alive()
         moves = self.policy not in (None, policy)
@@ -153,13 +153,13 @@ class ModelledEngine:
         return held
 
     async def fetch(self, key: ObjectKey) -> Checksum:
-        """Reads weights; returns the engine's own checksum of them. For subclasses with other weights."""
+        """Reads weights and returns the engine's own checksum. Subclasses with other weights override it."""
         if self._objects is None:
             raise EngineError(f"this engine was made without `objects`, so it cannot load '{key}'")
         return checksum(await self._objects.get(key))
 
     async def sleep(self) -> None:
-        """Stands still until `wake`, with the requests that it has; the step under way is its last."""
+        """Pauses after the current step, until `wake`. The engine keeps its requests."""
         self._check_alive()
         if not self._asleep:
             self._batch.stop(_now())
@@ -169,7 +169,7 @@ class ModelledEngine:
             await asyncio.sleep(self.costs.sleep_s)
 
     async def wake(self) -> None:
-        """Goes on; one that is awake is no error."""
+        """Continues. Does nothing if the engine is awake."""
         self._check_alive()
         if self._asleep:
             await asyncio.sleep(self.costs.wake_s)
@@ -178,26 +178,26 @@ class ModelledEngine:
             self._go_on()
 
     async def close(self) -> None:
-        """Ends what runs with finish `abort`."""
+        """Ends all requests with finish `abort`. Later requests raise EngineError."""
         if not self._lost:
             for call in list(self._calls.values()):
                 self._answer(call, FinishReason.ABORT)
             self._lose("the engine is closed" if self.policy is None else f"the engine of '{self.policy}' is closed")
 
     def fail(self, because: str = "the engine was lost") -> None:
-        """A fault: loses the engine. What runs, and every later call, raises EngineError."""
+        """Injects a fault: the engine is lost. Running and later requests raise EngineError."""
         answers = dict.fromkeys(call.answers for call in self._calls.values())
         self._lose(because)
         for queue in answers:
             queue.put_nowait(EngineError(because))
 
     def slow(self, factor: float) -> None:
-        """A fault: from the next token boundary on, everything takes `factor` times what the costs say."""
+        """Injects a fault: from the next token boundary on, prefill, decoding and loads take `factor` times as long."""
         self._slow = factor
         self._set_speed()
 
     def _take(self, request: GenerationRequest, answers: Answers) -> ModelledCall | None:
-        """The call of a request; None if it cannot be served, which is its answer."""
+        """Makes the call of a request. If it cannot be served, queues the reason as its answer and returns None."""
         in_use = request.request_id in self._calls
         problem = problem_of(request, self.policy, in_use=in_use)
         if not problem:
@@ -215,7 +215,7 @@ class ModelledEngine:
         self._go_on()
 
     def _go_on(self) -> None:
-        """After anything that has happened: requests join, and the timer is set for the next one that ends."""
+        """Runs after every change: admits waiting requests and sets the timer for the next end."""
         if self._lost:
             return
         self._note_work()
@@ -226,7 +226,7 @@ class ModelledEngine:
     def _admit(self) -> None:
         batch = self._batch
         batch.settle(_now())
-        # Who ends with the step under way is answered first: a prefill now would delay its answer.
+        # A request that ends with the current step is answered first: a prefill now would delay its answer.
         while self._waiting and len(batch) < self.costs.slots and not batch.ending:
             _, call = self._waiting.popitem(last=False)
             prompt = call.request.prompt_ids
@@ -255,7 +255,10 @@ class ModelledEngine:
             self._answer(place.item, place.item.finish)
 
     def _end(self, calls: Sequence[ModelledCall], *, heard: bool = True) -> None:
-        """Ends calls: those that wait or sleep at once, those that decode at the next token boundary."""
+        """Ends calls: decoding ones at the next token boundary, others and all calls of a sleeping engine at once.
+
+        `heard` is False if nobody reads the answers any more: the request ids are then free at once.
+        """
         self._batch.settle(_now())
         for call in calls:
             if not heard:
@@ -283,18 +286,18 @@ class ModelledEngine:
         call.answers.put_nowait(call.generation(ids, logprobs, finish, versions))
 
     def _forget(self, call: ModelledCall) -> None:
-        """Its id may be used again: it is answered, or nobody waits for it."""
+        """Marks a call as over and frees its request id."""
         call.over = True
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
 
     def _sampled(self) -> list[int]:
-        """Tokens of each request in the batch, the step under way included."""
+        """Returns the tokens of each request in the batch, including the step in progress."""
         steps = self._batch.steps_at(_now())
         return [call.place.sampled_at(steps) for call in self._calls.values() if call.place]
 
     def _note_work(self) -> None:
-        """Tells the host when work begins and ends, and counts the seconds between."""
+        """Reports to the host when work begins and ends, and counts the seconds in between."""
         busy = bool(len(self._batch) or self._waiting) and not self._asleep
         if busy and self._busy_since is None:
             self._busy_since = _now()
@@ -332,5 +335,5 @@ def _now() -> float:
 
 
 def _prefix_memory(costs: EngineCosts) -> KeptPrefixes:
-    """What it remembers of past prompts; nothing where prompts are free."""
+    """Makes the memory of past prompts. It keeps nothing if prompt tokens cost nothing."""
     return KeptPrefixes(range(costs.kept_prefixes if costs.prefill_token_s else 0))

@@ -1,7 +1,8 @@
-"""Trainer on a modelled device: its weight is one number, and what it does takes the time that its costs say.
+"""Trainer on a modelled device: its weights are one number, and each call takes the time that the costs give.
 
-A row's gradient is the sum of its advantages over its tokens, and a step adds sum / N_tok to the weight: enough to see
-whether each row entered one update (law 5), in whatever split (law 2), and whether a resumed run ends the same (law 6).
+A row's gradient is its weight x advantage x number of tokens, and a step adds sum / N_tok to the trainer's number.
+That is enough to test that each row enters exactly one update (law 5), that the split into micro-batches does not
+matter (law 2), and that a resumed run ends with the same weights (law 6).
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from flexmarl.training.rows import HeldRows, RowReader
 
 
 class ModelledTrainer:
-    """`Trainer` in virtual time. Work that has begun keeps the pace that its machine had then."""
+    """`Trainer` in virtual time. A call's duration is fixed when it starts, whatever the host's load is later."""
 
     def __init__(
         self,
@@ -46,39 +47,39 @@ class ModelledTrainer:
         rows: RowReader | None = None,
         cache: ModelledCache | None = None,
     ) -> None:
-        """Its state is on devices from the start; a ModelledProcessGroup sets it aside."""
+        """The trainer's state is on devices from the start. A ModelledProcessGroup sets it aside."""
         self.rows: RowReader = rows or HeldRows()
-        """Where `accumulate` reads; may be exchanged before the first call."""
+        """The reader that gives `accumulate` its rows. It may be replaced before the first call."""
         self._turn = asyncio.Lock()
-        """Held by the one call that is worked on; the others get it in their order."""
+        """Held by the call in progress. Other calls get it in order of arrival."""
         self.policy = policy
         self.costs = costs
         self.weight = 0.0
         self.version = Version(0)
         self.busy_s = 0.0
-        """Seconds of its devices at work: micro-batches and updates that ended."""
+        """Seconds that the devices spent on micro-batches and updates that have ended."""
         self.on_devices = True
         self._objects = objects
         self._host = host or CpuShare()
         self.cache = ModelledCache(policy) if cache is None else cache
-        """What was accumulated since the last update."""
+        """The gradient sums since the last update."""
         self._lost = ""
         self._calls: list[asyncio.Future[None]] = []
-        """That run."""
+        """Calls in progress; `fail` makes them raise."""
 
     def fail(self, because: str) -> None:
-        """A fault: its process dies. Every call that runs, and every later one, raises WorkerError."""
+        """Injects a fault: the trainer's process dies. Running and later calls raise WorkerError."""
         self._lost = f"trainer/{self.policy} died: {because}"
         for call in self._calls:
             if not call.done():
                 call.set_exception(WorkerError(self._lost))
 
     def lose_cache(self) -> None:
-        """A fault: the gradient sums are gone, and nothing says so until the update misses them."""
+        """Injects a fault: the gradient sums are lost. Nothing reports it until an update misses them."""
         self.cache.clear()
 
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
-        """Reads the rows, also while others are worked on, and accumulates them."""
+        """Reads the rows, even while another call is in progress, and accumulates them in turn."""
         reading = asyncio.create_task(self.rows.read(ids), name=f"read-{micro_batch_id}")
         try:
             async with self._turn:
@@ -88,12 +89,12 @@ class ModelledTrainer:
             reading.cancel()
 
     async def accumulate_batch(self, batch: MicroBatch) -> LossReport:
-        """As `accumulate`, of rows that are here already."""
+        """Accumulates rows that have been read already."""
         async with self._turn:
             return await self._accumulate(batch)
 
     async def _accumulate(self, batch: MicroBatch) -> LossReport:
-        """Sums weight x advantage x tokens."""
+        """Adds weight x advantage x tokens of each row. A known micro-batch id only returns its first report."""
         self._check_on_devices()
         if batch.policy != self.policy:
             raise TrainingError(f"policy '{self.policy}': {batch.micro_batch_id} is of policy '{batch.policy}'")
@@ -102,7 +103,7 @@ class ModelledTrainer:
         return self.cache.add(batch, duration_s=await self.compute(batch))
 
     async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
-        """Takes no time: a real one adds up two buffers."""
+        """Closes credit groups. This takes no modelled time: a real trainer only adds two buffers."""
         async with self._turn:
             return await self._close_groups(lines)
 
@@ -111,13 +112,13 @@ class ModelledTrainer:
         return self.cache.close(lines)
 
     async def compute(self, batch: MicroBatch) -> float:
-        """Takes the time of a micro-batch, in seconds; what it says is in no cache yet."""
+        """Waits for as long as the micro-batch takes, and returns those seconds. Adds nothing to the cache."""
         tokens = sum(len(s.turn.prompt_ids) + s.num_tokens for s in batch.samples)
         costs = self.costs
         return await self._work(costs.micro_batch_s + costs.sample_s * len(batch.samples) + costs.token_s * tokens)
 
     async def step(self, divisors: Divisors) -> UpdateReport:
-        """weight += gradient / N_tok."""
+        """Updates the number that stands for weights: weight += gradient / N_tok."""
         async with self._turn:
             return await self._step(divisors)
 
@@ -140,7 +141,7 @@ class ModelledTrainer:
         )
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Sets `weights/{policy}/{version}`: the weight, and the version, so that no two of them have one checksum."""
+        """Sets `weights/{policy}/{version}` to the weight and the version, which makes every checksum different."""
         async with self._turn:
             return await self._publish(version)
 
@@ -153,7 +154,7 @@ class ModelledTrainer:
         return meta.key, meta.checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
-        """What the engine recorded."""
+        """Returns the log-probabilities that the engine recorded."""
         self._check_alive()
         return [sample.turn.raw_logprobs for sample in batch.samples]
 
@@ -172,7 +173,7 @@ class ModelledTrainer:
         return Appraised(values=values, reference=turn.raw_logprobs, divergence=divergence)
 
     async def save(self, path: Path) -> None:
-        """Writes `trainer.json`; also while it is set aside."""
+        """Writes `trainer.json`. This works without devices too."""
         async with self._turn:
             await self._save(path)
 
@@ -182,7 +183,7 @@ class ModelledTrainer:
         _write(path, "trainer.json", text)
 
     async def load(self, path: Path) -> Version:
-        """Reads `trainer.json`."""
+        """Restores the state from `trainer.json` and returns its version. Raises CheckpointError."""
         async with self._turn:
             return await self._load(path)
 
@@ -195,22 +196,22 @@ class ModelledTrainer:
         return self.version
 
     async def export(self, path: Path) -> None:
-        """Writes a folder with the weight in it."""
+        """Writes the weight to `weight.txt` in this folder."""
         self._check_alive()
         _write(path, "weight.txt", repr(self.weight))
 
     def set_aside(self) -> None:
-        """Takes its state off the devices, before anything has begun."""
+        """Takes the state off the devices at once; for use before the first call."""
         self.on_devices = False
 
     async def swap(self, *, on_devices: bool) -> None:
-        """Brings its state onto devices, or sets it aside: off them from the first moment, on them at the last."""
+        """Brings the state onto devices, or sets it aside. During the swap it counts as off the devices."""
         self.on_devices = False
         await self._spend(self.costs.resume_s if on_devices else self.costs.suspend_s)
         self.on_devices = on_devices
 
     async def _work(self, seconds: float) -> float:
-        """Keeps the devices busy for so long on a machine of their own; returns what it took on this one."""
+        """Keeps the devices busy for `seconds`, times the slowdown of a shared host; returns the seconds it took."""
         with self._host.busy_trainer():
             took_s = seconds * self._host.trainer_factor()
             await self._spend(took_s)
@@ -240,7 +241,7 @@ class ModelledTrainer:
 
 
 class ModelledProcessGroup:
-    """`ProcessGroup` of a simulated trainer, set aside when it is made."""
+    """`ProcessGroup` of a modelled trainer, whose state is set aside when the group is made."""
 
     def __init__(self, trainer: ModelledTrainer) -> None:
         self._trainer = trainer
@@ -248,15 +249,15 @@ class ModelledProcessGroup:
 
     @property
     def policy(self) -> PolicyName:
-        """Whose it is."""
+        """The trainer's policy."""
         return self._trainer.policy
 
     async def resume(self, lease: Lease) -> None:
-        """Takes `resume_s`, at any place."""
+        """Brings the state onto devices in `resume_s`, whatever the place."""
         await self._trainer.swap(on_devices=True)
 
     async def suspend(self) -> None:
-        """Takes `suspend_s`."""
+        """Sets the state aside in `suspend_s`."""
         await self._trainer.swap(on_devices=False)
 
 

@@ -1,4 +1,4 @@
-"""Object store of the simulated world: a dictionary, from and to which bytes take their time."""
+"""Object store of the simulated world: a dictionary whose transfers take modelled time."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ from flexmarl.objects.interface import ObjectKey, ObjectMeta, TensorTree
 
 
 class SimulatedObjectStore(InlineObjectStore):
-    """`ObjectStore` in virtual time. By default nothing takes any: publishing and loading have costs of their own."""
+    """`ObjectStore` in virtual time. By default transfers take none: publishing and loading have costs of their own."""
 
     def __init__(
         self,
@@ -18,18 +18,21 @@ class SimulatedObjectStore(InlineObjectStore):
         bytes_per_s: float = math.inf,
         bytes_of: Callable[[ObjectKey], int] | None = None,
     ) -> None:
-        """`bytes_of` says what an object stands for: simulated weights are a number or two. Default: its own bytes."""
+        """`bytes_of` gives the modelled size of an object, since simulated weights are a number or two.
+
+        By default an object has its real size.
+        """
         super().__init__()
         self._latency_s, self._bytes_per_s, self._bytes_of = latency_s, bytes_per_s, bytes_of
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
-        """The object is there once its bytes are; its key is taken at once."""
+        """Stores a copy at once, then waits for the transfer. Raises ValueError if the key is taken."""
         meta = await super().set(key, tree)
         await self._transfer(key, tree)
         return meta
 
     async def get(self, key: ObjectKey) -> TensorTree:
-        """The stored copy, once its bytes have come."""
+        """Waits for the transfer, then returns the stored copy."""
         tree = await super().get(key)
         await self._transfer(key, tree)
         return tree

@@ -1,20 +1,21 @@
-"""Decides how long something is, or takes: numbers drawn from a long-tailed, a short-tailed or no distribution.
+"""Decides what a workload asks of its agents: which agents, in which order, how many tokens, and what pauses.
 
-Decides what a synthetic workload asks of its agents: whom, in which order, for how many tokens, with what pauses.
+A plan has the calls of every episode of one task. `draw_plan` draws it from the settings of a synthetic workload,
+`recorded_plan` reads it from the journal of a run. `Distribution` draws single numbers, such as a tool's latency.
+
+A synthetic workload:
 
     query (task)   turns: round(turns_min + Exp(turns_extra))  ──► common route    planner writer planner
                                                                         │ at each turn, with chance route_correlation
     trajectory     a draw from the shares at the other turns   ──► its own route   planner planner planner
     call           len_mean x lognormal(query + trajectory + call effect) tokens, then a pause for a tool
 
-Every number is a function of (seed, split, task, trajectory, hop) alone, never of time: two systems that play the same
-tasks play the same calls, so that their steps can be compared one by one.
+Every number is a function of (seed, split, task, trajectory, hop) alone, never of time. Two systems that play the same
+tasks therefore play the same calls, and their steps can be compared one by one.
 
-Decides what a recorded workload asks of its agents: what the journal of a run says that its episodes did.
-
-Each policy of the run is one agent of its name, since the journal knows no other. The calls of an episode are played
-one after another, by hop; the pause behind one is what passed until the next was sent: tools, and the workflow's own
-time.
+A recorded workload: each policy of the run becomes one agent of the same name, because the journal names only policies.
+The calls of an episode are played one after another, by hop. The pause after a call is the time until the next call was
+sent: tools, and the workflow's own time.
 """
 
 import math
@@ -39,7 +40,7 @@ from flexmarl.tasks import Split
 
 
 class Distribution(Settings):
-    """Where numbers are drawn from; a plain number is always drawn.
+    """A distribution of numbers: long-tailed, short-tailed or constant. A plain number is a constant.
 
     >>> Distribution.model_validate(3.5).draw(random.Random(0))
     3.5
@@ -69,7 +70,7 @@ class Distribution(Settings):
         return self
 
     def draw(self, rng: random.Random) -> float:
-        """The next number of this stream."""
+        """Draws a number with `rng`, clipped to [floor, cap]."""
         return min(max(self._draw(rng), self.floor), self.cap)
 
     def _draw(self, rng: random.Random) -> float:
@@ -89,14 +90,14 @@ class PlannedCall:
     tokens: int
     """Response tokens."""
     pause_s: float
-    """Until the next call: what a tool takes."""
+    """Pause until the next call, such as a tool's time."""
 
 
 class Plan(Protocol):
-    """The calls of every episode of one task; in `Task.data["plan"]`."""
+    """The calls of every episode of one task. A task holds it in `Task.data["plan"]`."""
 
     def calls(self, trajectory: int) -> tuple[PlannedCall, ...]:
-        """Those of episode number `trajectory` of the group, in their order."""
+        """Returns the calls of episode number `trajectory` of the group, in order."""
         ...
 
 
@@ -104,23 +105,23 @@ class WorkloadSettings(Settings):
     """A workload as data: `tasks.params` of the generator `workload`. Lengths in tokens, times in seconds."""
 
     agents: Mapping[str, float] = Field(min_length=1)
-    """Share of the calls that each agent gets; shares are relative to their sum."""
+    """Each agent's share of the calls; shares are relative to their sum."""
     turns_min: int = Field(default=3, ge=1)
     turns_extra: float = Field(default=0.0, ge=0)
-    """Mean of the exponential that is added to it, for all episodes of a task together."""
+    """Mean of an exponential number of turns that is added to `turns_min`, drawn once per task."""
     turns_max: int = Field(default=16, ge=1)
     len_mean: float = Field(default=300.0, gt=0)
-    """Mean response, before floor and cap."""
+    """Mean length of a response, before floor and cap."""
     sigma_query: float = Field(default=0.2, ge=0)
     """Standard deviation of the logarithm of the factor that all calls of a task share."""
     sigma_traj: float = Field(default=0.1, ge=0)
-    """The same for all calls of an episode."""
+    """Standard deviation of the logarithm of the factor that all calls of an episode share."""
     sigma_call: float = Field(default=1.0, ge=0)
-    """The same for each call: 1.1 puts one call in a hundred above seven times the mean."""
+    """The same for the factor of a single call: 1.1 puts one call in a hundred above seven times the mean."""
     len_floor: int = Field(default=16, ge=1)
     len_cap: int = Field(default=8192, ge=1)
     route_correlation: float = Field(default=0.5, ge=0, le=1)
-    """Chance, at each turn, that an episode goes where the other episodes of its task go."""
+    """Chance, at each turn, that an episode calls the agent on the common route of its task."""
     tool_mean_s: float = Field(default=0.5, ge=0)
     """Mean of the exponential pause after a call."""
 
@@ -147,12 +148,12 @@ class DrawnPlan:
     stream: tuple[int, ...]
     """Root of its random numbers: seed, split, index."""
     route: tuple[int, ...]
-    """The common route, as places in `workload.agents`; its length is the number of turns."""
+    """The common route, as indices into `workload.agents`; its length is the number of turns."""
     log_effect: float
-    """Of the query on the logarithm of its lengths."""
+    """The task's part of the logarithm of every response length."""
 
     def calls(self, trajectory: int) -> tuple[PlannedCall, ...]:
-        """Those of one episode.
+        """Draws the calls of one episode.
 
         >>> settings = WorkloadSettings(agents={"planner": 0.7, "writer": 0.3})
         >>> draw_plan(settings, 0, 0, "train").calls(3) == draw_plan(settings, 0, 0, "train").calls(3)
@@ -172,7 +173,7 @@ class DrawnPlan:
 
 
 def draw_plan(workload: WorkloadSettings, seed: int, index: int, split: Split) -> DrawnPlan:
-    """The plan of task number `index`."""
+    """Draws the plan of task number `index`."""
     stream = (seed, int(split == "held_out"), index)
     rng = np.random.default_rng([*stream, 0])
     turns = min(workload.turns_max, round(workload.turns_min + rng.exponential(workload.turns_extra)))
@@ -181,13 +182,13 @@ def draw_plan(workload: WorkloadSettings, seed: int, index: int, split: Split) -
 
 
 def _routes(workload: WorkloadSettings, uniform: np.ndarray) -> np.ndarray:
-    """[turns] in [0, 1) -> the agents they fall on, as places in `workload.agents`."""
+    """Maps [turns] numbers in [0, 1) to agents, by their shares. Returns indices into `workload.agents`."""
     limits = np.cumsum(list(workload.agents.values()))
     return np.searchsorted(limits / limits[-1], uniform, side="right")
 
 
 def _median(workload: WorkloadSettings) -> float:
-    """Of the lognormal that has the mean `len_mean`: the mean of exp(N(0, s)) is exp(s^2 / 2)."""
+    """Returns the median of the lognormal with mean `len_mean`: exp(N(0, s^2)) has the mean exp(s^2 / 2)."""
     variance = workload.sigma_query**2 + workload.sigma_traj**2 + workload.sigma_call**2
     return workload.len_mean * math.exp(-variance / 2)
 
@@ -204,12 +205,12 @@ class RecordedPlan:
     episodes: tuple[Calls, ...]
 
     def calls(self, trajectory: int) -> Calls:
-        """Those of one episode; where the run had fewer episodes, from the first one again."""
+        """Returns the calls of one episode. If the run had fewer episodes, they repeat from the first."""
         return self.episodes[trajectory % len(self.episodes)]
 
 
 def recorded_plan(run: Path, index: int) -> RecordedPlan:
-    """The plan of task number `index`; where the run had fewer groups, from the first one again. Raises ConfigError."""
+    """Returns the plan of task number `index`. If the run had fewer groups, they repeat. Raises ConfigError."""
     plans = _plans_of(run)
     return plans[index % len(plans)]
 
@@ -226,7 +227,7 @@ def _plans_of(run: Path) -> tuple[RecordedPlan, ...]:
 
 
 def plans_in(events: Iterable[Mapping[str, Any]]) -> tuple[RecordedPlan, ...]:
-    """The plan of each group of training, in order of admission; of a group that was played again, the last attempt."""
+    """Returns the plan of each training group, in order of admission; of a repeated group, that of the last attempt."""
     groups: dict[int, dict[tuple[int, int], dict[int, Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for event in events:
         if event["event"] == "call" and event["finish"] in COMPLETE and event["sampled_tokens"]:
@@ -246,7 +247,7 @@ def _calls(by_hop: Mapping[int, Mapping[str, Any]]) -> Calls:
     events = [by_hop[hop] for hop in sorted(by_hop)]
     began = [event["began"] for event in events[1:]]
     ended = [event.get("ended", event["t"]) for event in events]
-    # Calls of one episode may overlap: the pause between two such is none.
+    # Calls of one episode may overlap: the pause between them is then 0.
     pauses = [max(0.0, after - before) for after, before in zip(began, ended, strict=False)]
     return tuple(
         PlannedCall(event["policy"], event["sampled_tokens"], pause)

@@ -1,15 +1,11 @@
-"""Decides what an agent of the simulated world says, in several ways; the settings class is the way.
+"""Decides what simulated engines answer, by agent: replies take the place of weights.
 
-scripted   a function of the user's: prompt text -> text, so that workflows branch as they would
-lengths    so many tokens without meaning, from a distribution
-asked      as many tokens without meaning as the prompt asks for: `write 313 tokens`
-
-Replies of a recorded run, from its experience store: the same sample gets the same reply again.
-
-Decides what simulated engines answer, by agent: what stands in for weights.
-
-simulation.replies: {AGENT: {type: ...}}      reply_kinds.py
-simulation.recorded: RUN                      recorded_replies.py, for the agents that `replies` does not name
+simulation.replies: {AGENT: {type: ...}}      one of these kinds; each is a settings class that makes a responder
+    scripted   a user's function: prompt text -> text, so that workflows branch as they would
+    lengths    meaningless tokens, their number drawn from a distribution
+    asked      as many meaningless tokens as the prompt asks for: `write 313 tokens`
+simulation.recorded: RUN                      replies from a run's experience store, for agents that `replies` does not
+                                              name: the same sample gets the same reply again
 """
 
 import random
@@ -32,8 +28,11 @@ from flexmarl.simulator.plan import Distribution
 from flexmarl.tasks.registry import Registry
 
 Responder = Callable[[GenerationRequest], IntArray]
-"""[R] int32, R >= 1: what a request samples if nothing cuts it short, a function of the request alone. Raises
-EngineError for one that is to end with finish `error`. It minds stop strings; stop ids and `max_tokens` are minded."""
+"""request -> [R] int32, R >= 1: the ids that the request samples, a function of the request alone.
+
+Raises EngineError for a request that shall end with finish `error`. The responder must honour stop strings itself. Stop
+ids and `max_tokens` are applied to its reply afterwards.
+"""
 
 Script = Callable[[str, random.Random], str]
 """(prompt as text without special tokens, random numbers of the request's seed) -> reply."""
@@ -42,7 +41,7 @@ SCRIPTS: Registry[Script] = Registry("responder", setting="name")
 
 ASKED = re.compile(r"write (\d+) tokens")
 ASKED_WITHIN = 128
-"""Tokens at the prompt's end in which `asked` looks: to decode all of a long conversation costs more than the call."""
+"""Tokens at the prompt's end that `asked` reads: decoding a whole long conversation would cost more than the call."""
 
 
 def responder(name: str) -> Callable[[Script], Script]:
@@ -56,13 +55,13 @@ def responder(name: str) -> Callable[[Script], Script]:
 
 
 class Scripted(Settings):
-    """What a function says that a file under `code` registers with `@responder(name)`."""
+    """Replies by a function that a file under `code` registers with `@responder(name)`."""
 
     type: Literal["scripted"] = "scripted"
     name: str = Field(description="What `@responder` called it.")
 
     def responder(self, renderer: ChatRenderer) -> Responder:
-        """Raises ConfigError if there is no function of that name; its text begins with the key."""
+        """Makes the responder. Raises ConfigError if no function has that name; its text begins with the key."""
         script, end = SCRIPTS[self.name], end_of_turn(renderer)
 
         def respond(request: GenerationRequest) -> IntArray:
@@ -75,7 +74,7 @@ class Scripted(Settings):
 
 
 class Lengths(Distribution):
-    """Tokens without meaning, as many as drawn by the request's seed, the end of the turn included."""
+    """Replies of meaningless tokens. The request's seed draws their number, which includes the end of the turn."""
 
     type: Literal["lengths"] = "lengths"
     shape: Literal["constant", "exponential", "lognormal"] = Field(
@@ -85,18 +84,18 @@ class Lengths(Distribution):
     cap: float = Field(default=8192, le=1 << 20, description="Longest reply.")
 
     def responder(self, renderer: ChatRenderer) -> Responder:
-        """The same for every agent with these settings."""
+        """Makes the responder. It does not depend on the agent."""
         filler = Filler(renderer)
         return lambda request: filler(round(self.draw(random.Random(request.seed))))
 
 
 class Asked(Settings):
-    """Tokens without meaning, as many as the prompt asks for last: `write 313 tokens`."""
+    """Replies of as many meaningless tokens as the prompt's end asks for: `write 313 tokens`."""
 
     type: Literal["asked"] = "asked"
 
     def responder(self, renderer: ChatRenderer) -> Responder:
-        """The same for every agent with this renderer."""
+        """Makes the responder. It does not depend on the agent."""
         filler = Filler(renderer)
 
         def respond(request: GenerationRequest) -> IntArray:
@@ -116,7 +115,7 @@ AnyReplies = Annotated[Scripted | Lengths | Asked, Field(discriminator="type")]
 
 
 class Filler:
-    """Replies of any length: views of one array, since a simulation has a hundred thousand of them."""
+    """Makes replies of any length. They are views of one array, because a simulation has some 100,000 of them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._word = [*renderer.encode("x"), 0][0]
@@ -137,12 +136,12 @@ class Filler:
 
 
 def end_of_turn(renderer: ChatRenderer) -> int:
-    """The id with which a model says that its turn is over."""
+    """Returns the token id that ends a model's turn."""
     return min(renderer.extension.end_ids or renderer.stop_ids)
 
 
 def _up_to_a_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text up to the end of the first stop string in it.
+    """Returns the text up to the end of the first stop string in it.
 
     >>> _up_to_a_stop("calc(2+2) is 4", (")",))
     'calc(2+2)'
@@ -152,7 +151,7 @@ def _up_to_a_stop(text: str, stops: tuple[str, ...]) -> str:
 
 
 def recorded_responders(run: Path, agents: Sequence[AgentName]) -> dict[AgentName, Responder]:
-    """What each of these agents said in the run whose folder this is. Raises ConfigError if it said nothing."""
+    """Makes a responder per agent from the replies in a run folder. Raises ConfigError if an agent has none there."""
     store = RunFolder(run).store
     if not store.is_file():
         raise ConfigError(
@@ -175,7 +174,7 @@ def _replies(reader: StoreReader, run: Path, agent: AgentName) -> dict[SampleId,
 
 
 def _uncut(ids: IntArray, finish: str) -> IntArray:
-    """The reply with one token more if its length ended it: at the same `max_tokens`, it ends for the same reason."""
+    """Adds a token to a reply that its length ended, so that the same `max_tokens` ends it for the same reason."""
     return np.append(ids, ids[-1:]) if finish == FinishReason.LENGTH else ids
 
 
@@ -184,20 +183,20 @@ def _recorded(agent: AgentName, replies: dict[SampleId, IntArray]) -> Responder:
 
     def respond(request: GenerationRequest) -> IntArray:
         said = replies.get(SampleId(request.request_id))
-        # A sample that the record lacks: another step, another attempt, or an evaluation.
+        # The record lacks samples of other steps, of other attempts and of evaluations.
         return others[request.seed % len(others)] if said is None else said
 
     return respond
 
 
 DEFAULT = "default"
-"""The agents that `simulation.replies` does not name."""
+"""Key for the agents that `simulation.replies` does not name."""
 
 
 def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: Path | None = None) -> Responder:
-    """One responder for all engines of a run: a request's conversation says which agent asks.
+    """Makes one responder for all engines of a run. A request's conversation names the agent that asks.
 
-    Raises ConfigError for an agent that nobody speaks for, and for replies of an agent that there is not.
+    Raises ConfigError for an agent without replies, and for replies of an unknown agent.
     """
     if unknown := set(replies) - {*team.agents, DEFAULT}:
         raise ConfigError(
@@ -217,9 +216,9 @@ def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded:
 
 
 def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, FinishReason]:
-    """What is left to say of the responder's reply, and how it ends.
+    """Returns the responder's reply from the request's offset on, and its finish reason.
 
-    Of a request that another instance began, the responder sees the original: it answers the same.
+    If another instance began the request, the responder gets the original request, so that it answers the same.
     """
     said = request.offset
     if not said:
@@ -238,7 +237,7 @@ def _responder(agent: AgentName, kind: AnyReplies, renderer: ChatRenderer) -> Re
 
 
 def _agent_of(request: GenerationRequest) -> AgentName:
-    """The middle of `{trajectory}/{agent}/{branch}`."""
+    """Returns the agent in the conversation's name, `{trajectory}/{agent}/{branch}`."""
     parts = (request.conversation or "").split("/")
     if len(parts) != 3:
         raise EngineError(
@@ -249,7 +248,7 @@ def _agent_of(request: GenerationRequest) -> AgentName:
 
 
 def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
-    """The ids up to the first stop id, or up to `max_tokens`; a reply that just ends has stopped."""
+    """Cuts the ids after the first stop id, or at `max_tokens`. A reply that ends by itself has finish `stop`."""
     if not len(ids):
         raise EngineError("the responder gave no token; a reply has at least one")
     kept = ids[: sampling.max_tokens]

@@ -26,30 +26,30 @@ from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.rows import RowReader
 
 NODE = "simulated"
-"""Where all residents are if there is one node; of several, the first is `simulated-0`."""
+"""Name of the only node. Several nodes are called `simulated-0`, `simulated-1` and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledResidents:
-    """What each modelled process holds."""
+    """Makes the engines and trainers of a simulated run, and the cluster that they live in."""
 
     costs: Callable[[PolicyName], CostSettings]
-    """Of a policy's devices."""
+    """Gives the costs of a policy's devices."""
     objects: ObjectStore
     rows: RowReader
     host: CpuShare
     respond: Responder
     spare: int
-    """Replacements that may live beside those that they replace."""
+    """Number of replacements for which every node has extra room."""
     nodes: int = 1
 
     def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
-        """Nodes with room for all of them on each: what a lost one had may start on another."""
+        """Makes nodes that each have room for all residents, so that those of a lost node can start on another."""
         names = [NODE] if self.nodes == 1 else [f"{NODE}-{n}" for n in range(self.nodes)]
         return inproc_cluster(dict.fromkeys(names, residents + self.spare))
 
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
-        """One inference instance, which may be moved to another policy."""
+        """Specifies one inference instance, which may be moved to another policy."""
         make = partial(
             ModelledEngine,
             self.costs(policy).engine,
@@ -68,7 +68,7 @@ class ModelledResidents:
         )
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
-        """The trainer of a policy."""
+        """Specifies the trainer of a policy."""
         return ResidentSpec(
             name=f"{ResidentKind.TRAINER}/{policy}",
             kind=ResidentKind.TRAINER,
@@ -80,9 +80,9 @@ class ModelledResidents:
         )
 
     def replacement_s(self, policy: PolicyName) -> float:
-        """Only replacements take their time to start."""
+        """Returns the seconds that a replacement takes to start. The first instances start at once."""
         return self.costs(policy).engine.start_s
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """All of them: who shares devices with whom is the residency's business."""
+        """Returns a process group for every trainer. The residency decides which of them share devices."""
         return {policy: ModelledProcessGroup(cast(ModelledTrainer, trainer)) for policy, trainer in trainers.items()}

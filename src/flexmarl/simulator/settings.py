@@ -1,4 +1,4 @@
-"""What `cluster.backend=simulated` models: costs, replies, tools. Other worlds ignore it."""
+"""Settings of `cluster.backend=simulated`: costs, replies, tools. Other worlds ignore them."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Experience store on dictionaries, for virtual time: a simulation puts some hundred thousand rows piece by piece.
+"""Experience store on dictionaries, for virtual time: a simulation puts some 100,000 rows, piece by piece.
 
     put ──► row, as the SQLite stores encode it ──► settled READY ──► heap of its policy ──► claim
                         │
-                        '── query: copied into SQLite in memory, since few ask
+                        '── query: copied into SQLite in memory, because queries are rare
 
-Nothing waits, and nothing is kept beyond the process.
+No call waits, and nothing outlives the process.
 """
 
 import heapq
@@ -41,28 +41,28 @@ OPEN = Place(RowState.OPEN)
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One row."""
+    """One row and its state."""
 
     sample_id: SampleId
     agent: AgentName
     policy: PolicyName
     order: ClaimOrder
     cells: dict[str, Any]
-    """What was put so far; the version and the next agent too."""
+    """All values put so far, including the version and the next agent."""
     place: Place = OPEN
 
 
 class SimulatedStore:
-    """An ExperienceStore whose calls cost microseconds, whatever is in it."""
+    """An ExperienceStore on dictionaries: to put, claim, settle or get a row takes microseconds."""
 
     def __init__(self, *, agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
-        """A new store, with the same data columns for every agent."""
+        """Makes an empty store with the same data columns for every agent."""
         self._tables = Tables(agents, columns)
         self._kinds = {column.name: column.kind for column in columns}
         self._references = [column.name for column in columns if CODECS[column.kind].by_reference]
         self._rows: dict[SampleId, _Kept] = {}
         self._ready: dict[PolicyName, list[tuple[ClaimOrder, SampleId]]] = defaultdict(list)
-        """Heaps. A row that has left READY since stays until it comes up."""
+        """For each policy a heap of READY rows. A row that has left READY stays in it until it is popped."""
         self._counts: dict[PolicyName, Counter[RowState]] = defaultdict(Counter)
         self._pruned = GroupId(0)
         """Payloads of groups before this one have been dropped."""
@@ -118,7 +118,7 @@ class SimulatedStore:
         return [row.sample_id for row in lost]
 
     async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
-        """Discards the rows of this and all younger groups, and of those played again."""
+        """Discards the rows of `next_group`, of all younger groups and of groups in `replay`; returns how many."""
         self._check_open()
         again = frozenset(replay)
         discarded = {row.sample_id for row in self._rows.values() if _group(row) >= next_group or _group(row) in again}
@@ -132,7 +132,7 @@ class SimulatedStore:
         return len(discarded)
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
-        """Drops payloads of the oldest groups until the store is small enough."""
+        """Drops payloads of the oldest groups until the store fits the budget; returns the number of rows pruned."""
         self._check_open()
         ended: dict[int, list[_Kept]] = defaultdict(list)
         for row in self._rows.values():
@@ -153,12 +153,12 @@ class SimulatedStore:
         return [self._row(row) for row in self._located(ids)]
 
     async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
-        """How many rows of the policy are in each state (absent: none)."""
+        """Counts the policy's rows by state. A state without rows is absent."""
         self._check_open()
         return {state: n for state, n in self._counts[policy].items() if n}
 
     async def query(self, sql: str) -> Table:
-        """Any one SELECT over a copy of all rows, made for it."""
+        """Runs one SELECT on a copy of all rows, made for this call."""
         self._check_open()
         with closing(connect(":memory:")) as db:
             with transaction(db):
@@ -168,7 +168,7 @@ class SimulatedStore:
             return query(db, sql)
 
     async def close(self) -> None:
-        """Ends it; calling it twice is no error."""
+        """Closes the store. It may be called twice."""
         self._open = False
 
     def _check_open(self) -> None:
@@ -176,7 +176,7 @@ class SimulatedStore:
             raise StoreError("the experience store is closed; open a new one")
 
     def _change(self, encoded: EncodedRows, sample_id: SampleId) -> tuple[_Kept, dict[str, Stored]]:
-        """The row, perhaps a new one, and what it lacks; refuses what the row cannot take."""
+        """Returns the row, perhaps a new one, and the cells it lacks. Raises StoreError for what it cannot take."""
         agent, policy, given = encoded.agent, encoded.policies[sample_id], encoded.cells[sample_id]
         row = self._rows.get(sample_id)
         if row is None:

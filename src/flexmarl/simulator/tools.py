@@ -1,4 +1,4 @@
-"""Twins of tools: they take a modelled time and answer a fixed text, or what a tool that only computes would answer."""
+"""Twins of tools: a call takes a modelled time, and answers a fixed text or what a tool that only computes answers."""
 
 import asyncio
 import random
@@ -16,11 +16,11 @@ from flexmarl.tools import Calculator, Tool
 
 AS_IS: Final = "as_is"
 PURE = (Calculator,)
-"""Tools that compute and wait for nothing: their own answer may be had in virtual time."""
+"""Tools that only compute and never wait: they can be called in virtual time."""
 
 
 class ToolTwin(Settings):
-    """What stands in for a tool."""
+    """The model of one tool in a simulation."""
 
     latency_s: Distribution = Field(
         default=Distribution(mean=0.0), description="What a call takes: a number, or a distribution."
@@ -32,7 +32,7 @@ class ToolTwin(Settings):
 
 @dataclass(frozen=True, slots=True)
 class _Twin:
-    """A tool in virtual time. The same call by the same agent always takes as long."""
+    """A tool in virtual time. The same call by the same agent always takes the same time."""
 
     tool: Tool
     twin: ToolTwin
@@ -40,12 +40,12 @@ class _Twin:
 
     @property
     def name(self) -> str:
-        """The tool's own."""
+        """The tool's own name."""
         return self.tool.name
 
     @property
     def description(self) -> str:
-        """The tool's own."""
+        """The tool's own description."""
         return self.tool.description
 
     async def __call__(self, argument: str) -> str:
@@ -55,9 +55,9 @@ class _Twin:
 
 
 def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
-    """The team with a twin for each of its tools. Raises ConfigError for a tool that cannot have one.
+    """Returns the team with a twin for each of its tools. Raises ConfigError for a tool that cannot have one.
 
-    `twins` are by the name that agents call the tool by; a calculator needs none.
+    `twins` has each tool's model by the name that agents call; a calculator needs none.
     """
     names = {name for agent in team.agents.values() for name in agent.tools}
     if unknown := set(twins) - names:

@@ -11,8 +11,8 @@ tasks. Threads and sockets are refused: what they do takes real time, which virt
 
 Where asyncio leaves the order open, this loop fixes it: timers of the same instant fire in the order they were set
 (asyncio's heap may swap them), none fires before its instant (asyncio rounds by the clock's resolution), and sets of
-tasks iterate in the same order in every process (so a TaskGroup always cancels its tasks in the same order). What it
-cannot reach: `asyncio.as_completed` shuffles bare coroutines by address, so give it tasks.
+tasks iterate in the same order in every process (so a TaskGroup always cancels its tasks in the same order). It cannot
+fix one order: `asyncio.as_completed` shuffles bare coroutines by address, so pass it tasks.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ class VirtualTimeError(FlexmarlError):
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Selector on nothing: instead of sleeping until the next timer, it moves the clock there."""
+    """Selector that watches nothing: instead of sleeping until the next timer, it moves the clock there."""
 
     def __init__(self) -> None:
         self.loop: VirtualTimeLoop | None = None
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        if self.loop is not None:  # Until then it is the pipe that every asyncio loop opens to itself.
+        if self.loop is not None:  # Before that, it is the pipe that every asyncio loop opens to itself.
             raise VirtualTimeError(f"virtual time has no sockets, but {fileobj!r} was to be watched; use asyncio.Queue")
         key = selectors.SelectorKey(fileobj, fileobj if isinstance(fileobj, int) else fileobj.fileno(), events, data)
         self._keys[key.fd] = key
@@ -119,7 +119,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = math.ulp(self._now)
 
     def report_deadlock(self) -> NoReturn:
-        """Raises DeadlockError with the names of all tasks that can never go on."""
+        """Raises DeadlockError with the names of all waiting tasks."""
         waiting = sorted(task.get_name() for task in asyncio.all_tasks(self) if not task.done())
         raise DeadlockError(
             f"deadlock at {self._now:.6g} s: nothing can run; waiting: {', '.join(waiting) or 'nobody'}"
@@ -128,7 +128,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Sets a timer; after those that are already set for the same instant."""
+        """Sets a timer. It fires after those already set for the same instant."""
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         if math.isnan(when):
@@ -147,7 +147,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """Refuses other threads. Asyncio itself calls it from ours: to close a dropped async generator, on Ctrl-C."""
+        """Refuses other threads. asyncio calls it from the loop's own: for a dropped async generator, and on Ctrl-C."""
         if self._thread_id not in (None, threading.get_ident()):
             raise VirtualTimeError(f"virtual time has no threads, but one called back with {callback!r}")
         return self.call_soon(callback, *args, context=context)

@@ -1,10 +1,10 @@
-"""Workload as tasks and a workflow: the tasks hold a plan of calls, the workflow makes them.
+"""Workload as tasks and a workflow: each task holds a plan of calls, and the workflow makes these calls.
 
     tasks: {type: generator, name: workload, params: {agents: {planner: 0.7, writer: 0.3}, turns_min: 2, len_mean: 300}}
     team: {workflow: {type: custom, name: call_graph}, agents: {planner: {policy: planner}, writer: {policy: writer}}}
 
-`params: {recorded: runs/NAME}` plays the calls of a run's journal instead (recorded_plan.py). An agent is told in words
-how long its answer should be, `write 313 tokens`; the simulated engine's replies obey.
+`params: {recorded: runs/NAME}` plays the calls of a run's journal instead (plan.py). Each prompt asks for a length in
+words, `write 313 tokens`, and simulated replies of `type: asked` have that length.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from flexmarl.tasks import Split, task_generator
 
 @task_generator("workload")
 def planned_task(seed: int, index: int, split: Split, **params: Any) -> Task:
-    """Task number `index`; `params` are those of WorkloadSettings, or `recorded`, the folder of a run."""
+    """Makes task number `index`. `params` are those of WorkloadSettings, or `recorded`, the folder of a run."""
     return Task(
         input_id=f"{split}-{seed}-{index}",
         prompt=f"{split} query {index}",
@@ -32,7 +32,7 @@ def planned_task(seed: int, index: int, split: Split, **params: Any) -> Task:
 
 
 def plan_of(params: Mapping[str, Any], seed: int, index: int, split: Split) -> Plan:
-    """The plan of one task. Raises ConfigError naming the key under `tasks.params`."""
+    """Returns the plan of one task. Raises ConfigError naming the key under `tasks.params`."""
     if "recorded" in params:
         if others := sorted(params.keys() - {"recorded"}):
             raise ConfigError(f"tasks.params.{others[0]}: `recorded` takes everything from the run; leave it out")
@@ -41,7 +41,7 @@ def plan_of(params: Mapping[str, Any], seed: int, index: int, split: Split) -> P
 
 
 def settings_of(params: Mapping[str, Any]) -> WorkloadSettings:
-    """The workload in `tasks.params`. Raises ConfigError naming the first wrong key."""
+    """Reads the workload in `tasks.params`. Raises ConfigError naming the first wrong key."""
     try:
         return WorkloadSettings.model_validate(params)
     except ValidationError as error:
@@ -54,8 +54,10 @@ def settings_of(params: Mapping[str, Any]) -> WorkloadSettings:
 
 @workflow("call_graph")
 async def call_graph(task: Task, team: Team) -> None:
-    """Makes the calls of the task's plan, one after another. Nothing can be learned: all rewards of an episode are one
-    random number of its own."""
+    """Makes the calls of the task's plan, one after another.
+
+    Nothing can be learned: every call of an episode gets the same random reward.
+    """
     plan: Plan = task.data["plan"]
     _, trajectory, _ = split_trajectory_id(team.context.trajectory_id)
     reward = team.rng.random()

@@ -1,4 +1,4 @@
-"""Where questions come from. In: generators, files, datasets. Out: tasks by position; environments to play them in."""
+"""Sources of tasks. In: generators, files, datasets. Out: tasks by position, and environments to play them in."""
 
 from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
 from flexmarl.tasks.generator import TaskGenerator, task_generator

@@ -1,4 +1,4 @@
-"""What every environment can do: the state that a task is played in, when it has one."""
+"""The interface and the settings of an environment: the state that a task is played in, if it has one."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from flexmarl.tasks.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one action led to; what the agent sees of it comes from `observe`."""
+    """The result of one action. The agent sees its effect through `observe`."""
 
     reward: float
     done: bool
-    """The play is over: only `reset` and `restore` may follow."""
+    """True if the play is over: only `reset` and `restore` may follow."""
 
 
 S = TypeVar("S", bound=Hashable)
 
 
 class Environment(Protocol[S]):
-    """One play at a time, called by one workflow. Everything random comes from the seed of `reset`.
+    """The state of one play at a time, called by one workflow. All randomness comes from the seed of `reset`.
 
-    Any text is an action: what it does not understand it answers in the next observation, and perhaps with a penalty.
-    EpisodeError is for its own faults, and for a `step` after the end.
+    Any text is an action. If the environment does not understand an action, the next observation says so, and the
+    reward may be a penalty. It raises EpisodeError for its own faults only, and for a `step` after the end.
     """
 
     def reset(self, seed: int) -> None:
@@ -36,7 +36,7 @@ class Environment(Protocol[S]):
         ...
 
     def observe(self) -> str:
-        """What an agent sees now. Changes nothing."""
+        """The text that an agent sees now. Changes nothing."""
         ...
 
     def step(self, action: str) -> StepResult:
@@ -48,7 +48,7 @@ class Environment(Protocol[S]):
         ...
 
     def restore(self, snapshot: S) -> None:
-        """Back to that state, also in another instance; the future is then the same as it was."""
+        """Returns to the state of a snapshot, also of another instance. The same actions then give the same results."""
         ...
 
 
@@ -64,9 +64,9 @@ class EnvironmentSettings(Settings):
     """The environment that every task of a run is played in."""
 
     name: str = Field(min_length=1)
-    """Of the factory; its file is listed under `code`."""
+    """Name of the factory; its file is listed under `code`."""
     params: Mapping[str, Any] = Field(default={})
-    """Its keyword parameters."""
+    """Keyword parameters of the factory."""
 
     def resolve(self) -> Callable[[Task], Environment[Any]]:
         """The factory with its parameters. Raises ConfigError for an unknown name."""

@@ -25,7 +25,7 @@ class TaskGenerator(Protocol):
     """Makes task number `index` of a split from its arguments alone; keyword-only parameters come from the config."""
 
     def __call__(self, seed: int, index: int, split: Split, **params: Any) -> Task:
-        """The task."""
+        """Makes the task."""
         ...
 
 
@@ -39,12 +39,12 @@ class GeneratorTasks(Settings):
 
     type: Literal["generator"] = "generator"
     name: str = Field(min_length=1)
-    """Of the generator; its file is listed under `code`."""
+    """Name of the generator; its file is listed under `code`."""
     params: Mapping[str, Any] = Field(default={})
-    """Its keyword parameters."""
+    """Keyword parameters of the generator."""
 
     def open(self, *, seed: int, base: Path = Path(".")) -> "GeneratorSource":
-        """The source. Raises ConfigError for an unknown generator or parameter."""
+        """Opens the source. Raises ConfigError for an unknown generator or parameter."""
         return GeneratorSource(self, seed=seed)
 
 

@@ -1,4 +1,4 @@
-"""What every source of tasks can do."""
+"""The interface of a task source."""
 
 from typing import Literal, Protocol
 
@@ -13,12 +13,12 @@ class SourceExhausted(ConfigError):
 
 
 class TaskSource(Protocol):
-    """Tasks by position. The same settings and seed give the same task at the same position, in any process and order
-    of asking: where a run stands in its source is one integer."""
+    """Tasks by position. The same settings and seed give the same task at the same position, in any process and for any
+    order of calls. One integer is therefore all that a run must remember of its source."""
 
     @property
     def num_train(self) -> int | None:
-        """Positions that `train` has, all epochs together; None: it never ends."""
+        """Number of positions that `train` has, all epochs together; None: no end."""
         ...
 
     def train(self, index: int) -> Task:

@@ -15,13 +15,13 @@ class Registry(Generic[F]):
     """Functions of one kind by name; filled by a decorator when the user's files are imported."""
 
     def __init__(self, kind: str, *, setting: str) -> None:
-        """`setting` is the key of the config that names one, for errors."""
+        """`setting`: the config key that names a function, for error messages."""
         self._kind = kind
         self._setting = setting
         self._table: dict[str, Any] = {}
 
     def register(self, name: str) -> Callable[[G], G]:
-        """Decorator that gives a function its name. A name is given once; a file imported twice gives it again."""
+        """Decorator that registers a function. Two functions cannot share a name; one file may be imported twice."""
 
         def add(function: G) -> G:
             there = self._table.get(name, function)
@@ -33,7 +33,7 @@ class Registry(Generic[F]):
         return add
 
     def __getitem__(self, name: str) -> F:
-        """The function of that name. Raises ConfigError with the nearest names and those there are."""
+        """The function of that name. Raises ConfigError with the nearest name and all known names."""
         if name not in self._table:
             near = difflib.get_close_matches(name, self._table, n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
@@ -47,7 +47,7 @@ class Registry(Generic[F]):
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """Where it is written; a class, where its first method is."""
+    """File and line of a function; for a class, those of its first method."""
     methods = vars(function).values() if inspect.isclass(function) else [inspect.unwrap(function)]
     code = next((method.__code__ for method in methods if inspect.isfunction(method)), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

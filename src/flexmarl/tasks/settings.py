@@ -1,4 +1,4 @@
-"""Where tasks come from: the `tasks` section of a config."""
+"""Settings of a task source: the `tasks` section of a config."""
 
 from typing import Annotated
 
@@ -8,4 +8,4 @@ from flexmarl.tasks.generator import GeneratorTasks
 from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks
 
 TaskSettings = Annotated[GeneratorTasks | JsonlTasks | HuggingFaceTasks, Field(discriminator="type")]
-"""Chosen by `type`. `open(seed=..., base=...)` gives the TaskSource; relative paths start from `base`."""
+"""Settings of a source, chosen by `type`. `open(seed=..., base=...)` opens it; relative paths start from `base`."""

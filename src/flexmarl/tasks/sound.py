@@ -1,7 +1,4 @@
-"""Decides whether a run would be evaluated on what it was trained on.
-
-Decides whether what a source gives as a task can be played, recorded and told of.
-"""
+"""Decides whether a run's tasks are sound: no held-out prompt is trained on, each task can be played and recorded."""
 
 import re
 from typing import Any
@@ -16,7 +13,7 @@ MOST_COMPARED = 200_000
 def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> None:
     """Raises ConfigError naming the first held-out task whose prompt is among the first `num_train` training tasks.
 
-    Of more than `MOST_COMPARED` training tasks only these many are looked at: a run of any length begins soon.
+    Looks at no more than `MOST_COMPARED` training tasks, so that a run of any length begins soon.
     """
     held_out = {task.prompt: task.input_id for task in reversed(source.held_out(num_held_out))}
     if not held_out:
@@ -34,14 +31,14 @@ def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> 
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Control characters and ends of lines."""
+"""Control characters and line ends."""
 
 
 def sound(task: Any, where: str) -> Task:
-    """The task itself. Raises ConfigError saying where it is, and what is wrong with it.
+    """Returns the task. Raises ConfigError that names `where` and the fault if the task is not sound.
 
-    An id names rows, calls and lines of the journal: it is a line of text. All texts are ones that UTF-8 can encode; a
-    lone surrogate, half of a character, is what JSON and broken tools put in the place of one.
+    The id must be one line of text, because it names rows, calls and lines of the journal. UTF-8 must be able to encode
+    all texts; JSON and broken tools sometimes write a lone surrogate, half of a character, which it cannot.
     """
     if not isinstance(task, Task):
         raise ConfigError(f"{where}: a task must be a flexmarl.records.Task, got {type(task).__name__}")

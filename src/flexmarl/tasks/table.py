@@ -1,8 +1,8 @@
-"""Task source on rows: which are held out, in which order the others come, and how a row becomes a task.
+"""Task source on rows of a file or dataset.
 
-Task source on a JSONL file: one JSON object per line.
-
-Task source on Hugging Face datasets: the hub, or local Parquet, CSV and JSON files.
+TableSource       makes a task of each row, chooses the held-out tasks and orders the others
+JsonlTasks        rows from a JSONL file, one JSON object per line
+HuggingFaceTasks  rows from a Hugging Face dataset: on the hub, or in local Parquet, CSV and JSON files
 """
 
 import hashlib
@@ -24,35 +24,35 @@ from flexmarl.tasks.sound import sound
 
 
 class Table(Settings):
-    """What all sources on rows have in common."""
+    """The settings that all sources on rows share."""
 
     prompt: str = "prompt"
     """Field with the question, a text."""
     reference: str | None = "reference"
     """Field with the reference answer, a text or number; null: the tasks have none."""
     input_id: str | None = None
-    """Field that names a task, unique; null: the place of the row."""
+    """Field with the id of a task, unique; null: the id is made from the row's number."""
     scorer: str = "exact"
-    """`exact`, `number` (the last number in the answer is that in the reference), or one registered with `@scorer`."""
+    """`exact`, `number` (the last numbers in answer and reference are equal), or one registered with `@scorer`."""
     held_out_share: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """Share of the prompts that is held out where no file or split is. The choice depends on the prompts alone."""
+    """Share of the prompts that is held out if no held-out file or split is set. The choice depends only on them."""
     shuffle: bool = True
     """A new order in each epoch, by the run's seed."""
     epochs: int | None = Field(default=None, ge=1)
-    """How often the rows are repeated; null: for ever."""
+    """How often the rows are repeated; null: without end."""
 
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it is, for errors and ids, e.g. `train.jsonl:12`; and its fields."""
+"""(place for error messages, e.g. `train.jsonl:12`; fields)."""
 
 
 class TableSource:
-    """Tasks of rows in memory, all checked when it is made."""
+    """Tasks of rows in memory. All of them are checked when the source is made."""
 
     def __init__(
         self, settings: Table, *, name: str, rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int
     ) -> None:
-        """`held_out` None: a share of `rows`. `name` begins the ids of tasks that have none."""
+        """`held_out` None: a share of `rows` is held out. `name` begins the ids of tasks without an id of their own."""
         if not rows:
             raise ConfigError(f"tasks: {name} has no rows")
         self._settings = settings
@@ -74,11 +74,11 @@ class TableSource:
 
     @property
     def num_train(self) -> int | None:
-        """Rows times epochs."""
+        """Number of training tasks times epochs; None: no end."""
         return None if self._settings.epochs is None else len(self._train) * self._settings.epochs
 
     def train(self, index: int) -> Task:
-        """The task at position `index` of the epochs, one after the other."""
+        """The task at position `index`, counted on from one epoch to the next."""
         epoch, place = divmod(index, len(self._train))
         if self.num_train is not None and index >= self.num_train:
             raise SourceExhausted(
@@ -133,28 +133,28 @@ def _text(row: Mapping[str, Any], where: str, field: str) -> str:
 
 
 def _choose_held_out(prompts: Sequence[str], share: float) -> set[str]:
-    """Equal prompts stay together, so that no prompt is on both sides."""
+    """The prompts that are held out. Equal prompts stay together, so that no prompt is on both sides."""
     unique = sorted(set(prompts), key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=16).digest())
     return set(unique[: max(1, round(share * len(unique))) if share else 0])
 
 
 class JsonlTasks(Table):
-    """Tasks from a file. Fields that no key names are in `Task.data`."""
+    """Tasks from a JSONL file. Fields that no key names are in `Task.data`."""
 
     type: Literal["jsonl"] = "jsonl"
     file: Path
-    """Relative to the config."""
+    """Path, relative to the config."""
     held_out_file: Path | None = None
-    """Null: `held_out_share` of `file`."""
+    """Path of the held-out tasks; null: `held_out_share` of `file`."""
 
     def open(self, *, seed: int, base: Path = Path(".")) -> TableSource:
-        """The source. Raises ConfigError naming file and line."""
+        """Opens the source. Raises ConfigError naming file and line."""
         held_out = None if self.held_out_file is None else read_jsonl(base / self.held_out_file)
         return TableSource(self, name=self.file.stem, rows=read_jsonl(base / self.file), held_out=held_out, seed=seed)
 
 
 def read_jsonl(file: Path) -> list[Row]:
-    """The objects of a file and where they are; blank lines are skipped."""
+    """The objects of a file, each with its place; blank lines are skipped."""
     rows: list[Row] = []
     try:
         lines = file.read_text("utf-8").split("\n")
@@ -186,12 +186,12 @@ class HuggingFaceTasks(Table):
     revision: str | None = None
     """Commit or tag on the hub; set it for runs that can be repeated."""
     split: str = "train"
-    """What is trained on."""
+    """Split that is trained on."""
     held_out_split: str | None = None
-    """E.g. `test`; null: `held_out_share` of `split`."""
+    """Split that is held out, e.g. `test`; null: `held_out_share` of `split`."""
 
     def open(self, *, seed: int, base: Path = Path("."), load: Callable[..., Any] | None = None) -> TableSource:
-        """The source. `load` takes the place of `datasets.load_dataset`. Raises MissingExtra or ConfigError."""
+        """Opens the source. `load` replaces `datasets.load_dataset`. Raises MissingExtra or ConfigError."""
         load = load or _load_dataset()
         rows = self._rows(load, self.split, base)
         held_out = None if self.held_out_split is None else self._rows(load, self.held_out_split, base)

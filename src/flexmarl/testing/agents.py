@@ -1,4 +1,4 @@
-"""Fakes and checks for agents: a model that answers by a script, and what holds of the turns of every episode."""
+"""Fakes and checks for agents: a model that answers by a script, and the laws that the turns of an episode keep."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -10,26 +10,26 @@ from flexmarl.agents.context import Interrupted, context_hash, forget
 from flexmarl.records import FinishReason, Generation, GenerationRequest, SampleId, Turn, Version, VersionRun
 
 Script = Callable[[str, GenerationRequest], str]
-"""(prompt as text, special tokens included; request) -> what the model wants to say, its end token left out."""
+"""(prompt as text with special tokens, request) -> the model's reply, without its end token."""
 
 
 class ScriptedModel:
-    """Generate function whose words come from a script; it obeys `max_tokens` and all stops, token by token.
+    """Generate function whose replies come from a script. It obeys `max_tokens` and all stops, token by token.
 
-    A response that begins with `!` is an engine's failure: its text is the reason. Calls wait `delay_s` first.
+    A reply that begins with `!` stands for an engine's failure: the rest is the reason. Calls wait `delay_s` first.
     """
 
     def __init__(
         self, tokenizer: Any, script: Script, *, delay_s: Callable[[GenerationRequest], float] = lambda request: 0.0
     ) -> None:
         self.requests: list[GenerationRequest] = []
-        """In the order they came."""
+        """All requests, in order of arrival."""
         self._tokenizer = tokenizer
         self._script = script
         self._delay_s = delay_s
 
     async def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
-        """Answers one call; of one that is cancelled, nothing is sampled."""
+        """Answers one call. If the call is cancelled, nothing is sampled."""
         self.requests.append(request)
         await asyncio.sleep(self._delay_s(request))
         said = self._script(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False), request)
@@ -47,7 +47,7 @@ class ScriptedModel:
     def _generation(
         self, request: GenerationRequest, ids: list[int], finish: FinishReason, error: str = ""
     ) -> Generation:
-        # Made up, but of this call alone: a mix-up of two responses would show.
+        # Made up from this call's seed alone, so that a mix-up of two responses would show.
         logprobs = -np.random.default_rng(request.seed).random(len(ids)).astype(np.float32)
         return Generation(
             request_id=request.request_id,
@@ -61,16 +61,16 @@ class ScriptedModel:
 
 
 def _in_its_branch(turn: Turn, parent: Turn) -> bool:
-    if "path" in turn.tags:  # A candidate in a tree of turns extends what was said on its own path.
+    if "path" in turn.tags:  # A candidate in a tree of turns extends the turns on its own path.
         return f"{turn.tags['path']}.".startswith(f"{parent.tags['path']}.")
     return parent.tags["branch"] == turn.tags["branch"]
 
 
 def check_turns(turns: Iterable[Turn]) -> None:
-    """Checks what holds of the turns of one episode, whoever played it.
+    """Checks the laws that the turns of one episode keep; raises AssertionError naming the one that is broken.
 
-    Hops are distinct, calls count from 0 per agent, a turn with a parent extends the parent's exact ids, the context
-    hash is that of policy and prompt, and no failed call is among them.
+    Hops are distinct. The call numbers of each agent increase. A turn with a parent extends the parent's exact ids. The
+    context hash is that of policy and prompt. No failed call is among them.
     """
     turns = sorted(turns, key=lambda turn: int(turn.tags["hop"]))
     by_id: dict[SampleId, Turn] = {turn.sample_id: turn for turn in turns}

@@ -1,4 +1,4 @@
-"""Agreement of an engine and a trainer of one model: what the tokens that one sampled are worth to the other."""
+"""Agreement of an engine and a trainer of one model: how much their log-probabilities of sampled tokens differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from flexmarl.training.interface import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Differences of the two log-probabilities of a token, in nats, over all sampled tokens."""
+    """Absolute differences of the engine's and the trainer's log-probabilities, in nats, over all sampled tokens."""
 
     num_tokens: int
     mean: float
-    """Of the absolute differences."""
+    """Mean absolute difference."""
     largest: float
 
 
 async def agreement(engine: InferenceEngine, trainer: Trainer, requests: Sequence[GenerationRequest]) -> Agreement:
-    """Plays the requests, then asks the trainer for the log-probabilities of what was sampled.
+    """Plays the requests on the engine, then compares its raw log-probabilities with the trainer's.
 
-    Both must hold the same weights; at temperature 1 and without filters the two are one distribution.
+    Both must hold the same weights. At temperature 1 and without filters, both describe one distribution.
     """
     by_id = {request.request_id: request for request in requests}
     played = [generation async for generation in engine.generate(requests)]
@@ -44,7 +44,7 @@ async def agreement(engine: InferenceEngine, trainer: Trainer, requests: Sequenc
 
 
 def sample_of(request: GenerationRequest, generation: Generation, *, advantage: float = 1.0) -> Sample:
-    """The call as training sees it: a row of an episode of its own. Raises AssertionError if it was not served."""
+    """Makes a call into the only sample of an episode. Raises AssertionError if the request was not served."""
     assert not generation.error, f"request '{request.request_id}' was not served: {generation.error}"
     name = request.request_id
     turn = Turn(

@@ -1,4 +1,4 @@
-"""What every cluster must do. That of tests is `flexmarl.cluster.inproc.inproc_cluster(crosses=True)`."""
+"""Conformance suite of clusters. Tests use the cluster `flexmarl.cluster.inproc.inproc_cluster(crosses=True)`."""
 # ruff: noqa: D103  (the name of a check is its sentence)
 
 import asyncio
@@ -14,11 +14,11 @@ from flexmarl.errors import ConfigError, MissingExtra, WorkerError
 from flexmarl.records import WorkerLost
 
 LONGEST_S = 600.0
-"""A check that waits longer than that has found a hang: a busy machine may take minutes to start a few processes."""
+"""Time limit of a check; beyond it the cluster hangs. A busy machine may take minutes to start a few processes."""
 
 
 class Probing(Protocol):
-    """The contract of what the checks host."""
+    """The contract of the objects that the checks host."""
 
     async def echo(self, value: Any) -> Any: ...
 
@@ -48,7 +48,7 @@ class Probing(Protocol):
 
 
 class Probe:
-    """What the checks host: it answers, fails, and waits until it is told to go on."""
+    """The object that the checks host: it answers, fails, and waits until `open` is called."""
 
     def __init__(self, name: str = "probe") -> None:
         self._name = name
@@ -57,38 +57,38 @@ class Probe:
         self._readers = 0
 
     def echo(self, value: Any) -> Any:
-        """The value."""
+        """Returns the value."""
         return value
 
     async def later(self, value: Any) -> Any:
-        """The value, after a turn of the event loop."""
+        """Returns the value after a turn of the event loop."""
         await asyncio.sleep(0)
         return value
 
     async def wait(self) -> str:
-        """Its name, when `open` was called."""
+        """Waits until `open` is called, then returns the probe's name."""
         await self._gate.wait()
         self._passed += 1
         return self._name
 
     def open(self) -> None:
-        """Lets everybody pass who waits."""
+        """Ends all waits, present and future."""
         self._gate.set()
 
     def passed(self) -> int:
-        """How many waits ended."""
+        """Returns how many waits have ended."""
         return self._passed
 
     async def change(self) -> None:
-        """Changes it, when `open` was called."""
+        """Alters the state: waits until `open` is called."""
         await self.wait()
 
     def renew(self) -> None:
-        """Nothing of what was is left."""
+        """Resets the state."""
         self._passed = 0
 
     async def count(self, to: int, *, stop_at: int | None = None) -> AsyncIterator[int]:
-        """0 to `to` - 1; fails at `stop_at`, and waits at the end until `open` was called if `to` is odd."""
+        """Yields 0 to `to` - 1. Raises ValueError at `stop_at`. If `to` is odd, waits for `open` at the end."""
         self._readers += 1
         try:
             for number in range(to):
@@ -101,11 +101,11 @@ class Probe:
             self._readers -= 1
 
     def readers(self) -> int:
-        """How many streams are open."""
+        """Returns how many streams are open."""
         return self._readers
 
     async def close(self) -> None:
-        """Lets everybody pass."""
+        """Ends all waits."""
         self.open()
 
     def fail(self, kind: str) -> None:
@@ -114,7 +114,7 @@ class Probe:
 
 
 def odd_error() -> Exception:
-    """An error of a class that no other process can know."""
+    """Makes an error of a class that no other process can know."""
 
     class OddError(Exception):
         pass
@@ -123,31 +123,31 @@ def odd_error() -> Exception:
 
 
 def make_nothing() -> None:
-    """Fails as a host does whose settings are wrong."""
+    """Raises ConfigError, like a resident with wrong settings."""
     raise ConfigError("probe.size must be at least 1, got 0")
 
 
 def probe(name: str, make: Callable[[], Any] | None = None) -> ResidentSpec[Probing]:
-    """A resident that hosts a Probe."""
+    """Specifies a resident that hosts a Probe."""
     return ResidentSpec(
         name=name, kind=ResidentKind.ENGINE, contract=Probing, make=make or partial(Probe, name), advice="try again"
     )
 
 
 class Losses:
-    """The losses that a cluster told of."""
+    """Collects the losses that a cluster reports."""
 
     def __init__(self) -> None:
         self.told: list[WorkerLost] = []
         self._first = asyncio.Event()
 
     def __call__(self, lost: WorkerLost) -> None:
-        """Takes one."""
+        """Records a loss."""
         self.told.append(lost)
         self._first.set()
 
     async def first(self) -> WorkerLost:
-        """The first, when there is one."""
+        """Waits for the first loss and returns it."""
         await self._first.wait()
         return self.told[0]
 
@@ -159,7 +159,7 @@ Kill = Callable[[Resident[Probing]], None]
 async def check_cluster(cluster: Cluster, kill: Kill) -> None:
     """Runs every check on an open cluster with room for three residents, and closes it.
 
-    Raises AssertionError or the cluster's own error, noting the check.
+    Raises AssertionError or the cluster's own error, with a note that names the check.
     """
     (resident,) = await cluster.spawn([probe("shared")])
     for check in (*CALL_CHECKS, *LIFE_CHECKS):
@@ -178,7 +178,7 @@ async def check_cluster(cluster: Cluster, kill: Kill) -> None:
 
 
 async def raised(call: Any, kind: type[Exception]) -> Exception:
-    """The error of this kind that awaiting `call` raises."""
+    """Returns the error of this kind that awaiting `call` raises. Raises AssertionError if there is none."""
     try:
         await call
     except kind as error:
@@ -271,7 +271,7 @@ async def _read(stream: AsyncIterator[int]) -> list[int]:
 async def after_a_cancelled_change_calls_are_refused_until_the_state_is_renewed(
     cluster: Cluster, kill: Kill, losses: Losses
 ) -> None:
-    if not cluster.crosses:  # There, what is called decides itself what a cancellation does.
+    if not cluster.crosses:  # Without a crossing, the called object itself decides what a cancellation does.
         return
     (resident,) = await cluster.spawn([probe("changed")])
     change = asyncio.ensure_future(resident.remote.change())

@@ -1,8 +1,8 @@
-"""What every estimator must satisfy, and rows to try one on.
+"""Conformance check of estimators, and rows to try one on.
 
     check_estimator(MyEstimator())
 
-Both run without a test framework.
+It runs without a test framework.
 """
 
 import math
@@ -28,7 +28,7 @@ def credit_row(
     outcome: float | None = None,
     tags: Mapping[str, Scalar] | None = None,
 ) -> CreditRow:
-    """A row of a policy named as its agent, unless given; its tags hold `turn`, half the hop, unless given."""
+    """Makes a row. By default its policy has the name of its agent, and its only tag is `turn`, half the hop."""
     trajectory = f"{task}e{episode}"
     return CreditRow(
         sample_id=SampleId(f"{task}_{hop}_{trajectory}"),
@@ -47,11 +47,11 @@ def credit_row(
 def random_credit_rows(
     seed: int, *, empty_rows: bool = True, acts: bool = False, episodes: int | None = None
 ) -> list[CreditRow]:
-    """A ragged batch: several tasks and agents, lone rows, constant groups, equal rows, empty rows, in any order.
+    """Makes a ragged batch in random order: several tasks and agents, lone, equal and empty rows, constant groups.
 
-    Solver and verifier share a policy. All first calls of a task have one context, as far as their tags say, and those
-    of an episode form a tree. With `acts` some calls go on after a tool: they have the reward of their act, and
-    contexts that nobody shares. Without `episodes` a task has one to five.
+    Solver and verifier share a policy. By their tags, the first calls of all acts of a task have one context, and the
+    calls of an episode form a tree. With `acts` some acts have several calls, as after a tool: all have the reward of
+    the act, and the later ones have contexts that nobody shares. Without `episodes` a task has one to five episodes.
     """
     draw = random.Random(seed)
     palettes = ([0.0, 1.0], [1.0], [0.1 + 0.2, 0.3], [0.0, 0.25, 0.9, 1.0], [0.5])
@@ -82,7 +82,7 @@ def random_credit_rows(
 
 
 def _act(row: CreditRow, calls: int) -> list[CreditRow]:
-    """The row as so many calls of one act."""
+    """Splits a row into `calls` calls of one act."""
     first = 10 * row.hop
     found: list[CreditRow] = []
     for number in range(calls):
@@ -95,7 +95,7 @@ def _act(row: CreditRow, calls: int) -> list[CreditRow]:
 
 
 def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
-    """The calls of each act, in hop order."""
+    """Returns the calls of each act, in hop order."""
     ordered = sorted(rows, key=lambda row: (row.task, row.episode, row.hop))
     return [[ordered[place] for place in places] for places in places_of_acts(ordered)]
 
@@ -103,7 +103,7 @@ def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
 def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
     """Raises AssertionError naming the law that the estimator breaks on a random batch (docs/math.md section 7).
 
-    A batch in three has acts of several calls, as after a tool; one in three has one episode per task.
+    One batch in three has acts of several calls, as after a tool. One in three has one episode per task.
     """
     _check_equal_rewards(estimator)
     for seed in range(num_batches):
@@ -133,7 +133,7 @@ def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
 
 
 def _check_equal_rewards(estimator: Estimator) -> None:
-    """Two tasks of several lone calls, each task with one reward for all of them."""
+    """Checks two tasks of four episodes with one call each. All calls of a task have the same reward."""
     tags = {"turn": 0, "context_hash": "c", "branch": "", "path": "0", "anchor": "a", "env_step": 0}
     rows = [
         credit_row(0.25 + 0.5 * task, task=f"t{task}", episode=episode, tags=tags)

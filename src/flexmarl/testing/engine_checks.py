@@ -4,7 +4,7 @@
     await check_inference_engine(make_engine, policy="solver")
     await check_frozen_engine(make_engine, policy="judge")
 
-raise AssertionError with the broken clause of the contract. An engine whose weights we own also takes `publish`.
+Both raise AssertionError with the broken clause of the contract. Pass `publish` too for an engine that loads weights.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from flexmarl.records import (
 
 Published = tuple[ObjectKey, Checksum]
 Publish = Callable[[], Awaitable[Published]]
-"""Sets other weights under a key of its own. Called once."""
+"""Puts other weights into the object store, under a new key. Called once."""
 
 
 async def check_inference_engine(
@@ -45,13 +45,13 @@ async def check_inference_engine(
     publish_adapter: Publish | None = None,
     coarse: bool = False,
 ) -> None:
-    """Puts a fresh engine through every clause of the contract; raises AssertionError with the one it breaks.
+    """Checks every clause of the contract on a fresh engine; raises AssertionError with the one that it breaks.
 
-    What its capabilities claim is checked too. The engine must be able to generate at least 64 tokens after `prompt`.
-    `stop_text` decodes its ids, if it knows stop strings; `seeded` says that temperature-1 sampling follows the
-    request's seed; `publish` sets other weights in the engine's object store, for an engine that loads weights,
-    `publish_adapter` an adapter of the weights that it began with, for one that takes adapters. `coarse` says that it
-    computes in bfloat16, where the order of sums decides some tokens.
+    Claimed capabilities are checked too. The engine must be able to generate at least 64 tokens after `prompt`.
+    `stop_text` decodes its ids, for an engine that supports stop strings. `seeded` says that sampling at temperature 1
+    follows the request's seed. `publish` puts other weights into the engine's object store, for an engine that loads
+    weights. `publish_adapter` does so with an adapter of the weights that the engine began with, for an engine that
+    takes adapters. `coarse` says that it computes in bfloat16, where the order of sums decides some tokens.
     """
     check = _Check(policy, np.asarray(prompt, np.int32), seeded=seeded, coarse=coarse)
     for clause in (
@@ -102,9 +102,9 @@ async def check_frozen_engine(
     stop_text: Callable[[Sequence[int]], str] | None = None,
     seeded: bool = False,
 ) -> None:
-    """The same for an engine of frozen policies, such as one in front of a judge's API: it loads no weights.
+    """Checks an engine of frozen policies in the same way, such as one in front of a judge's API. It loads no weights.
 
-    It needs `generate`, `abort`, `usage`, `capabilities` and `close`, and what its capabilities claim.
+    It needs `generate`, `abort`, `usage`, `capabilities` and `close`, and the methods that its capabilities claim.
     """
     can = await _claims(make_engine)
     assert not can.loads_weights, "an engine of frozen policies must not claim that it loads weights"
@@ -136,7 +136,7 @@ class _Check:
         self._policy, self._prompt, self._seeded, self._coarse = policy, prompt, seeded, coarse
 
     async def answers_every_request_once(self, engine: InferenceEngine) -> None:
-        """One Generation per request, the short ones first, arrays and version runs in order."""
+        """Every request gets one Generation, in completion order, with well-formed arrays and version runs."""
         lengths = [12, 3, 6, 1]
         got = await self._all(engine, [self._request(f"r{i}", max_tokens=n) for i, n in enumerate(lengths)])
         assert sorted(g.request_id for g in got) == ["r0", "r1", "r2", "r3"], "every request needs exactly one answer"
@@ -157,7 +157,7 @@ class _Check:
         assert generation.finish is FinishReason.LENGTH, f"finish must be length, got {generation.finish}"
 
     async def answers_a_bad_request_with_an_error(self, engine: InferenceEngine) -> None:
-        """An empty prompt fails alone, with a message; its neighbour is served."""
+        """An empty prompt ends with finish `error` and a message. The other request of the call is served."""
         bad = GenerationRequest(
             request_id="bad", policy=self._policy, prompt_ids=np.zeros(0, np.int32), sampling=Sampling(), seed=0
         )
@@ -186,7 +186,7 @@ class _Check:
         assert cut.finish is FinishReason.STOP, f"finish must be stop, got {cut.finish}"
 
     async def aborts(self, engine: InferenceEngine) -> None:
-        """An aborted request comes back with all that was sampled of it; unknown ids are no error."""
+        """An aborted request is answered with the tokens sampled so far. Unknown ids are ignored."""
         await engine.abort(["nobody"])
         got: list[Generation] = []
         requests = [self._request("long", max_tokens=64), self._request("short", max_tokens=3)]
@@ -206,7 +206,7 @@ class _Check:
             assert same, "an aborted request keeps the tokens that its seed gives"
 
     async def says_what_it_can_do(self, engine: InferenceEngine) -> None:
-        """The same at every call, and what it claims to have is there."""
+        """Capabilities are the same at every call, and the methods that they claim exist."""
         can = await engine.capabilities()
         assert isinstance(can, EngineCapabilities), f"capabilities must be EngineCapabilities, got {can!r}"
         await self._all(engine, [self._request("r", max_tokens=2)])
@@ -216,7 +216,7 @@ class _Check:
             assert callable(getattr(engine, method, None)), f"its capabilities claim {method}, which it does not have"
 
     async def computes_the_same_bits_in_company(self, engine: InferenceEngine) -> None:
-        """Deterministic: alone or among others, a request gets equal ids and equal bits of log-probabilities."""
+        """Alone or among others, a request gets equal ids and equal bits of log-probabilities."""
         (alone,) = await self._all(engine, [self._request("alone", seed=3, max_tokens=16)])
         company = [self._request(f"r{seed}", seed=seed, max_tokens=5 + 11 * (seed == 3)) for seed in range(7)]
         same = next(g for g in await self._all(engine, company) if g.request_id == "r3")
@@ -227,8 +227,8 @@ class _Check:
     async def continues_what_another_began(self, engine: InferenceEngine) -> None:
         """A request with an offset gets the token that the whole request would have got there.
 
-        One in eight may differ: a prompt is not computed in the same order as tokens one by one. With `coarse` logits
-        three may; an engine that ignores the offset gets one right by chance, if any.
+        One in eight may differ, because a prompt is computed in another order than tokens one by one. With `coarse`
+        logits three may differ. An engine that ignores the offset gets one right by chance, if any.
         """
         begun = 5
         whole = await self._all(engine, [self._request(str(s), seed=s, max_tokens=begun + 1) for s in range(8)])
@@ -248,7 +248,7 @@ class _Check:
         )
 
     async def reports_raw_logprobs(self, engine: InferenceEngine) -> None:
-        """A token's raw log-probability is the same at any temperature; where both draw the same one, we can tell."""
+        """A token's raw log-probability does not depend on temperature; compared where two draw the same token."""
         plain, sharp = [
             await self._all(
                 engine,
@@ -265,7 +265,7 @@ class _Check:
             )
 
     async def survives_a_reader_that_leaves(self, engine: InferenceEngine) -> None:
-        """Cancelling a reader frees the engine for the next one, even under the same ids."""
+        """After a reader is cancelled, the engine serves the next one."""
         began = asyncio.Event()
 
         async def read() -> None:
@@ -280,14 +280,14 @@ class _Check:
         assert len(generation.response_ids) == 2, "the engine must serve on after a reader left"
 
     async def reports_its_load(self, engine: InferenceEngine) -> None:
-        """An idle engine reports no work."""
+        """An idle engine reports no work, and the tokens that it has generated."""
         await self._all(engine, [self._request("r", max_tokens=3)])
         use = await engine.usage()
         assert use.running == use.queued == use.queued_tokens == 0, f"an idle engine must report no work, got {use}"
         assert use.generated_tokens >= 3, f"3 tokens were generated, got {use.generated_tokens}"
 
     async def follows_the_seed(self, engine: InferenceEngine) -> None:
-        """Equal seeds give equal tokens, alone or in company, logprobs too."""
+        """Equal seeds give equal tokens and log-probabilities, alone or among other requests."""
         (alone,) = await self._all(engine, [self._request("alone", seed=5)])
         company = [self._request(f"r{seed}", seed=seed) for seed in range(8)]
         same = next(g for g in await self._all(engine, company) if g.request_id == "r5")
@@ -295,7 +295,7 @@ class _Check:
         assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "equal tokens must have equal logprobs"
 
     async def loads_weights(self, engine: InferenceEngine, published: Published) -> None:
-        """A load returns the checksum of what was published; later tokens carry the new version."""
+        """A load returns the published checksum. Later tokens carry the new version. A failed load changes nothing."""
         weighted = self._weighted(engine)
         key, expected = published
         held = await weighted.load_weights(self._policy, Version(7), key)
@@ -309,7 +309,7 @@ class _Check:
             assert (await engine.usage()).version == 7, "a failed load must leave the old version"
 
     async def takes_an_adapter_again(self, engine: InferenceEngine, published: Published) -> None:
-        """An adapter is over the base, not over the one before it: twice the same one serves the same tokens."""
+        """An adapter applies to the base, not to the previous adapter: loaded twice, it serves the same tokens."""
         weighted, (key, expected) = self._weighted(engine), published
         answers: list[Generation] = []
         for version in (1, 2):
@@ -322,7 +322,7 @@ class _Check:
         assert np.allclose(first.logprobs, second.logprobs, atol=1e-4), once
 
     async def sleeps(self, engine: InferenceEngine) -> None:
-        """What runs stands still, what comes waits, both go on as if nothing had been; an abort is heard asleep."""
+        """A sleeping engine pauses running requests, holds new ones and answers aborts. Awake, it serves the rest."""
         weighted, clock = self._weighted(engine), asyncio.get_running_loop().time
         began = clock()
         (alone,) = await self._all(engine, [self._request("alone", max_tokens=32)])
@@ -335,7 +335,7 @@ class _Check:
         requests = [self._request("late"), self._request("aborted", max_tokens=64)]
         late = engine.generate(requests)
         reader = asyncio.ensure_future(anext(late))
-        for _ in range(100):  # an engine whose tokens take no time still needs its turns
+        for _ in range(100):  # An engine whose tokens take no time needs turns of the event loop.
             await asyncio.sleep(long_enough_s / 100)
         await engine.abort(["aborted"])
         first = await reader
@@ -349,7 +349,7 @@ class _Check:
         assert np.allclose(same.logprobs, alone.logprobs, atol=1e-4), "sleep must not change what runs"
 
     async def loads_weights_asleep(self, engine: InferenceEngine, published: Published) -> None:
-        """It wakes with the weights that it has loaded meanwhile."""
+        """An engine can load weights while it sleeps, and serves them when it wakes."""
         weighted = self._weighted(engine)
         await weighted.sleep()
         key, expected = published
@@ -359,7 +359,7 @@ class _Check:
         assert generation.versions == (VersionRun(0, Version(7)),), f"version 7 must be recorded: {generation.versions}"
 
     async def closes(self, engine: InferenceEngine) -> None:
-        """Closing ends what runs, twice is no error, and nothing is served afterwards."""
+        """Closing ends running requests and may be repeated. Nothing is served afterwards."""
         reader = asyncio.create_task(self._all(engine, [self._request("r", max_tokens=12)]), name="reader")
         for _ in range(3):
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What every environment must satisfy, and a small one to write tests with.
+"""Conformance check of environments, and a small environment to write tests with.
 
     check_environment(FakeEnvironment, actions=["left", "right"])
 
@@ -17,7 +17,7 @@ from flexmarl.tasks import Environment, StepResult
 def check_environment(
     make: Callable[[], Environment[Any]], *, actions: Sequence[str], num_plays: int = 20, max_steps: int = 50
 ) -> None:
-    """Raises AssertionError naming the law that the environment breaks in random plays of `actions` and nonsense."""
+    """Plays `actions` and nonsense at random; raises AssertionError naming the law that the environment breaks."""
     for seed in range(num_plays):
         rng = random.Random(seed)
         script = [rng.choice((*actions, "", "no such action \N{SNOWMAN}")) for _ in range(max_steps)]
@@ -51,7 +51,7 @@ def _check_snapshot(
 
 
 def _play(environment: Environment[Any], script: Sequence[str]) -> list[tuple[StepResult, str]]:
-    """What each action led to and what was seen then, to the end of the play or of the script."""
+    """Returns the result of each action and the observation after it, until the play or the script ends."""
     seen = []
     for action in script:
         result = environment.step(action)
@@ -62,9 +62,9 @@ def _play(environment: Environment[Any], script: Sequence[str]) -> list[tuple[St
 
 
 class FakeEnvironment:
-    """A corridor: `left` and `right` move, a seeded wind sometimes blows back; reaching either end finishes the play.
+    """A corridor: `left` and `right` move, and a seeded wind sometimes cancels a move. Either end finishes the play.
 
-    The right end pays 1, anything not understood costs 0.1.
+    The right end pays 1. An action that is not understood costs 0.1.
     """
 
     LENGTH = 7
@@ -73,16 +73,16 @@ class FakeEnvironment:
         self.reset(0)
 
     def reset(self, seed: int) -> None:
-        """In the middle, wind from the seed."""
+        """Starts in the middle. The seed decides the wind."""
         self._state = (seed, 0, self.LENGTH // 2, "")
 
     def observe(self) -> str:
-        """Where the agent is, and what was wrong with its last action."""
+        """Says where the agent is, and what was wrong with its last action."""
         _, _, place, complaint = self._state
         return f"You are at {place} of {self.LENGTH}.{complaint}"
 
     def step(self, action: str) -> StepResult:
-        """Moves one place."""
+        """Moves one place. Raises EpisodeError if the play is over."""
         seed, time, place, _ = self._state
         if place in (0, self.LENGTH):
             raise EpisodeError("the play is over; reset or restore the environment")
@@ -93,9 +93,9 @@ class FakeEnvironment:
         return StepResult(float(place == self.LENGTH) - (0.0 if move else 0.1), place in (0, self.LENGTH))
 
     def snapshot(self) -> tuple[int, int, int, str]:
-        """The state is one immutable tuple."""
+        """Returns the state, which is one immutable tuple."""
         return self._state
 
     def restore(self, snapshot: tuple[int, int, int, str]) -> None:
-        """Takes it as it is."""
+        """Sets the state to a snapshot."""
         self._state = snapshot

@@ -1,4 +1,4 @@
-"""Conformance suite of the experience store: what every backend must do, one sentence per check."""
+"""Conformance suite of experience stores: laws that every backend must keep. A check's name is its law."""
 # ruff: noqa: D103  (the name of a check is its sentence)
 
 import asyncio
@@ -35,7 +35,7 @@ READY = Outcome(state=RowState.READY)
 
 
 async def check_experience_store(make_store: MakeStore) -> None:
-    """Runs every check on a store of its own; raises AssertionError or the store's own error, noting the check."""
+    """Runs every check on a new store; raises AssertionError or the store's error, with a note that names the check."""
     for check in CHECKS:
         store = make_store(AGENTS, COLUMNS)
         try:
@@ -48,12 +48,12 @@ async def check_experience_store(make_store: MakeStore) -> None:
 
 
 def sample(group: int, *, episode: int = 0, hop: int = 0, attempt: int = 0, task: str = "t_1") -> SampleId:
-    """A sample id of the given place in the order of claims."""
+    """Makes a sample id with the given place in the order of claims."""
     return make_sample_id(task, hop, make_trajectory_id(group, episode, attempt))
 
 
 def partial(sample_id: SampleId, *, policy: PolicyName = SHARED, version: int | None = 0, **values: Any) -> PartialRow:
-    """A row, by default with a version and no values."""
+    """Makes a row, by default with a version and no values."""
     return PartialRow(
         sample_id=sample_id, policy=policy, values=values, version=None if version is None else Version(version)
     )
@@ -66,7 +66,7 @@ async def ready(store: ExperienceStore, agent: AgentName, *ids: SampleId, policy
 
 
 async def train(store: ExperienceStore, *ids: SampleId) -> None:
-    """Puts rows, if they are not there, and brings them to the end of their life at version 1."""
+    """Puts rows, if they are missing, and takes them through all states to TRAINED, at version 1."""
     await store.put(SOLVER, [partial(i) for i in ids])
     await store.settle(ids, READY)
     await store.claim(SHARED, len(ids))
@@ -86,7 +86,7 @@ async def refuses(call: Any, kind: type[StoreError], *words: str) -> None:
 
 
 async def state_of(store: ExperienceStore, sample_id: SampleId) -> RowState:
-    """The state of one row."""
+    """Returns the state of one row."""
     return (await store.get([sample_id]))[0].state
 
 
@@ -204,7 +204,7 @@ async def a_failed_row_is_never_claimed(store: ExperienceStore) -> None:
     await store.put(SOLVER, [partial(sample(0), version=None, text="prompt"), partial(sample(1))])
     await refuses(store.settle([sample(0)], READY), TransitionError, sample(0), "version")
     await store.settle([sample(0)], Outcome(state=RowState.FAILED, reason="timeout"))
-    await store.put(SOLVER, [partial(sample(0), text="prompt", int=1)])  # what comes late is kept, and changes no state
+    await store.put(SOLVER, [partial(sample(0), text="prompt", int=1)])  # A late value is kept, and changes no state.
     await store.settle([sample(1)], READY)
     assert await store.claim(SHARED, 9) == [sample(1)]
     await refuses(store.settle([sample(0)], READY), TransitionError, sample(0), "failed")
@@ -371,7 +371,7 @@ async def pruning_leaves_rows_that_have_not_ended(store: ExperienceStore) -> Non
 
 
 async def talk(store: ExperienceStore, hops: int) -> dict[SampleId, np.ndarray]:
-    """A conversation whose rows take turns between two tables; each `tensor` begins with the last one and its answer.
+    """Puts a conversation whose rows alternate between tables. Each `tensor` begins with the last row's and its answer.
 
     Returns the tensor of each row.
     """
@@ -388,7 +388,7 @@ async def talk(store: ExperienceStore, hops: int) -> dict[SampleId, np.ndarray]:
 
 
 async def same_tensors(store: ExperienceStore, whole: dict[SampleId, np.ndarray]) -> None:
-    """Each row's `tensor` is this, in dtype, shape and bits."""
+    """Asserts that each row's `tensor` is the given one, in dtype, shape and bits."""
     for row, held in zip(await store.get([*whole]), whole.values(), strict=True):
         tensor = row.values["tensor"]
         assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (held.dtype, held.shape, held.tobytes())
@@ -430,7 +430,7 @@ async def a_tensor_that_does_not_begin_with_what_it_was_said_to_is_refused(store
 
 
 async def a_tensor_that_begins_with_what_is_not_there_is_kept_whole(store: ExperienceStore) -> None:
-    """Not there: a row that is put with it, or that was never put, or one that lacks the value."""
+    """A row is not there if it is put in the same call, if it was never put, or if it lacks the value."""
     ids = np.array([1, 2, 3])
     first, second, third = (sample(0, hop=hop) for hop in range(3))
     extended = {row: Extended(parent, ("tensor", "answer"), ids) for row, parent in ((second, first), (third, second))}

@@ -1,4 +1,4 @@
-"""Scripted inference engines; the conformance suites for real ones are in `engine_checks.py`, importable from here."""
+"""Scripted inference engines. The conformance suites are in `engine_checks.py`, and can be imported from here too."""
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 Script = Callable[[GenerationRequest], str | Sequence[int]]
-"""What the engine answers to a request: text (encoded by the engine's `encode`) or ids, before any stop."""
+"""request -> the engine's answer before stops apply: text (encoded by the engine's `encode`) or ids."""
 
 
 def utf8_ids(text: str) -> list[int]:
-    """The scripted engine's default tokens: bytes."""
+    """Encodes text as bytes, the scripted engine's default tokens."""
     return list(text.encode())
 
 
@@ -51,7 +51,7 @@ def utf8_text(ids: Sequence[int]) -> str:
 
 
 class ScriptedEngine(ModelledEngine):
-    """A modelled engine that answers by a script and keeps what it was asked and answered. It serves any policy.
+    """A modelled engine that answers by a script, and records requests and answers. It serves any policy.
 
     >>> engine = ScriptedEngine(lambda request: "42")
     """
@@ -69,10 +69,10 @@ class ScriptedEngine(ModelledEngine):
         fails: Callable[[GenerationRequest], str] = lambda request: "",
         costs: EngineCosts | None = None,
     ) -> None:
-        """`latency_s` is the time per token, and all else is free; `costs`, if given, say otherwise.
+        """`latency_s` is the time per token; nothing else takes time. `costs`, if given, replaces it.
 
-        A load reports the checksum of the object in `objects`; without them, what `checksum` says, or raises. `fails`
-        gives the reason why a call ends with finish `error`, or "".
+        A load reports the checksum of the object in `objects`. Without `objects` it calls `checksum`, which may raise.
+        `fails` gives the reason why a call ends with finish `error`, or "" if it shall succeed.
         """
         super().__init__(
             costs or token_costs(latency_s),
@@ -83,9 +83,9 @@ class ScriptedEngine(ModelledEngine):
         )
         self._checksum, self._fails = checksum, fails
         self.requests: list[GenerationRequest] = []
-        """All that ever came, in order."""
+        """All requests, in order of arrival."""
         self.batches: list[int] = []
-        """How many came together in each `generate` call."""
+        """Number of requests in each `generate` call."""
         self.generations: list[Generation] = []
         """All answers, in order."""
 
@@ -103,12 +103,12 @@ class ScriptedEngine(ModelledEngine):
                 yield generation
 
     async def fetch(self, key: ObjectKey) -> Checksum:
-        """From the object store, or by the script of checksums."""
+        """Returns the checksum of the stored object, or the scripted one if there is no object store."""
         return self._checksum(key) if self._objects is None else await super().fetch(key)
 
 
 def token_costs(seconds: float) -> EngineCosts:
-    """Each token takes so long, and all else nothing; there is room for every request."""
+    """Returns costs by which only tokens take time, `seconds` each, and there is room for every request."""
     return EngineCosts(slots=1 << 20, decode_s=seconds, decode_request_s=0.0, move_s=0.0, start_s=0.0)
 
 
@@ -117,7 +117,7 @@ def scripted_responder(
     encode: Callable[[str], Sequence[int]] = utf8_ids,
     decode: Callable[[Sequence[int]], str] = utf8_text,
 ) -> Responder:
-    """A responder from a script: its text becomes ids, which end with the token that completes a stop string."""
+    """Makes a responder from a script. Its ids end with the token that completes a stop string."""
 
     def respond(request: GenerationRequest) -> IntArray:
         said = script(request)
@@ -132,7 +132,7 @@ def scripted_responder(
 
 
 class FrozenEngine:
-    """Engine that only generates, such as one in front of a judge's HTTP API; it says what its script says.
+    """Engine that only generates, such as one in front of a judge's HTTP API. It answers by a script.
 
     >>> engine = FrozenEngine(lambda request: "42")
     """
@@ -143,7 +143,7 @@ class FrozenEngine:
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        """All that ever came, in order."""
+        """All requests, in order of arrival."""
         return self._scripted.requests
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
@@ -157,24 +157,24 @@ class FrozenEngine:
         await self._scripted.abort(request_ids)
 
     async def usage(self) -> EngineUse:
-        """The load right now."""
+        """Returns the current load."""
         return await self._scripted.usage()
 
     async def capabilities(self) -> EngineCapabilities:
-        """None that has a name: it generates."""
+        """Returns no capabilities: the engine only generates."""
         return EngineCapabilities()
 
     async def close(self) -> None:
-        """Aborts what runs."""
+        """Aborts all running requests."""
         await self._scripted.close()
 
 
 def scripted_logprob(seed: int, index: int) -> float:
-    """The deterministic log-probability that a ScriptedEngine reports for token `index` of a request."""
+    """Returns the deterministic log-probability that a ScriptedEngine reports for token `index` of a request."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=4).digest()
     return -2.0 * int.from_bytes(digest) / 2**32
 
 
 def scripted_logprobs(request: GenerationRequest, num_tokens: int) -> FloatArray:
-    """[num_tokens] Those of a request's response, which another instance may have begun."""
+    """Returns [num_tokens] log-probabilities, from the request's offset on: another instance may have begun it."""
     return np.asarray([scripted_logprob(request.seed, request.offset + i) for i in range(num_tokens)], np.float32)

@@ -1,9 +1,9 @@
-"""What every object store must do.
+"""Conformance suite of object stores.
 
     await check_object_store(lambda: MyStore())
 
-raises AssertionError with the broken clause of the contract. The fake one is InlineObjectStore; with time that passes,
-`flexmarl.simulator.objects.SimulatedObjectStore`.
+It raises AssertionError with the broken clause of the contract. The fake is InlineObjectStore. In
+`flexmarl.simulator.objects.SimulatedObjectStore` transfers take virtual time.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,11 +13,11 @@ import torch
 from flexmarl.objects.interface import ObjectKey, ObjectStore, TensorTree, checksum
 
 KEYS = ("weights/solver/3", "weights%2Fsolver%2F3", "..", "/", "", "a b\n\x00", "Ä☃", "w" * 1000, "w" * 1001)
-"""Keys that a careless store takes for paths, or for one another."""
+"""Keys that a careless store mistakes for paths, or for one another."""
 
 
 def heterogeneous_tree() -> dict[str, torch.Tensor]:
-    """Tensors of many dtypes and shapes: empty ones, a scalar, non-contiguous ones, and many small ones."""
+    """Makes tensors of many dtypes and shapes: empty ones, a scalar, non-contiguous ones, and many small ones."""
     numbers = torch.arange(24.0)
     return {
         "layers.0.weight": numbers.view(4, 6),
@@ -37,7 +37,7 @@ def heterogeneous_tree() -> dict[str, torch.Tensor]:
 
 
 async def check_object_store(make: Callable[[], ObjectStore]) -> None:
-    """Puts a fresh store through every clause of the contract; raises AssertionError with the one it breaks."""
+    """Checks every clause of the contract on a fresh store; raises AssertionError with the one that it breaks."""
     for clause in (_gives_back_the_same, _keeps_a_copy, _tells_keys_apart, _sets_a_key_once, _releases):
         await clause(make())
 

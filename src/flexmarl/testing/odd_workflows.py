@@ -1,8 +1,8 @@
-"""Workflows that misbehave, one per kind of oddness, each in 1 of 7 episodes; the others answer and are rewarded.
+"""Workflows that misbehave, one for each kind of oddity, in 1 of 7 episodes. The others answer and are rewarded.
 
     run = ScriptedRun(odd_workflow("sys_exit"), steps=2, batch={"groups": 4, "episodes": 4}).play()
 
-Whatever a workflow does, its run goes on to its end, every group ends, and the odd episode alone is lost.
+Whatever a workflow does, its run must reach its end, every group must end, and only the odd episode may be lost.
 """
 
 import asyncio
@@ -20,30 +20,30 @@ from flexmarl.records import EpisodeStatus, Task, split_trajectory_id
 
 FINISHED, FAILED, TIMED_OUT = EpisodeStatus.FINISHED, EpisodeStatus.FAILED, EpisodeStatus.TIMED_OUT
 EVERY = 7
-"""One of so many episodes is odd."""
+"""One of this many episodes is odd."""
 LONG_S = 1e6
 Play = Callable[[Task, Team], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Oddity:
-    """One kind of oddness."""
+    """One kind of misbehaviour."""
 
     play: Play
     ends: EpisodeStatus
-    """What its episode comes to."""
+    """The status with which its episode ends."""
     because: str = ""
-    """Words of its reason."""
+    """Words in the reason of a failed episode."""
     virtual: bool = True
-    """False: it needs threads, or never lets time pass, and so cannot be played in virtual time."""
+    """False if it cannot be played in virtual time: it needs threads, or never lets time pass."""
 
 
 ODDITIES: dict[str, Oddity] = {}
-"""By name."""
+"""All kinds, by name."""
 
 
 def odd(ends: EpisodeStatus, because: str = "", *, virtual: bool = True) -> Callable[[Play], Play]:
-    """Decorator that enters a workflow into the table, by its name."""
+    """Decorator that enters a workflow into `ODDITIES`, by its name."""
 
     def enter(play: Play) -> Play:
         ODDITIES[play.__name__] = Oddity(play, ends, because, virtual)
@@ -53,7 +53,7 @@ def odd(ends: EpisodeStatus, because: str = "", *, virtual: bool = True) -> Call
 
 
 def odd_workflow(*kinds: str, episodes: int = 4) -> Workflow:
-    """A workflow of which every 7th episode is odd, of these kinds in turn; `episodes` is the size of a group."""
+    """Makes a workflow whose every 7th episode is odd, of these kinds in turn. `episodes` is the size of a group."""
 
     async def play(task: Task, team: Team) -> None:
         kind = kind_of(team.context.trajectory_id, kinds, episodes)
@@ -66,60 +66,60 @@ def odd_workflow(*kinds: str, episodes: int = 4) -> Workflow:
 
 
 def kind_of(trajectory_id: str, kinds: Sequence[str], episodes: int) -> str | None:
-    """The oddness of an episode; None if it plays well. One that is played again is as odd as it was."""
+    """Returns the kind of an odd episode, None for the others. A repeated episode gets the same kind."""
     group, index, _ = split_trajectory_id(trajectory_id)
     turn, rest = divmod(group * episodes + index, EVERY)
     return None if rest else kinds[turn % len(kinds)]
 
 
 async def answer(task: Task, team: Team) -> None:
-    """What a workflow should do: every agent answers, and is rewarded."""
+    """Plays a task as a workflow should: every agent answers and is rewarded."""
     for seat in team:
         (await seat.act(task.prompt)).reward(team.rng.random())
 
 
 def first(team: Team) -> Seat:
-    """The seat that speaks first."""
+    """Returns the team's first seat."""
     return next(iter(team))
 
 
 class OddBaseException(BaseException):
-    """What `except Exception` does not catch."""
+    """An error that `except Exception` does not catch."""
 
 
 class Wordless(Exception):
-    """It has no text."""
+    """An error whose text cannot be made: `str` raises SystemExit."""
 
     def __str__(self) -> str:
         raise SystemExit("no text")
 
 
-# What it raises.
+# Workflows that raise.
 
 
 @odd(FAILED, "ValueError: odd")
 async def raises(task: Task, team: Team) -> None:
-    """An ordinary error, after an answer."""
+    """Raises an ordinary error, after an answer."""
     await answer(task, team)
     raise ValueError("odd")
 
 
 @odd(FAILED, "OddBaseException: odd")
 async def base_exception(task: Task, team: Team) -> None:
-    """A BaseException of its own."""
+    """Raises a BaseException of its own."""
     raise OddBaseException("odd")
 
 
 @odd(FAILED, "sys.exit('odd')")
 async def sys_exit(task: Task, team: Team) -> None:
-    """A script that was made a workflow."""
+    """Calls `sys.exit`, like a script that was made a workflow."""
     await first(team).act(task.prompt)
     sys.exit("odd")
 
 
 @odd(FAILED, "sys.exit(3)")
 async def sys_exit_in_a_task(task: Task, team: Team) -> None:
-    """The same, in a task of a TaskGroup."""
+    """Calls `sys.exit` in a task of a TaskGroup."""
 
     async def leave() -> None:
         sys.exit(3)
@@ -131,45 +131,45 @@ async def sys_exit_in_a_task(task: Task, team: Team) -> None:
 
 @odd(FAILED, "GeneratorExit")
 async def generator_exit(task: Task, team: Team) -> None:
-    """What closes a coroutine."""
+    """Raises the exception that closes a coroutine."""
     raise GeneratorExit("odd")
 
 
 @odd(FAILED, "StopIteration")
 async def stop_iteration(task: Task, team: Team) -> None:
-    """`next` of nothing."""
+    """Calls `next` on an empty iterator."""
     next(iter(()))
 
 
 @odd(FAILED, "TimeoutError: odd")
 async def timeout_error(task: Task, team: Team) -> None:
-    """One of its own: the episode's time is not over."""
+    """Raises a TimeoutError of its own: the episode's time is not over."""
     raise TimeoutError("odd")
 
 
 @odd(FAILED, "__str__ raised SystemExit")
 async def error_without_text(task: Task, team: Team) -> None:
-    """An exception whose text is an exception."""
+    """Raises an exception whose text cannot be made."""
     raise Wordless
 
 
 @odd(FAILED, "\\ud83d\\x00\\x1b[2J")
 async def unwritable_error(task: Task, team: Team) -> None:
-    """A text that no file, database or terminal should be given."""
+    """Raises an error with a text that no file, database or terminal should get."""
     await first(team).act(task.prompt)
     raise RuntimeError("\ud83d\0\x1b[2J")
 
 
 @odd(FAILED, "characters)")
 async def huge_error(task: Task, team: Team) -> None:
-    """The whole answer of a server, say."""
+    """Raises an error with a huge text, such as the whole answer of a server."""
     await first(team).act(task.prompt)
     raise RuntimeError("x" * 10_000_000)
 
 
 @odd(FAILED, "ValueError: odd")
 async def deep_group(task: Task, team: Team) -> None:
-    """Exception groups in exception groups, deeper than Python recurses."""
+    """Raises exception groups in exception groups, nested deeper than Python recurses."""
     error: Exception = ValueError("odd")
     for _ in range(3000):
         nested: list[Exception] = [error]
@@ -179,7 +179,7 @@ async def deep_group(task: Task, team: Team) -> None:
 
 @odd(FAILED, "RecursionError")
 async def recursion(task: Task, team: Team) -> None:
-    """A function that calls itself."""
+    """Calls a function that calls itself without end."""
 
     def again() -> None:
         again()
@@ -189,13 +189,13 @@ async def recursion(task: Task, team: Team) -> None:
 
 @odd(FAILED, "its own")
 async def somebody_elses_error(task: Task, team: Team) -> None:
-    """An error of ours that would end the run, if the store had raised it."""
+    """Raises a StoreError, which would end the run if the store had raised it."""
     raise StoreError("its own")
 
 
 @odd(FAILED, "asyncio.run() cannot be called")
 async def nested_loop(task: Task, team: Team) -> None:
-    """Code that was written for a script."""
+    """Calls `asyncio.run`, like code that was written for a script."""
     waiting = asyncio.sleep(0)
     try:
         asyncio.run(waiting)
@@ -205,23 +205,23 @@ async def nested_loop(task: Task, team: Team) -> None:
 
 @odd(FAILED, "TypeError")
 def not_awaitable(task: Task, team: Team) -> None:
-    """The `async` was forgotten."""
+    """Returns None instead of a coroutine: its `async` is missing."""
     team.reward(1.0)
 
 
-# What it cancels.
+# Workflows that cancel.
 
 
 @odd(FAILED, "a CancelledError left it")
 async def cancelled_error(task: Task, team: Team) -> None:
-    """Raised by hand."""
+    """Raises CancelledError itself."""
     await first(team).act(task.prompt)
     raise asyncio.CancelledError
 
 
 @odd(FAILED, "a CancelledError left it")
 async def cancels_itself(task: Task, team: Team) -> None:
-    """Its own task."""
+    """Cancels its own task."""
     current = asyncio.current_task()
     assert current is not None
     current.cancel()
@@ -230,7 +230,7 @@ async def cancels_itself(task: Task, team: Team) -> None:
 
 @odd(FAILED, "a CancelledError left it")
 async def awaits_what_it_cancelled(task: Task, team: Team) -> None:
-    """The usual way to meet one."""
+    """Cancels a task and awaits it, the usual source of a CancelledError."""
     acting = asyncio.create_task(first(team).act(task.prompt))
     await asyncio.sleep(0.01)
     acting.cancel()
@@ -239,7 +239,7 @@ async def awaits_what_it_cancelled(task: Task, team: Team) -> None:
 
 @odd(FAILED, "a CancelledError left it")
 async def shared_task_is_cancelled(task: Task, team: Team) -> None:
-    """Another episode's time limit cancels a task that several await."""
+    """Awaits a task that a time limit cancelled, as when episodes share a task and one of them limits its time."""
     shared = asyncio.create_task(asyncio.sleep(LONG_S))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(shared, 0.01)
@@ -248,43 +248,43 @@ async def shared_task_is_cancelled(task: Task, team: Team) -> None:
 
 @odd(FAILED, "CancelledError")
 async def cancelled_in_a_group(task: Task, team: Team) -> None:
-    """A CancelledError in an exception group."""
+    """Raises a CancelledError in an exception group."""
     raise BaseExceptionGroup("odd", [asyncio.CancelledError()])
 
 
 @odd(FINISHED)
 async def timeout_inside(task: Task, team: Team) -> None:
-    """A time limit of its own cuts a call; then it goes on."""
+    """Cuts a call by a time limit of its own, then continues."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.001):
             await first(team).act(task.prompt)
     await answer(task, team)
 
 
-# What it makes of calls, rewards, tags and figures.
+# Workflows that misuse calls, rewards, tags and figures.
 
 
 @odd(FINISHED)
 async def no_call(task: Task, team: Team) -> None:
-    """It ends well and has asked nobody."""
+    """Makes no call."""
 
 
 @odd(FINISHED)
 async def no_call_but_rewards(task: Task, team: Team) -> None:
-    """The same, with rewards for nothing."""
+    """Makes no call, but gives a reward and a figure."""
     team.reward(1.0)
     team.report(success=1.0)
 
 
 @odd(FAILED, "got no reward")
 async def no_reward(task: Task, team: Team) -> None:
-    """A call that nobody judged."""
+    """Makes a call and gives it no reward."""
     await first(team).act(task.prompt)
 
 
 @odd(FAILED, "rewards of one part must add up to")
 async def endless_reward(task: Task, team: Team) -> None:
-    """Finite rewards whose sum is not."""
+    """Gives finite rewards whose sum is infinite."""
     await answer(task, team)
     for _ in range(2):
         team.reward(1.7e308)
@@ -292,93 +292,93 @@ async def endless_reward(task: Task, team: Team) -> None:
 
 @odd(FAILED)
 async def reward_is_nan(task: Task, team: Team) -> None:
-    """0 / 0 of numpy's."""
+    """Gives NaN as a reward, such as 0 / 0 in numpy."""
     (await first(team).act(task.prompt)).reward(float("nan"))
 
 
 @odd(FAILED)
 async def reward_is_text(task: Task, team: Team) -> None:
-    """A score as a judge wrote it."""
+    """Gives a text as a reward, such as a score that a judge wrote."""
     (await first(team).act(task.prompt)).reward("1")  # type: ignore[arg-type]
 
 
 @odd(FAILED)
 async def reward_is_huge(task: Task, team: Team) -> None:
-    """An integer that no float holds."""
+    """Gives an integer as a reward that no float can hold."""
     (await first(team).act(task.prompt)).reward(10**400)
 
 
 @odd(FAILED, "the tag 'score' must be a finite number, got nan")
 async def tag_is_nan(task: Task, team: Team) -> None:
-    """A tag that JSON has no word for."""
+    """Sets a tag that JSON cannot express."""
     (await first(team).act(task.prompt, score=float("nan"))).reward(1.0)
 
 
 @odd(FAILED, "half a surrogate pair")
 async def tag_is_half_a_letter(task: Task, team: Team) -> None:
-    """A tag that UTF-8 has no bytes for."""
+    """Sets a tag that UTF-8 cannot encode."""
     (await first(team).act(task.prompt, anchor="\ud83d")).reward(1.0)
 
 
 @odd(FAILED, "at most 64 bits")
 async def tag_is_huge(task: Task, team: Team) -> None:
-    """A tag whose digits Python refuses to write."""
+    """Sets a tag whose digits Python refuses to write."""
     (await first(team).act(task.prompt, count=10**5000)).reward(1.0)
 
 
 @odd(FAILED, "must be a finite number")
 async def figure_is_infinite(task: Task, team: Team) -> None:
-    """A figure that is none."""
+    """Reports an infinite figure."""
     await answer(task, team)
     team.report(success=float("inf"))
 
 
 @odd(FAILED, "no name that UTF-8 can encode")
 async def figure_without_name(task: Task, team: Team) -> None:
-    """A name that cannot be written."""
+    """Reports a figure whose name UTF-8 cannot encode."""
     await answer(task, team)
     team.report(**{"\ud83d": 1.0})
 
 
 @odd(FAILED)
 async def observation_is_no_text(task: Task, team: Team) -> None:
-    """None, where an agent is to read."""
+    """Gives an agent None as its observation."""
     await first(team).act(None)  # type: ignore[arg-type]
 
 
 @odd(FAILED)
 async def observation_is_half_a_letter(task: Task, team: Team) -> None:
-    """What no tokenizer takes."""
+    """Gives an agent an observation that no tokenizer takes."""
     await first(team).act("\ud83d")
 
 
 @odd(FAILED, "broke its team")
 async def breaks_its_team(task: Task, team: Team) -> None:
-    """It puts something of its own in the place of what is ours."""
+    """Overwrites a private attribute of its team."""
     await answer(task, team)
     team._ledger = None  # type: ignore[assignment]
 
 
 @odd(FINISHED)
 async def many_acts(task: Task, team: Team) -> None:
-    """Fifty calls started together."""
+    """Starts fifty calls together."""
     await asyncio.gather(*(first(team).act(f"{number}") for number in range(50)))
     team.reward(1.0)
 
 
-# When it ends.
+# Workflows that end late, or never.
 
 
 @odd(TIMED_OUT, "took longer than rollout.episode_timeout_s")
 async def endless(task: Task, team: Team) -> None:
-    """It waits for what never comes."""
+    """Waits for a future that nobody completes."""
     await first(team).act(task.prompt)
     await asyncio.get_running_loop().create_future()
 
 
 @odd(TIMED_OUT, "took longer than rollout.episode_timeout_s")
 async def finishes_late(task: Task, team: Team) -> None:
-    """Its time is over, and it ends as if it were not."""
+    """Ends normally, after its time is over."""
     await answer(task, team)
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(LONG_S)
@@ -386,7 +386,7 @@ async def finishes_late(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "given up")
 async def swallows_cancellation(task: Task, team: Team) -> None:
-    """It will not be told to end."""
+    """Swallows every cancellation."""
     await first(team).act(task.prompt)
     while True:
         with contextlib.suppress(asyncio.CancelledError):
@@ -395,7 +395,7 @@ async def swallows_cancellation(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "given up")
 async def swallows_everything(task: Task, team: Team) -> None:
-    """The same, with a call again and again."""
+    """Swallows every exception, and makes calls without end."""
     while True:
         with contextlib.suppress(BaseException):
             await first(team).act(task.prompt)
@@ -403,13 +403,13 @@ async def swallows_everything(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "given up")
 async def swallows_in_parallel(task: Task, team: Team) -> None:
-    """The same, in tasks that it waits for."""
+    """Swallows every cancellation, in tasks that it waits for."""
     await asyncio.gather(*(swallows_cancellation(task, team) for _ in range(3)))
 
 
 @odd(TIMED_OUT, "given up")
 async def cleans_up_for_ever(task: Task, team: Team) -> None:
-    """A `finally` block that waits for a server."""
+    """Waits in a `finally` block, as for a server."""
     try:
         await asyncio.sleep(LONG_S)
     finally:
@@ -418,18 +418,18 @@ async def cleans_up_for_ever(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "given up", virtual=False)
 async def spins(task: Task, team: Team) -> None:
-    """The same without a pause."""
+    """Swallows every exception, and never lets time pass."""
     while True:
         with contextlib.suppress(BaseException):
             await asyncio.sleep(0)
 
 
-# What it leaves behind.
+# Workflows that leave something behind.
 
 
 @odd(FINISHED)
 async def leaves_a_call(task: Task, team: Team) -> None:
-    """A call that nobody awaits is under way when the episode ends."""
+    """Leaves a call in progress that nobody awaits."""
     await answer(task, team)
     _left(first(team).act(task.prompt))
     await asyncio.sleep(0)
@@ -437,21 +437,21 @@ async def leaves_a_call(task: Task, team: Team) -> None:
 
 @odd(FINISHED)
 async def leaves_a_caller(task: Task, team: Team) -> None:
-    """A task that calls for ever, whatever it is told."""
+    """Leaves a task that swallows every exception and makes calls without end."""
     await answer(task, team)
     _left(swallows_everything(task, team))
 
 
 @odd(FINISHED)
 async def leaves_a_swallower(task: Task, team: Team) -> None:
-    """A task that will not be told to end."""
+    """Leaves a task that swallows every cancellation."""
     await answer(task, team)
     _left(swallows_cancellation(task, team))
 
 
 @odd(FINISHED)
 async def leaves_a_failure(task: Task, team: Team) -> None:
-    """A task whose sys.exit() nobody awaits."""
+    """Leaves a task that calls `sys.exit`, and that nobody awaits."""
 
     async def leave() -> None:
         sys.exit("left behind")
@@ -462,7 +462,7 @@ async def leaves_a_failure(task: Task, team: Team) -> None:
 
 @odd(FINISHED)
 async def leaves_an_argument(task: Task, team: Team) -> None:
-    """Rewards that come when the episode is over."""
+    """Leaves a task that gives rewards when the episode is over."""
 
     async def late() -> None:
         await asyncio.sleep(0.5)
@@ -475,7 +475,7 @@ async def leaves_an_argument(task: Task, team: Team) -> None:
 
 @odd(FINISHED, virtual=False)
 async def leaves_a_thread(task: Task, team: Team) -> None:
-    """A thread that waits for ever, as a request without a time limit does."""
+    """Leaves a thread that waits without end, like a request without a time limit."""
     await answer(task, team)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -484,7 +484,7 @@ async def leaves_a_thread(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "took longer than rollout.episode_timeout_s", virtual=False)
 async def waits_for_a_thread(task: Task, team: Team) -> None:
-    """The same, awaited without a limit."""
+    """Awaits a thread that waits without end."""
     await asyncio.get_running_loop().run_in_executor(None, functools.partial(threading.Event().wait))
 
 
@@ -492,7 +492,7 @@ _LEFT: set["asyncio.Task[object]"] = set()
 
 
 def _left(awaited: Awaitable[object]) -> None:
-    """Begins a task and forgets it; kept here, as a user would, lest it be collected."""
+    """Starts a task that nobody awaits. `_LEFT` keeps it, as a user would, or it would be garbage collected."""
     task = asyncio.ensure_future(awaited)
     _LEFT.add(task)
     task.add_done_callback(_forget)
@@ -501,4 +501,4 @@ def _left(awaited: Awaitable[object]) -> None:
 def _forget(task: "asyncio.Task[object]") -> None:
     _LEFT.discard(task)
     if not task.cancelled():
-        task.exception()  # Nobody else will ask: asyncio would say so on stderr.
+        task.exception()  # Nobody else asks for it, and asyncio would complain on stderr.

@@ -1,11 +1,11 @@
-"""A whole run by script: the production loops on fake engines and trainers, in virtual time.
+"""A whole scripted run: the production loops on fake engines and trainers, in virtual time.
 
     run = ScriptedRun(my_workflow, lambda prompt, request: "42", steps=3, batch={"groups": 4, "episodes": 2}).play()
     assert run.trainers["solver"].version == 3
     assert {row.state for row in run.rows()} == {RowState.TRAINED}
 
-Tasks, engines and trainers are fakes; feed, rollout, player, store, collector, sessions, publisher, evaluator and
-checkpoints are those of every run. An idle hour costs nothing, and what waits for ever raises DeadlockError.
+Tasks, engines and trainers are fakes. Feed, rollout, player, store, collector, sessions, publisher, evaluator and
+checkpoints are those of every run. An idle hour costs nothing, and a wait without end raises DeadlockError.
 """
 
 import asyncio
@@ -57,18 +57,18 @@ class CountedTasks:
         self.num_train = num_train
 
     def train(self, index: int) -> Task:
-        """Task number `index`."""
+        """Returns training task number `index`. Raises SourceExhausted past the end."""
         if self.num_train is not None and index >= self.num_train:
             raise SourceExhausted(f"tasks: there is no training task at position {index} of {self.num_train}")
         return Task(input_id=f"task-{index}", prompt=f"task {index}", reference="a")
 
     def held_out(self, n: int) -> tuple[Task, ...]:
-        """Held-out tasks number 0 to n - 1."""
+        """Returns held-out tasks 0 to n - 1."""
         return tuple(Task(input_id=f"test-{i}", prompt=f"test {i}", reference="a") for i in range(n))
 
 
 def spoken(say: Script, renderer: ChatRenderer) -> EngineScript:
-    """A script for engines from one for agents: prompts as text come in, and each reply ends with the end token."""
+    """Makes an engine's script from an agent's: decodes prompts to text, and adds the end token to each reply."""
 
     def script(request: GenerationRequest) -> Sequence[int]:
         return [*renderer.encode(say(renderer.decode(request.prompt_ids), request)), *renderer.encode(END)]
@@ -86,20 +86,20 @@ async def answer(task: Task, team: Team) -> None:
 
 
 def a_or_b(prompt: str, request: GenerationRequest) -> str:
-    """Right (`a`) or wrong (`b`), by the call's seed."""
+    """Answers right (`a`) or wrong (`b`), by the request's seed."""
     return "ab"[request.seed % 2]
 
 
 def watched_trainer(
     policy: PolicyName, objects: ObjectStore, kind: type[FakeTrainer] = FakeTrainer, *, sample_cost_s: float = 0.0
 ) -> WatchedTrainer:
-    """A fake trainer of which it is remembered what went into each update."""
+    """Makes a fake trainer that records what went into each update."""
     cache = WatchedCache(policy)
     return WatchedTrainer(kind(policy, objects, sample_cost_s=sample_cost_s, cache=cache), cache)
 
 
 class ScriptedResidents:
-    """Engines and trainers that are made already, in this process."""
+    """Residents of a scripted run: engines and trainers that exist already, in this process."""
 
     def __init__(
         self,
@@ -107,15 +107,15 @@ class ScriptedResidents:
         engines: Mapping[PolicyName, Sequence[WeightedEngine]],
         trainers: Mapping[PolicyName, Trainer],
     ) -> None:
-        """`engines` are those of each policy, in the order of their numbers."""
+        """`engines` has the engines of each policy, in the order of their instance numbers."""
         self.objects, self._engines, self._trainers = objects, engines, trainers
 
     def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
-        """This process."""
+        """Makes a cluster in this process."""
         return inproc_cluster()
 
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
-        """One of the engines."""
+        """Specifies one of the engines."""
         return ResidentSpec(
             name=f"{ResidentKind.ENGINE}/{instance}",
             kind=ResidentKind.ENGINE,
@@ -125,11 +125,11 @@ class ScriptedResidents:
         )
 
     def make_engine(self, policy: PolicyName, instance: str) -> WeightedEngine:
-        """The engine of this name."""
+        """Returns the engine of an instance, whose name ends with its number."""
         return self._engines[policy][int(instance.rpartition("/")[2])]
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
-        """The trainer of a policy."""
+        """Specifies the trainer of a policy."""
         return ResidentSpec(
             name=f"{ResidentKind.TRAINER}/{policy}",
             kind=ResidentKind.TRAINER,
@@ -139,16 +139,16 @@ class ScriptedResidents:
         )
 
     def replacement_s(self, policy: PolicyName) -> float | None:
-        """None: there are no others."""
+        """Returns None: lost engines are not replaced."""
         return None
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """Every trainer has its own device."""
+        """Returns no group: every trainer has its own device."""
         return {}
 
 
 class ScriptedRun:
-    """One run in virtual time. Its parts may be exchanged until it is played, and looked at afterwards."""
+    """One run in virtual time. Its parts may be replaced before it is played, and inspected afterwards."""
 
     def __init__(
         self,
@@ -164,10 +164,11 @@ class ScriptedRun:
         store: SqliteStore | None = None,
         **sections: Any,
     ) -> None:
-        """`agents` gives the policy of each; `fails` the reason why a call fails, or ""; `sections` are those of a
-        config (`steps=2, mode="sync", rollout={...}`), small by default, and without filter, evaluation and
-        checkpoints. Checkpoints need a `folder`; when there are some in it, the run goes on from the newest, and
-        so it does with the `store` of a run that was ended, even before its first checkpoint.
+        """`agents` gives the policy of each agent. `fails` gives the reason why a call fails, or "".
+
+        `sections` are those of a config (`steps=2, mode="sync", rollout={...}`). The default is a small run without
+        filter, evaluation and checkpoints. Checkpoints need a `folder`. If there are some in it, the run resumes from
+        the newest. With the `store` of a run that was ended, it resumes even before the first checkpoint.
         """
         policies: Mapping[str, Any] = sections.pop("policies", {})
         self.settings = RunSettings.model_validate(
@@ -215,24 +216,24 @@ class ScriptedRun:
             name: watched_trainer(name, objects, sample_cost_s=seconds_per_sample) for name in trained
         }
         self.world: World
-        """Made when it is played."""
+        """The world of the run; `play` makes it."""
         self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
         self.progress: Progress = NullProgress()
         self.rules = PRODUCTION
         self.metrics: dict[int, Mapping[str, float]] = {}
-        """By the number of steps done."""
+        """Metrics by the number of steps done."""
         self.outcome: RunOutcome | None = None
         self.failure: BaseException | None = None
-        """What ended it before its end."""
+        """The exception that ended the run early."""
         self.said: list[str] = []
-        """What a resumption tells the user."""
+        """Lines that a resumption prints for the user."""
         self._folder = folder
         self._resumes = folder is not None and (store is not None or any(folder.glob("step-*")))
         if folder is None and self.settings.checkpoint.every:
             raise ValueError(f"checkpoint.every is {self.settings.checkpoint.every}: give a `folder` for checkpoints")
 
     def play(self, *beside: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
-        """Plays it to its end, with faults and the like `beside` it; raises what ends the run."""
+        """Plays the run to its end, together with the coroutines of `beside`, such as faults. Raises its failure."""
         try:
             run_virtual(self._play(beside))
         except BaseException as failure:
@@ -241,27 +242,27 @@ class ScriptedRun:
         return self
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """What the journal says, or its events of one name."""
+        """Returns the events of the journal, all or those of one name."""
         return self.journal.events(name)
 
     def rows(self) -> list[Row]:
-        """Every row of every agent, in the order of sample ids."""
+        """Returns every row of every agent, in the order of sample ids."""
         return run_virtual(self._rows())
 
     def residents(self) -> Residents:
-        """What its world is made of; for subclasses whose engines can be lost and replaced."""
+        """Makes the residents of the run's world. Subclasses whose engines can be lost and replaced override it."""
         return ScriptedResidents(self.objects, self.engines, self.trainers)
 
     def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
-        """The pool of its world; for subclasses that exchange it."""
+        """Makes the pool of the run's world. Subclasses with another pool override it."""
         return InferencePool(*instances, **how)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of a step."""
+        """Records the metrics of a step."""
         self.metrics[step] = {**self.metrics.get(step, {}), **values}
 
     def close(self) -> None:
-        """Nothing to write out."""
+        """Does nothing: there is nothing to write out."""
 
     async def _rows(self) -> list[Row]:
         found = await self.store.query("SELECT sample_id FROM samples ORDER BY sample_id")

@@ -1,8 +1,8 @@
-"""What every source of tasks must satisfy, and a small one to write tests with.
+"""Conformance check of task sources, and a small source to write tests with.
 
     check_task_source(lambda: MySource(seed=0))
 
-Runs without a test framework.
+It runs without a test framework.
 """
 
 import pickle
@@ -47,13 +47,13 @@ class FakeTasks:
         self.num_train = num_train
 
     def train(self, index: int) -> Task:
-        """`{index}+1`."""
+        """Returns the task `{index}+1`. Raises SourceExhausted past the end."""
         if self.num_train is not None and index >= self.num_train:
             raise SourceExhausted(f"there are {self.num_train} tasks, none at position {index}")
         return Task(input_id=f"sum-{index}", prompt=f"{index}+1", reference=str(index + 1))
 
     def held_out(self, n: int) -> tuple[Task, ...]:
-        """`{index}+2`."""
+        """Returns the first `n` tasks `{index}+2`."""
         return tuple(
             Task(input_id=f"held-out-{index}", prompt=f"{index}+2", reference=str(index + 2)) for index in range(n)
         )

@@ -1,4 +1,4 @@
-"""What every tool and every syntax of calls must satisfy.
+"""Conformance checks of tools, and of syntaxes of tool calls.
 
     check_tool(MyTool(), good=["2+2"])
     check_syntax(MySyntax(), call=ToolCall("calculator", "2+2"))

@@ -1,4 +1,4 @@
-"""A trainer of one number that remembers, and what every trainer must do."""
+"""A fake trainer that records its input, and conformance checks of trainers and process groups."""
 
 import asyncio
 import inspect
@@ -25,12 +25,12 @@ NOBODY = SampleId("nobody_0_g0e0a0")
 
 
 def sample_costs(seconds: float) -> TrainerCosts:
-    """Each sample takes so long, and all else nothing."""
+    """Returns costs by which each sample takes `seconds`, and nothing else takes time."""
     return TrainerCosts(sample_s=seconds, update_s=0.0, publish_s=0.0, resume_s=0.0, suspend_s=0.0)
 
 
 class FakeTrainer(ModelledTrainer):
-    """A trainer that remembers what went into it. It takes no time but `sample_cost_s` for each sample.
+    """A trainer that records its micro-batches. Each sample takes `sample_cost_s`, and nothing else takes time.
 
     `fail_on` names the micro-batches that raise, after their time.
     """
@@ -46,14 +46,14 @@ class FakeTrainer(ModelledTrainer):
         rows: RowReader | None = None,
         cache: ModelledCache | None = None,
     ) -> None:
-        """`costs` are for tests in which updates and swaps take time too."""
+        """`costs` replaces `sample_cost_s` in tests in which updates and swaps take time too."""
         super().__init__(policy, costs or sample_costs(sample_cost_s), objects, rows=rows, cache=cache)
         self.accumulated: list[MicroBatch] = []
         """Every micro-batch that entered a cache, in order, over all steps."""
         self._fail_on = fail_on
 
     async def compute(self, batch: MicroBatch) -> float:
-        """Takes the time of a micro-batch; raises if it is one of `fail_on`."""
+        """Waits for as long as the micro-batch takes. Raises RuntimeError if it is one of `fail_on`."""
         took_s = await super().compute(batch)
         if batch.micro_batch_id in self._fail_on:
             raise RuntimeError(f"scripted failure on {batch.micro_batch_id}")
@@ -62,7 +62,7 @@ class FakeTrainer(ModelledTrainer):
 
 
 MakeTrainer = Callable[[ObjectStore, RowReader], Trainer | Awaitable[Trainer]]
-"""Makes a trainer that publishes to the one and reads its rows from the other."""
+"""Makes a trainer that publishes to the object store and reads its rows from the reader."""
 
 
 async def check_trainer(
@@ -72,11 +72,11 @@ async def check_trainer(
     *,
     streams: bool = True,
 ) -> None:
-    """Asserts the contract of `Trainer`: at least two micro-batches of one policy, sampled at version 0.
+    """Asserts the contract of `Trainer` with `batches`: two or more micro-batches of one policy, sampled at version 0.
 
-    `make_trainer` must return equal trainers at version 0 every time, which read their rows from the reader that it is
-    given; `folder` is an empty one for checkpoints.
-    `streams` is False for settings that rows of open credit groups cannot be trained with (training/streaming.py).
+    `make_trainer` must return equal trainers at version 0 every time. They read their rows from the given reader.
+    `folder` is an empty folder for checkpoints. `streams` is False for settings that cannot train rows of open credit
+    groups (training/streaming.py).
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
     samples = [sample for batch in batches for sample in batch.samples]
@@ -133,7 +133,7 @@ async def check_trainer(
 
 
 async def accumulate(trainer: Trainer, batch: MicroBatch) -> LossReport:
-    """Has a trainer accumulate the rows of a micro-batch, which its reader has."""
+    """Has a trainer accumulate the rows of a micro-batch. The trainer's reader must hold them."""
     return await trainer.accumulate(batch.micro_batch_id, [sample.turn.sample_id for sample in batch.samples])
 
 
@@ -142,7 +142,7 @@ async def _made(trainer: Trainer | Awaitable[Trainer]) -> Trainer:
 
 
 async def _check_dropped(make_trainer: MakeTrainer, batch: MicroBatch, folder: Path) -> None:
-    """Rows of an open credit group that is dropped leave nothing behind, not even the id that they came under."""
+    """Checks that a dropped credit group leaves nothing behind, not even the id of its rows' micro-batch."""
     rows = HeldRows([replace(sample, open_group="dropped") for sample in batch.samples])
     trainer = await _made(make_trainer(InlineObjectStore(), rows))
     await accumulate(trainer, batch)
@@ -157,9 +157,9 @@ async def _check_dropped(make_trainer: MakeTrainer, batch: MicroBatch, folder: P
 async def check_process_group(
     make: Callable[[ObjectStore, RowReader], tuple[Trainer, ProcessGroup]], batches: Sequence[MicroBatch]
 ) -> None:
-    """Asserts the contract of `ProcessGroup`, law 9 in it: at least two micro-batches of one policy.
+    """Asserts the contract of `ProcessGroup`, including law 9, with two or more micro-batches of one policy.
 
-    `make` must return an equal trainer at version 0 every time, and its group, whose state is set aside.
+    `make` must return an equal trainer at version 0 every time, and its group. The trainer's state is set aside.
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
 

@@ -1,4 +1,4 @@
-"""What an agent may call while it speaks. In: a call found in its text. Out: an observation for its next prompt."""
+"""Tools that an agent may call while it answers. In: a call found in its text. Out: a text for its next prompt."""
 
 from functools import reduce
 from operator import or_

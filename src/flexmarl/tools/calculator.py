@@ -26,22 +26,22 @@ class Calculator(Settings):
 
     type: Literal["calculator"] = "calculator"
     name: str = Field(default="calculator", min_length=1)
-    """What agents call it by."""
+    """Name that agents call it by."""
     description: str = "Computes an integer expression with + - * / // % ** and parentheses, e.g. 12*(3+4)."
-    """What a model may be told of it."""
+    """Description that a model may be given."""
     max_chars: int = Field(default=256, ge=1, le=4096)
     """Longest expression."""
     max_digits: int = Field(default=256, ge=1, le=4000)
     """Largest number, intermediate ones included. Python itself refuses to print more than 4300 digits."""
     max_depth: int = Field(default=50, ge=1, le=100)
-    """Most operands nested in one another: parentheses, signs, exponents. Keeps Python's stack out of reach."""
+    """Deepest nesting of parentheses, signs and exponents. Keeps the recursion far below Python's limit."""
 
     async def __call__(self, argument: str) -> str:
         """The value as text, or `error: ...`."""
         return self.compute(argument)
 
     def compute(self, expression: str) -> str:
-        """As the call, without an event loop. No expression makes it raise or takes more than milliseconds."""
+        """The same, without an event loop. No expression makes it raise or takes more than milliseconds."""
         try:
             return str(_Evaluation(expression, self).value())
         except _Mistake as mistake:

@@ -1,10 +1,10 @@
-"""What every tool can do."""
+"""The interface of a tool."""
 
 from typing import Protocol
 
 
 def is_refusal(observation: str) -> bool:
-    """Whether a tool answers that the call was at fault.
+    """True if a tool's observation says that the call was at fault.
 
     >>> is_refusal("error: division by zero"), is_refusal("42")
     (True, False)
@@ -15,15 +15,15 @@ def is_refusal(observation: str) -> bool:
 class Tool(Protocol):
     """Something an agent can call by name. One instance serves all episodes, so any number of calls may run at once.
 
-    What the model did wrong (a bad expression, an unknown key) comes back as text that begins with `error: `, so that
-    it can read it and try again; the episode goes on, and the call counts as a tool error. No other text begins so:
-    what a tool quotes, it puts behind words of its own. Only a fault of the tool itself (its server is gone) raises
-    EpisodeError. Cancelling the call gives up the result and must leave the tool usable.
+    A mistake of the model (a bad expression, an unknown key) gives an observation that begins with `error: `. The model
+    can then read it and try again, the episode continues, and the call counts as a tool error. No other observation may
+    begin so; a tool that quotes text puts words of its own before it. Only a fault of the tool itself (its server is
+    gone) raises EpisodeError. Cancelling the call drops its result and must leave the tool usable.
     """
 
     @property
     def name(self) -> str:
-        """What agents call it by; unique in a seat."""
+        """Name that agents call it by; unique in a seat."""
         ...
 
     @property
@@ -32,5 +32,5 @@ class Tool(Protocol):
         ...
 
     async def __call__(self, argument: str) -> str:
-        """The observation."""
+        """Runs the call; returns the observation that the agent reads."""
         ...

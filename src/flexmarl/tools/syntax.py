@@ -3,12 +3,12 @@
     FunctionSyntax    calc(12*(3+4))
     TagSyntax         <tool_call>{"name": "calculator", "arguments": "12*(3+4)"}</tool_call>
 
-The caller hands `stop` to the engine and `parse`s what the agent has said since it began to speak or last saw an
-observation, continuations joined:
+The caller gives `stop` to the engine. It `parse`s the text that the agent wrote since its last observation, with all
+continuations joined:
 
     ToolCall      run it; the result is the observation
-    Incomplete    the engine stopped too early, at the first `)` of calc((1+2)*3): generate on. If the agent ended its
-                  turn by itself, it cannot go on: give it `.observation`
+    Incomplete    the engine stopped too early, at the first `)` of calc((1+2)*3): generate more. If the agent ended its
+                  turn by itself, it cannot continue: give it `.observation`
     Malformed     give it `.observation`
     None          no call
 """
@@ -30,7 +30,7 @@ class ToolCall:
     """A complete call."""
 
     name: str
-    """Of the tool."""
+    """Name of the tool."""
     argument: str
 
 
@@ -39,7 +39,7 @@ class Incomplete:
     """The beginning of a call."""
 
     observation: str
-    """What to tell an agent that ended its turn here."""
+    """Text for an agent that ended its turn here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Syntax(Protocol):
 class FunctionSyntax(Settings):
     """Calls look like `calc(12*34)`: few tokens, so small models learn them.
 
-    A `)` of ordinary text stops the engine too; then `parse` returns None and the caller goes on if the agent has not
-    ended its turn.
+    A `)` of ordinary text stops the engine too; then `parse` returns None, and the caller continues the generation if
+    the agent has not ended its turn.
 
     >>> FunctionSyntax().parse("6 times 7 is calc(6*7)")
     ToolCall(name='calculator', argument='6*7')
@@ -127,9 +127,9 @@ class TagSyntax(Settings):
 
     type: Literal["tag"] = "tag"
     opening: str = Field(default="<tool_call>", min_length=1)
-    """Before the JSON."""
+    """Text before the JSON."""
     closing: str = Field(default="</tool_call>", min_length=1)
-    """Behind it; generation stops there."""
+    """Text behind the JSON; generation stops there."""
 
     @property
     def stop(self) -> tuple[str, ...]:

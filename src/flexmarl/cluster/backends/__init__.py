@@ -1,1 +1,1 @@
-"""Where workers really run. In: worker specs. Out: live processes that hold one object each."""
+"""The cluster on real processes. In: specs of residents. Out: live processes that hold one object each."""

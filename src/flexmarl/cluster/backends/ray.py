@@ -1,6 +1,6 @@
 """Ray for the residents of a run: one asynchronous actor for each, all of them on the controller's machine.
 
-An actor has the methods of its resident's contract, so Ray's own tools show who was asked for what.
+An actor has the methods of its resident's contract, so Ray's own tools show which method of which resident was called.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.records import WorkerLost
 
 T = TypeVar("T")
-# Ray gives its own processes 30 s to start and a resident process 60.
+# Ray gives its own processes 30 s to start, and the process of an actor 60 s.
 START_S = 90.0
-# A placement that is possible takes 0.1 s; more is waiting for somebody else's processes to end.
+# A placement that is possible takes 0.1 s. A longer one waits for other users' processes to end.
 PLACE_S = 5.0
 STOP_S = 10.0
 WATCH_S = 0.5
-# More calls to one resident than that wait in Ray.
+# Calls to one resident beyond this number wait in Ray.
 CALLS_AT_ONCE = 4096
 
 
@@ -63,7 +63,7 @@ class RayResident(Generic[T]):
         tasks: asyncio.TaskGroup,
         on_end: Callable[["RayResident[Any]", str | None], None],
     ) -> None:
-        """`on_end` is called once at the resident's end, with the reason if that was a loss."""
+        """`on_end` is called once when the resident ends, with the reason if it was lost."""
         self.slot = slot
         self._loop = asyncio.get_running_loop()
         self._spec = spec
@@ -87,7 +87,7 @@ class RayResident(Generic[T]):
         return self._remote
 
     async def start(self) -> None:
-        """Waits for the process."""
+        """Waits until its process runs. Raises WorkerError if that takes longer than `START_S`."""
         try:
             async with asyncio.timeout(START_S):
                 pid = await self._reply(self._actor.process_id.remote())
@@ -96,12 +96,12 @@ class RayResident(Generic[T]):
         self._place = ResidentPlace(node=self._place.node, pid=pid)
 
     async def make(self) -> None:
-        """Makes what lives there; from then on its death is a loss."""
+        """Makes the hosted object. From then on the death of the process is a loss."""
         answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), whose=str(self))
         self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The channel of its proxy."""
+        """Calls a method of the actor: the `Channel` of the resident's proxy."""
         if self._gone is not None:
             raise WorkerError(self._gone)
         asked = getattr(self._actor, method).remote(packed(*args, **kwargs))
@@ -113,7 +113,10 @@ class RayResident(Generic[T]):
             await asyncio.to_thread(psutil.Process(self._place.pid).wait, STOP_S)
 
     def end(self, how: str, *, lost: str | None = None) -> None:
-        """Ends the process, unless that has happened; calls under way and later ones raise WorkerError."""
+        """Ends the process, unless it has ended. Calls under way and later ones raise WorkerError.
+
+        `how` completes the error's text; `lost` is the reason if this is a loss.
+        """
         if self._gone is not None:
             return
         self._gone = f"{self} {how}"
@@ -128,7 +131,7 @@ class RayResident(Generic[T]):
         return f"{self.name} ({pid} on {self._place.node})"
 
     async def _reply(self, ref: ray.ObjectRef) -> Any:
-        """What the actor answers. Not `await ref`: that would not notice an end that Ray has not noticed."""
+        """Waits for the actor's answer. `await ref` would miss an end that Ray itself has not noticed."""
         call = self._loop.create_future()
         self._pending.add(call)
         ref.future().add_done_callback(self._threadsafe(lambda done: self._settle(call, done)))
@@ -148,10 +151,10 @@ class RayResident(Generic[T]):
         self.end(f"died: {because}", lost=because)
 
     def _threadsafe(self, then: Callable[[Future[Any]], None]) -> Callable[[Future[Any]], None]:
-        """Calls `then` on the event loop, from whatever thread Ray calls us."""
+        """Wraps `then` so that it runs on the event loop, whichever thread Ray calls it on."""
 
         def done(future: Future[Any]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, nobody waits
+            with suppress(RuntimeError):  # the event loop has ended, so nobody waits
                 self._loop.call_soon_threadsafe(then, future)
 
         return done
@@ -159,9 +162,10 @@ class RayResident(Generic[T]):
 
 @asynccontextmanager
 async def ray_cluster(settings: ClusterSettings, *, leases: RunLeases, residents: int) -> AsyncIterator["RayCluster"]:
-    """A cluster for the length of a block; `residents` is how many live at most at once.
+    """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Raises ConfigError if Ray cannot be started or joined.
+    A private Ray has room for exactly that many. Raises ConfigError if the Ray to join cannot be joined, WorkerError
+    if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
         cluster = RayCluster(settings, tasks, leases=leases, residents=residents)
@@ -173,12 +177,12 @@ async def ray_cluster(settings: ClusterSettings, *, leases: RunLeases, residents
 
 
 class RayCluster:
-    """The residents of one run on Ray, a private one or one that runs on this machine."""
+    """The residents of one run, on a private Ray or on one that already runs on this machine."""
 
     def __init__(
         self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int
     ) -> None:
-        """See `ray_cluster`; proxies have their tasks in `tasks`."""
+        """See `ray_cluster`. Proxies run their tasks in `tasks`."""
         self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
         self._leases = leases
         if settings.address == "local":
@@ -243,7 +247,7 @@ class RayCluster:
         await asyncio.to_thread(self._leases.end_processes)
 
     async def _slots(self, gpus: Sequence[int]) -> list[Slot]:
-        """Room for residents with so many accelerators: what ended ones left, and for the others a new group."""
+        """A slot for each number of accelerators in `gpus`: slots of ended residents first, then a new group."""
         found = [self._take(n) for n in gpus]
         missing = [n for n, slot in zip(gpus, found, strict=True) if slot is None]
         try:
@@ -278,7 +282,7 @@ class RayCluster:
             asyncio.get_running_loop().call_soon(self.on_lost, event)
 
     async def _watch_ray(self) -> None:
-        """Ends all residents as lost when Ray itself is gone."""
+        """Waits until Ray itself is gone, and then ends all residents as lost."""
         while self._trouble is None:
             await asyncio.sleep(WATCH_S)
             self._trouble = await asyncio.to_thread(self._ray.trouble)
@@ -288,7 +292,7 @@ class RayCluster:
 
 @lru_cache
 def actor_class(contract: type) -> Any:
-    """Actors that host what keeps a contract: a `Host` with the contract's methods."""
+    """The class of actors for a contract: a `Host` with the contract's methods."""
 
     def method(name: str) -> Callable[..., Any]:
         async def call(self: Host, arguments: bytes) -> bytes:
@@ -302,7 +306,7 @@ def actor_class(contract: type) -> Any:
 
 
 def start_actor(spec: ResidentSpec[Any], slot: Slot) -> Any:
-    """The actor that hosts a resident; it is never restarted: what it held would be gone."""
+    """Starts the actor that hosts a resident. It is never restarted, because its state would be gone."""
     return (
         actor_class(spec.contract)
         .options(
@@ -317,9 +321,9 @@ def start_actor(spec: ResidentSpec[Any], slot: Slot) -> Any:
 
 
 def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
-    """Room on this machine for residents with so many accelerators, all or none. Raises ConfigError if there is none.
+    """Reserves a slot on this machine for each number of accelerators in `gpus`. Raises ConfigError if one has no room.
 
-    One machine, because weights travel through its memory and rows are read from its disk.
+    All slots are on one machine, because weights travel through its memory and rows are read from its disk.
     """
     asked = {"CPU": float(len(gpus)), "GPU": float(sum(gpus))}
     here = f"node:{node}"
@@ -339,7 +343,7 @@ def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
 
 
 def shortage(asked: Mapping[str, float], has: Mapping[str, float]) -> str:
-    """What a placement needs, what there is, and what would help."""
+    """Says, for an error, what a placement needs, what the machine has, and what would help."""
     return (
         f"they need {amounts(asked)} (one CPU each, and with cluster.device=cuda one GPU), it has {amounts(has)}; "
         "use fewer instances, cluster.device=cpu, or cluster.address=local, which has a CPU for every resident"
@@ -356,7 +360,7 @@ def amounts(resources: Mapping[str, float]) -> str:
 
 
 def reason(error: BaseException | None) -> str:
-    """Why an actor is gone, in few words; Ray names the same causes for every death that it did not order."""
+    """Why an actor is gone, in few words. Ray lists the same causes for every death that it did not order."""
     text = " ".join(str(error).split())
     if "low on memory" in text or "memory usage threshold" in text:
         return "Ray ended it because this machine ran out of memory; use smaller models, batches or fewer instances"
@@ -367,7 +371,7 @@ def reason(error: BaseException | None) -> str:
 
 
 def settle(call: asyncio.Future[Any], *, result: Any = None, error: BaseException | None = None) -> None:
-    """Gives a call its outcome, unless its caller left or it has one."""
+    """Gives a call its result or its error, unless it has one already or its caller was cancelled."""
     if call.done():
         return
     if error is None:
@@ -377,7 +381,7 @@ def settle(call: asyncio.Future[Any], *, result: Any = None, error: BaseExceptio
 
 
 async def all_of(work: Iterable[Awaitable[object]]) -> None:
-    """Waits for all of it to end, then raises the first error."""
+    """Waits until all of `work` has ended, then raises the first error."""
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

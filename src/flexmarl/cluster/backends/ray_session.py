@@ -1,4 +1,4 @@
-"""Ray as this process reaches it: a private one, started here and ended here, or one that runs on this machine."""
+"""Ray in this process: a private Ray that it starts and ends, or one that already runs on this machine."""
 
 import os
 import secrets
@@ -17,27 +17,27 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.errors import ConfigError
 
 CONNECT_S = 5.0
-# Least that Ray takes is 75 MiB; next to nothing goes through its store, weights least of all.
+# Ray takes at least 75 MiB. Almost nothing goes through its store, and weights never do.
 STORE_BYTES = 80 * 2**20
 VITAL = ("gcs_server", "raylet")
-# Ray reads a token once per process, so a second Ray of ours must ask for the same one.
+# Ray reads a token once per process, so a second private Ray of this process must use the same token.
 TOKEN = secrets.token_hex(32)
 PRIVATE = {
-    # Ray listens on the network and runs what it is sent, so it wants a token; without ours it keeps one in ~/.ray.
+    # Ray listens on the network and runs what it receives, so it asks for a token. Without ours it makes one in ~/.ray.
     "RAY_AUTH_TOKEN": TOKEN,
-    # Ray nices its workers to 15: on a busy machine the run's own work would come last.
+    # By default Ray runs its workers at niceness 15: on a busy machine the run's own work would come last.
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Its processes listen on loopback alone, as Ray's own do where clusters are not supported; see `on_loopback`.
+    # With this, Ray's processes listen on loopback alone, as where Ray supports no clusters; see `on_loopback`.
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-    # Else a worker without an accelerator gets CUDA_VISIBLE_DEVICES changed.
+    # Otherwise Ray changes CUDA_VISIBLE_DEVICES for a worker without an accelerator.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
 class PrivateRay:
-    """A Ray for this run alone, with as many CPUs as it has workers: that many fit, however few cores there are."""
+    """A Ray for this run alone. It declares a CPU for each worker, so all workers fit on however few cores."""
 
     def __init__(self, leases: RunLeases, *, workers: int, accelerators: bool) -> None:
         self._leases = leases
@@ -46,7 +46,7 @@ class PrivateRay:
         self._vital: dict[psutil.Process, str] = {}
 
     def open(self) -> None:
-        """Starts it; about three seconds, most of them Ray's own helpers on few cores."""
+        """Starts Ray. This takes about three seconds, most of them for Ray's own helper processes on few cores."""
         before = set(psutil.Process().children(recursive=True))
         silence()
         with environment(PRIVATE), on_loopback():
@@ -69,14 +69,14 @@ class PrivateRay:
                     self._vital[process] = name
 
     def trouble(self) -> str | None:
-        """Why it is no more, if so. Ray itself notices after 15 to 60 seconds, and then ends this process."""
+        """The reason if Ray has ended, else None. Ray itself notices after 15 to 60 s, and then ends this process."""
         for process, name in self._vital.items():
             if has_ended(process):
                 return f"Ray's {name} (pid {process.pid}) ended"
         return None
 
     def close(self) -> None:
-        """Ends it and removes its files."""
+        """Ends Ray and removes its files."""
         ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -86,9 +86,10 @@ class PrivateRay:
 
 
 class JoinedRay:
-    """A Ray that somebody else started: it stays as it is, with nothing of ours after `close`.
+    """A Ray that somebody else started. It keeps running after `close`, with nothing left of this run.
 
-    Not after a private one in the same process: that still asks its callers for a token, which these workers lack.
+    A process that has had a private Ray cannot join another: it still asks callers for a token, which these workers
+    lack.
     """
 
     def __init__(self, leases: RunLeases, *, address: str) -> None:
@@ -96,7 +97,7 @@ class JoinedRay:
         self._address = address
 
     def open(self) -> None:
-        """Connects. Raises ConfigError if nobody listens there, or no Ray with a node on this machine."""
+        """Connects. Raises ConfigError if nobody listens at the address, or no Ray with a node on this machine."""
         if trouble := self.trouble():
             raise ConfigError(f"cluster.address={self._address}: {trouble}; {self._advice}")
         silence()
@@ -106,16 +107,16 @@ class JoinedRay:
             raise ConfigError(f"cluster.address={self._address}: cannot join: {error}; {self._advice}") from error
 
     def trouble(self) -> str | None:
-        """Why it cannot be reached, if so."""
+        """The reason if the address cannot be reached, else None."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        except (OSError, OverflowError) as error:  # A port above 65535 is none.
+        except (OSError, OverflowError) as error:  # OverflowError for a port above 65535.
             return f"Ray at {self._address} does not answer: {error}"
         return None
 
     def close(self) -> None:
-        """Leaves it; Ray ends what belongs to us."""
+        """Disconnects. Ray then ends what belongs to this run."""
         ray.shutdown()
 
     @property
@@ -126,7 +127,7 @@ class JoinedRay:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it is gone, or has only not been waited for yet."""
+    """True if the process is gone, or is a zombie that nobody has waited for yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -134,16 +135,16 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def silence() -> None:
-    """Keeps Ray from telling of dead workers on our stdout, between the lines of tables and JSON; the run does it."""
-    driver._worker_logs_enabled = False  # as Ray itself does at a breakpoint; there is no setting for it
+    """Keeps Ray from reporting dead workers on stdout, between lines of tables and JSON; the run reports them."""
+    driver._worker_logs_enabled = False  # Ray itself does this at a breakpoint; there is no setting for it
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """In the block, Ray takes 127.0.0.1 for this machine's address, and so listens there and nowhere else.
+    """Inside the block, Ray takes 127.0.0.1 for this machine's address, and so listens there and nowhere else.
 
-    `ray.init(_node_ip_address="127.0.0.1")` does not do it: Ray replaces loopback by the address that others reach. It
-    leaves it where clusters are not supported, which it decides by a variable that it reads when it is imported.
+    `ray.init(_node_ip_address="127.0.0.1")` is not enough: Ray replaces loopback by the address that other machines
+    reach. It keeps loopback where clusters are not supported, which it decides by a variable that it reads at import.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -155,7 +156,7 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for processes that are started inside the block; takes back what else the block changes."""
+    """Sets environment variables inside the block, for processes started there. At its end all are as before it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -1,4 +1,7 @@
-"""One file per estimator; the settings class is the estimator."""
+"""Estimators; the settings class of an estimator is the estimator.
+
+In: rows with their final rewards. Out: an advantage and a weight for each row.
+"""
 
 import pkgutil
 from collections.abc import Mapping
@@ -36,7 +39,7 @@ ESTIMATORS: Mapping[str, str] = {
     "rae": "flexmarl.credit.estimators.baselines:Rae",
     "gigpo": "flexmarl.credit.estimators.gigpo:GiGpo",
 }
-"""Where the class of each estimator `type` is; a new one adds one line here (docs: write an estimator)."""
+"""Path of the class of each estimator `type`. A new estimator adds one line here (docs: write an estimator)."""
 
 if TYPE_CHECKING:
     AnyEstimator = EstimatorSettings

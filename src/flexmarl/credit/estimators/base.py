@@ -1,8 +1,8 @@
-"""Decides what an estimator is unless it says otherwise: settings that compare whole groups.
+"""Decides the common part of all estimators: defaults, groups, the credit of lone rows, and the report.
 
-Decides what estimators share that compare no row with other rows: the filter's key, weights and the report.
-
-Decides what all comparisons inside groups share: who is in a group, what becomes of a lone row, the report.
+`EstimatorBase`   the defaults of every estimator
+`Ungrouped`       estimators that do not compare rows in groups
+`Grouped`         estimators that compare rows inside groups
 """
 
 import math
@@ -24,28 +24,28 @@ from flexmarl.settings import Settings
 
 
 class EstimatorBase(Settings, ABC):
-    """The class of an estimator is its settings; it adds a `type`, a `key`, its options and `estimate`."""
+    """Base of all estimators. A subclass is its own settings: it adds a `type`, a `key`, its options and `estimate`."""
 
     follows_calls: ClassVar[bool] = False
-    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
+    """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
     adds_up_calls: ClassVar[bool] = False
-    """Whether it adds up what the calls after a call earned: what else does so would count it twice."""
+    """True if it adds up the rewards of later calls. A term that does so as well would count them twice."""
     has_fixed_baseline: ClassVar[bool] = False
-    """Whether what a return is compared with is the same, whatever was sampled from the call on."""
+    """True if the baseline of a return does not depend on what is sampled from the call on."""
 
     @property
     def grouping(self) -> GroupKey:
-        """The key alone."""
+        """The key, with no further tags."""
         return getattr(self, "key")  # noqa: B009  # each kind has its own default, or a property
 
     @property
     def needs_branches(self) -> bool:
-        """Whether it compares the candidates of a turn: for trees of turns alone."""
+        """True if it compares the candidates of a turn. It can handle only trees of turns."""
         return False
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Whether episodes of a task whose rewards are all equal teach it anything; if so, no filter drops the task."""
+        """True if it can learn from a task whose rewards are all equal. No filter drops such a task then."""
         return False
 
     @property
@@ -55,11 +55,11 @@ class EstimatorBase(Settings, ABC):
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """Nothing but rewards."""
+        """Nothing besides rewards."""
         return frozenset()
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows with the rewards that it compares, which filters look at: those that they have."""
+        """The rows with the rewards that are compared: here their own. Filters use them."""
         return rows
 
     @abstractmethod
@@ -68,16 +68,19 @@ class EstimatorBase(Settings, ABC):
 
 
 class Ungrouped(EstimatorBase):
-    """A row's credit does not depend on what other rows of its task were given."""
+    """Base of estimators that do not compare rows in groups."""
 
     @property
     def key(self) -> GroupKey:
-        """Compares nothing; a filter looks at each agent's turns on a task."""
+        """Key for the filter, which looks at each agent's turns on a task. The estimator itself compares nothing."""
         return ("task", "agent")
 
 
 def weighted(ordered: Sequence[CreditRow], advantages: Mapping[SampleId, float]) -> Credit:
-    """One advantage per row; a row that has none was not sampled, or has nothing to be compared with: weight 0."""
+    """Credit with one advantage per row. A row that is not in `advantages` gets weight 0.
+
+    Such a row has no sampled tokens, or nothing to be compared with.
+    """
     report: dict[AgentName, AgentReport] = {}
     for row in ordered:
         seen = AgentReport(
@@ -92,7 +95,7 @@ def weighted(ordered: Sequence[CreditRow], advantages: Mapping[SampleId, float])
 
 
 def tokens_of(steps: Mapping[SampleId, Steps]) -> dict[SampleId, tuple[float, ...]]:
-    """The same, as credit holds it."""
+    """The same numbers as tuples, as `Credit` holds them."""
     return {sample_id: tuple(of_row.tolist()) for sample_id, of_row in steps.items()}
 
 
@@ -101,19 +104,19 @@ Scores = NDArray[np.float64]
 
 
 class Grouped(EstimatorBase):
-    """Rows with equal tags are compared with one another, and with no others."""
+    """Base of estimators that compare rows with equal tags with one another, and with no others."""
 
     key: GroupKey = ("task", "agent")
     """Tags whose equal values form a group, or such tags per agent ("*": every other agent)."""
     require: tuple[Requirement, ...] = ("one_task",)
-    """Facts asserted for every group; a violation raises."""
+    """Facts that every group must satisfy; a violation is an error."""
     singleton: Singleton = "zero"
-    """A group with one observation: A = 0; the reward itself; 0 unless all groups of the step are such; weight 0; an
-    error."""
+    """Advantage in a group with one observation. zero: 0; raw: the reward itself; zero_unless_all: 0, but raw if all
+    groups of the step have one observation; drop: 0, with weight 0; error: an error."""
     tol: float = Field(default=1e-6, ge=0)
-    """Rewards that differ by no more count as equal in the report."""
+    """Rewards that differ by at most this much count as equal in the report."""
     reward_range: RewardRange = (0.0, 1.0)
-    """Worst and best reward: what the report calls too hard and too easy."""
+    """Worst and best reward. The report calls a group with the worst alone too hard, with the best alone too easy."""
 
     @field_validator("key")
     @classmethod
@@ -125,11 +128,11 @@ class Grouped(EstimatorBase):
 
     @property
     def needs(self) -> Needs:
-        """Whole groups; the whole step where a lone row's fate depends on the other groups."""
+        """Whole groups; the whole step if the credit of a lone row depends on the other groups."""
         return "batch" if self.singleton == "zero_unless_all" else "group"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages, weights and a report per agent; rows without sampled tokens have no part in it."""
+        """Advantages, weights and a report per agent. Rows without sampled tokens are in no group and have weight 0."""
         ordered = in_order(rows)
         groups = self.groups(ordered)
         all_alone = all(self.num_observations(members) == 1 for members in groups.values())
@@ -151,22 +154,22 @@ class Grouped(EstimatorBase):
         return Credit(advantages=advantages, weights=weights, report=report)
 
     def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
-        """The groups of rows that are in order; all calls of an act are in the group of its first one.
+        """The groups of `rows`, which are in order. All calls of an act are in the group of its first call.
 
         Raises CreditError for a group that breaks a requirement.
         """
         return group_rows(led([row for row in rows if row.num_tokens]), self.grouping, self.require)
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows, each call of an act where its first one is."""
+        """The rows, where later calls of an act have the context tags of its first call."""
         return led(rows)
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
-        """How many observations a group has: its rows."""
+        """Number of observations of a group: its rows."""
         return len(members)
 
     def fate(self, group: Group, *, all_alone: bool) -> Literal["zero", "raw", "drop"]:
-        """What becomes of a group with one observation."""
+        """Treatment of a group with one observation. Raises CreditError if `singleton` is 'error'."""
         if self.singleton == "error":
             raise CreditError(
                 f"group ({group_name(group)}) has one observation, and singleton is 'error'; "
@@ -192,10 +195,10 @@ class Grouped(EstimatorBase):
         """Advantages of the rows of a group with two observations or more."""
 
     def _raw(self, members: Sequence[CreditRow]) -> Scores:
-        """Advantages of the rows of a group with one observation, where they are not 0."""
+        """Advantages of the rows of a group with one observation, if its treatment is 'raw'."""
         return rewards_of(members)
 
 
 def rewards_of(members: Sequence[CreditRow]) -> Scores:
-    """The rewards, all of which are there: `in_order` has seen to that."""
+    """[N] the rewards. No row lacks one: `in_order` has checked that."""
     return np.array([math.nan if row.reward is None else row.reward for row in members], np.float64)

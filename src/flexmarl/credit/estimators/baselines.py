@@ -1,12 +1,9 @@
-"""Decides advantages without a group: against nothing, the step's mean, an agent's average, a greedy play.
+"""Decides advantages without comparing the rows of a group: against nothing, the step, the past, or a greedy play.
 
-Decides advantages as REINFORCE does: the reward itself, compared with nothing (Williams 1992).
-
-Decides advantages as REINFORCE++ does: what follows each token, discounted, on one scale for the whole step.
-
-Decides advantages against what each agent is used to: a moving average of its rewards over all tasks.
-
-Decides advantages as ReMax does: each reward against that of a greedy play of the same task.
+`Reinforce`     the reward itself, compared with nothing (Williams 1992)
+`ReinforcePP`   the discounted return of each token, whitened over the step
+`Rae`           each reward against a moving average of its agent's rewards over all tasks
+`ReMax`         each reward against that of a greedy play of the same task
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +23,9 @@ from flexmarl.records import SampleId
 
 
 class Reinforce(Ungrouped):
-    """A = reward. Needs no other row, so that a row may be trained as soon as its own episode has ended.
+    """A = reward. A row needs no other row, so it may be trained as soon as its own episode has ended.
 
-    No baseline: rewards that are all positive push every sampled token up. Give rewards of both signs.
+    There is no baseline, so positive rewards make every sampled token more likely. Give rewards of both signs.
     """
 
     has_fixed_baseline: ClassVar[bool] = True
@@ -37,7 +34,7 @@ class Reinforce(Ungrouped):
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Nothing is taken off: what is always right is reinforced, too."""
+        """True: nothing is subtracted, so a reply that is always right is reinforced too."""
         return True
 
     @property
@@ -46,23 +43,23 @@ class Reinforce(Ungrouped):
         return "row"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Every row's own reward; rows without sampled tokens have weight 0."""
+        """Every row's own reward. Rows without sampled tokens have weight 0."""
         ordered = in_order(rows)
         return weighted(ordered, {row.sample_id: row.reward or 0.0 for row in ordered if row.num_tokens})
 
 
 class ReinforcePP(Ungrouped):
-    """REINFORCE++ (arXiv 2501.03262): G_t = r_t + gamma G_next, then whitened; the step is its own baseline."""
+    """REINFORCE++ (arXiv 2501.03262): G_t = r_t + gamma G_next, then whitened, so that the step is its own baseline."""
 
     type: Literal["reinforce++"] = "reinforce++"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
     whiten: Scope = "policy"
-    """Whose tokens share one mean and variance; the paper has one policy, and takes the batch."""
+    """Tokens that share one mean and variance. The paper has one policy and takes the batch."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """They are compared with those of other tasks."""
+        """True: rewards are compared with those of other tasks."""
         return True
 
     @property
@@ -71,7 +68,7 @@ class ReinforcePP(Ungrouped):
         return "batch"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages per token."""
+        """Whitened returns, as advantages per token."""
         ordered = in_order(rows)
         followed = {
             row.sample_id: discounted_returns(token_rewards(row), gamma=self.gamma) for row in ordered if row.num_tokens
@@ -83,28 +80,29 @@ class ReinforcePP(Ungrouped):
 class Rae(Ungrouped):
     """Role-conditioned advantages (arXiv 2506.24119), for games in which agents are on different sides.
 
-    Episode by episode, in the order of task and episode, for each agent with the mean reward r of its turns in it:
+    Each agent has a baseline b, which is 0 before its first episode. Episodes come in the order of task and episode,
+    and r is the mean reward of the agent's turns in an episode:
 
-    A   r - b               b is the agent's own, 0 before its first episode
+    A   r - b
     b   d b + (1 - d) r     afterwards
     """
 
     type: Literal["rae"] = "rae"
     decay: float = Field(default=0.95, ge=0, lt=1)
-    """d: how much of the baseline an episode leaves in place."""
+    """d: share of the baseline that remains after an episode."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """The past may have brought others."""
+        """True: past episodes may have had other rewards."""
         return True
 
     @property
     def needs(self) -> Needs:
-        """The whole step, in order, and the baselines that the step before left."""
+        """The whole step, in order, and the baselines after the step before."""
         return "state"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """One advantage per agent and episode; `memory` is the baseline of each agent."""
+        """One advantage per agent and episode. `memory` holds the baseline of each agent."""
         ordered, baselines = in_order(rows), dict(memory)
         found: dict[SampleId, float] = {}
         for _, of_episode in groupby(ordered, key=lambda row: (row.task, row.episode)):
@@ -118,30 +116,30 @@ class Rae(Ungrouped):
 
 
 class ReMax(EstimatorBase):
-    """ReMax (arXiv 2310.10505): A_t = what follows token t, less the mean reward of the greedy play's turns.
+    """ReMax (arXiv 2310.10505): A_t = the return from token t on, minus the mean reward of the greedy play's turns.
 
-    The whole team plays greedily once per task, beside the episodes. An agent that had no turn in that play has nothing
-    to be compared with on that task: its rows have weight 0.
+    The whole team plays each task greedily once, in addition to the episodes. If an agent has no turn in that play, its
+    rows on that task have no baseline, and their weight is 0.
     """
 
     has_fixed_baseline: ClassVar[bool] = True
 
     type: Literal["remax"] = "remax"
     key: GroupKey = ("task", "agent")
-    """Whose turns of the greedy play are the baseline: the same agent's; or, with [task], the whole team's."""
+    """Groups that share a baseline: the same agent's turns of the greedy play; or, with [task], the whole team's."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """The greedy play may have got another."""
+        """True: the greedy play may have another reward."""
         return True
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """A greedy play per group."""
+        """One greedy play per group."""
         return frozenset[Extra]({"greedy"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages of all rows but the greedy ones, which have weight 0; per token where rewards are."""
+        """Advantages per token. Greedy rows, and rows without a baseline, have weight 0."""
         ordered = in_order(rows)
         found: dict[SampleId, Steps] = {}
         for members in group_rows([row for row in ordered if row.num_tokens], self.key).values():

@@ -1,4 +1,4 @@
-"""Decides advantages on a tree of turns: what follows a turn, against what follows its siblings."""
+"""Decides advantages on a tree of turns: the reward that follows a turn, against that of its siblings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +15,16 @@ from flexmarl.records import SampleId, Scalar
 
 
 class C3(Grouped):
-    """C3's leave-one-out over siblings, acts that were sampled from one node of a tree and so share their prompt.
+    """C3: leave-one-out over siblings. Siblings are acts that were sampled from one node of a tree and share a prompt.
 
-        q   mean reward of the leaves at and below the turn        Q   mean of what a critic expected in the act's calls
+        q   mean reward of the leaves at and below the turn        Q   mean of the critic's values in the act's calls
         reward_only      q - LOO(q)
         value_only       Q - LOO(Q)
         value_assisted   q - [(1 - alpha) LOO(q) + alpha LOO(Q)]       LOO: mean of the other siblings
 
     All calls of an act get its advantage. The critic learns to expect q at every token of the turn.
 
-    Rows carry the tags `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
+    Rows carry two tags: `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
     turn from the root to the row, e.g. "0.3.1".
     """
 
@@ -32,29 +32,29 @@ class C3(Grouped):
     key: GroupKey = ("task", "episode", "branch")
     require: tuple[Requirement, ...] = ("one_task", "one_context")
     tree: tuple[str, ...] = ("task", "episode")
-    """Tags that name the tree in which a path leads to the row."""
+    """Tags that identify the tree of a path."""
     signal: Literal["reward_only", "value_only", "value_assisted"] = "reward_only"
-    """What is compared with what; those with values need a critic."""
+    """Formula of the advantage; those with values need a critic."""
     alpha: float = Field(default=1.0, ge=0, le=1)
     """Share of the critic in the baseline of `value_assisted`."""
 
     @property
     def needs_branches(self) -> bool:
-        """Siblings are the candidates of a turn."""
+        """True: siblings are the candidates of a turn."""
         return True
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """With a critic, which may expect more of one sibling than of another."""
+        """True with a critic, which may expect more of one sibling than of another."""
         return self.signal != "reward_only"
 
     @property
     def uses(self) -> frozenset[Extra]:
-        """A critic's values, unless rewards are all it looks at."""
+        """A critic's values, unless only rewards are compared."""
         return frozenset() if self.signal == "reward_only" else frozenset({"values"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Sibling against siblings, each with the mean reward of its leaves."""
+        """Advantages of siblings, and with a critic the returns that it learns."""
         compared = self.compared(rows)
         credit = super().estimate(compared)
         if self.signal == "reward_only":
@@ -64,7 +64,7 @@ class C3(Grouped):
         )
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows with q as their reward, and in the same way with the mean outcome of their leaves."""
+        """The rows with q as their reward, and with the mean outcome of their leaves as their outcome."""
         sampled = [row for row in in_order(rows) if row.num_tokens]
         rewards = self._means_below(sampled, lambda row: row.reward or 0.0)
         outcomes = self._means_below(sampled, lambda row: (row.reward or 0.0) if row.outcome is None else row.outcome)
@@ -74,7 +74,7 @@ class C3(Grouped):
         ]
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
-        """Siblings."""
+        """Number of siblings."""
         return len(places_of_acts(members))
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
@@ -105,7 +105,7 @@ class C3(Grouped):
 
 
 def _others(x: Scores) -> Scores:
-    """For each, the mean of the others."""
+    """For each number, the mean of the others."""
     if x.min() == x.max():
         return x
     return (x.sum() - x) / (len(x) - 1)

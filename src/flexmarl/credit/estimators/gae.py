@@ -1,6 +1,6 @@
-"""Decides advantages as PPO does: what followed each token, against what a critic expected.
+"""Decides advantages against a critic: the rewards that followed a step, minus the value that was expected.
 
-Decides advantages of whole calls: what followed a call in its episode, against what a critic expected before it.
+The steps of `Gae` are tokens, as in PPO; those of `StepGae` are whole calls of an episode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ from flexmarl.records import SampleId
 
 
 class Gae(Ungrouped):
-    """Generalised advantages (arXiv 1506.02438) over the tokens of each turn, then whitened; returns are not."""
+    """Generalised advantages (arXiv 1506.02438) over the tokens of each turn, then whitened, unlike the returns."""
 
     type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """1: all that followed, less what was expected; 0: the next token's value stands for all that follows."""
+    """1: the whole return, minus the value; 0: the next token's value stands for everything after it."""
     whiten: Scope = "policy"
-    """Whose tokens share one mean and variance."""
+    """Tokens that share one mean and variance."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """A critic may have expected others."""
+        """True: the critic may have expected other rewards."""
         return True
 
     @property
@@ -44,7 +44,7 @@ class Gae(Ungrouped):
         return frozenset[Extra]({"values"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Advantages per token; as returns, what a critic should have expected: advantage plus value."""
+        """Advantages per token. The returns, which the critic learns, are advantage plus value."""
         ordered = in_order(rows)
         sampled = [row for row in ordered if row.num_tokens]
         values = {row.sample_id: token_values(row) for row in sampled}
@@ -65,9 +65,9 @@ class Gae(Ungrouped):
 class StepGae(Ungrouped):
     """Generalised advantages with calls as steps, as in MAPPO (arXiv 2103.01955).
 
-    r_k   what call k was given itself, and its act if it is the act's last call; after the last call of all comes what
-          its agent, or the team, was given
-    V_k   what the critic expected at the first sampled token of call k
+    r_k   the reward of call k itself, and that of its act if it is the act's last call. The reward of its agent or of
+          the team comes after the last call of all
+    V_k   the critic's value at the first sampled token of call k
     A_k   r_k + gamma V_next - V_k + gamma lam A_next, for every token of call k
     """
 
@@ -77,16 +77,16 @@ class StepGae(Ungrouped):
 
     type: Literal["step_gae"] = "step_gae"
     scope: Literal["team", "agent"] = "team"
-    """The next call is the team's next one; or that of the same agent. The team's takes the next agent's critic at
-    its word, which expects that agent's reward: give the team one reward."""
+    """Next call: the team's next one, or the same agent's. With team, the next agent's critic stands for all that
+    follows, and it expects that agent's reward: give the team one reward."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per call."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """1: all that followed, less what was expected; 0: the next call's value stands for all that follows."""
+    """1: the whole return, minus the value; 0: the next call's value stands for everything after it."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """A critic may have expected others."""
+        """True: the critic may have expected other rewards."""
         return True
 
     @property
@@ -95,7 +95,7 @@ class StepGae(Ungrouped):
         return frozenset[Extra]({"values"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """One advantage and one return per call; a critic learns the return at all of the call's tokens."""
+        """One advantage and one return per call. The critic learns the return at all tokens of the call."""
         ordered = in_order(rows)
         chains: dict[tuple[str, ...], list[CreditRow]] = {}
         for row in ordered:
@@ -112,7 +112,7 @@ class StepGae(Ungrouped):
         return replace(weighted(ordered, advantages), returns=tokens_of(returns))
 
     def _advantages(self, calls: Sequence[CreditRow], values: Steps) -> Steps:
-        # A reward after the last call adds (gamma lam)^(calls in between) times itself: each row has its own share.
+        # A reward after the last call adds (gamma lam)^(calls in between) times itself. Each row has its own.
         reach = (self.gamma * self.lam) ** np.arange(len(calls) - 1, -1, -1)
         shares = np.array([row.shared_reward for row in calls])
         return generalised_advantages(own_rewards(calls), values, gamma=self.gamma, lam=self.lam) + reach * shares

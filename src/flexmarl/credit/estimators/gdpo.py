@@ -1,4 +1,4 @@
-"""Decides advantages as GDPO does: every objective is standardised by itself, then they are added up."""
+"""Decides advantages as GDPO does: it standardises every objective separately, then adds them up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,13 +13,13 @@ from flexmarl.credit.order import Scope, whiten
 
 
 class Gdpo(GroupRelative):
-    """GDPO: standardised together, different mixes of parts may get one and the same advantage; apart they do not.
+    """GDPO: standardised separately, different mixes of parts get different advantages; together they may get the same.
 
         A = whitened(sum over objectives of weight x standardised) + sum over prices of weight x (price - group's mean)
 
-    Objectives are the outcome, as a term reshaped it, and the other parts that the workflow gave; one that a row lacks
-    is 0. What settings add or take (penalties, bonuses, a divergence) has the size that the setting says: standardised,
-    a price of a millionth would weigh as much as the outcome.
+    Objectives are the outcome, as reshaped by a term, and the workflow's other parts; one that a row lacks counts as 0.
+    Prices are what settings add or take (penalties, bonuses, a divergence). They keep the size that the setting gives
+    them: standardised, a price of a millionth would weigh as much as the outcome.
     """
 
     type: Literal["gdpo"] = "gdpo"
@@ -27,9 +27,9 @@ class Gdpo(GroupRelative):
     scale: Scale = "std"
     singleton: Singleton = "raw"
     weights: Mapping[str, float] = {}
-    """Weight of each part, prices by the names of their terms among them; 1 for those that are not named."""
+    """Weight of each part by name; a price has the name of its term. Parts that are not named have weight 1."""
     whiten: Scope = "policy"
-    """Whose tokens share one mean and variance in the end."""
+    """Tokens that share one mean and variance in the end."""
 
     @property
     def needs(self) -> Needs:
@@ -37,14 +37,14 @@ class Gdpo(GroupRelative):
         return "batch"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """The weighted sum of the objectives' advantages, whitened; and the prices."""
+        """The weighted sum of the objectives' advantages, whitened, plus the centred prices."""
         credit = whiten(super().estimate(rows, memory), rows, self.whiten)
         paid = self._unscaled.estimate([replace(row, reward=self._price(row)) for row in rows]).advantages
         return replace(credit, advantages={name: value + paid[name] for name, value in credit.advantages.items()})
 
     @property
     def _unscaled(self) -> GroupRelative:
-        """Compares prices with the group's, as they are."""
+        """Estimator that centres prices in their group without scaling them."""
         same = {name: getattr(self, name) for name in ("key", "require", "unit", "centre", "singleton")}
         return GroupRelative.model_validate(same)
 

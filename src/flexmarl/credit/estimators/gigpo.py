@@ -1,4 +1,4 @@
-"""Decides advantages as GiGPO does: each episode against its group, and each call against others in the same state."""
+"""Decides advantages as GiGPO does: each episode against its group, and each call against calls in the same state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,19 +18,19 @@ from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, SampleId
 
 ANCHOR, ENV_STEP, STEP_REWARD = "anchor", "env_step", "step_reward"
-"""Tags that a workflow gives: what the environment showed; its step number; what that step earned, if not by
-`reply.reward`."""
+"""Tags that a workflow gives: the observation of the environment, its step number, and the reward of that step if
+`reply.reward` does not give it."""
 
 
 class GiGpo(EstimatorBase):
     """GiGPO (arXiv 2505.10978): A = E + w S.
 
     E   rewards, compared in the groups of `key`
-    S   what followed from an environment step on, compared inside those groups between calls with the same `anchor`
+    S   returns from an environment step on, compared inside those groups between calls with the same `anchor`
 
-    The step's own reward is the tag `step_reward`, the same for all its calls, less what invalid ones pay; or else the
-    sum of what its acts and calls were given themselves, each once, and then what a call's agent or team was given
-    comes after the last step.
+    A step's reward is its tag `step_reward`, the same for all its calls, minus the penalties of its invalid calls.
+    Without the tag it is the sum of the rewards of its acts and calls themselves, each counted once; the reward of a
+    call's agent or team then comes after the last step.
     """
 
     follows_calls: ClassVar[bool] = True
@@ -38,27 +38,27 @@ class GiGpo(EstimatorBase):
 
     type: Literal["gigpo"] = "gigpo"
     key: GroupKey = ("task", "agent")
-    """Tags whose equal values form a group; each must hold `task`: the same state of two tasks is not the same."""
+    """Tags whose equal values form a group. A key must hold `task`: states of two tasks are never the same."""
     unit: Literal["row", "trajectory_first"] = "row"
-    """What E compares with: every row; or each episode's first one."""
+    """Observations of E: every row, or each episode's first row."""
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
-    """Both parts less their mean; or also divided by the standard deviation (ddof 1) plus `eps`."""
+    """Both parts minus their mean; or also divided by the standard deviation (ddof 1) plus `eps`."""
     eps: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
     step_weight: float = Field(default=1.0, ge=0)
-    """w."""
+    """w: weight of S."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per environment step, in S."""
     similarity: float | None = Field(default=None, gt=0, lt=1)
-    """Anchors at least this similar (difflib's ratio) count as the same; takes time quadratic in their number."""
+    """Anchors at least this similar (difflib's ratio) count as the same. The time is quadratic in their number."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """With a discount, of episodes with equal rewards the quicker ones are better."""
+        """True with a discount: of episodes with equal rewards, the quicker ones are better."""
         return self.step_weight > 0 and self.gamma < 1
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
-        """Both parts added up; weights and report are those of the episode part."""
+        """E + w S. Weights and report are those of E."""
         ordered = in_order(rows)
         scores = self._step_scores([row for row in ordered if row.num_tokens])
         steps = [replace(row, reward=scores[row.sample_id]) for row in ordered if row.num_tokens]
@@ -77,7 +77,7 @@ class GiGpo(EstimatorBase):
         return GroupRelative(key=key, unit=unit, scale=scale, eps=self.eps, ddof=1, singleton=singleton)
 
     def _step_scores(self, ordered: Sequence[CreditRow]) -> dict[SampleId, float]:
-        """R_k = r_k + gamma R_next over the environment steps of each episode."""
+        """The return of each row's step: R_k = r_k + gamma R_next over the environment steps of its episode."""
         scores: dict[SampleId, float] = {}
         for _, of_episode in groupby(ordered, key=lambda row: (row.task, row.episode)):
             played = list(of_episode)
@@ -92,7 +92,7 @@ class GiGpo(EstimatorBase):
         return scores
 
     def _anchored(self, rows: Sequence[CreditRow]) -> list[CreditRow]:
-        """The rows, each with the first similar anchor of its group in place of its own."""
+        """The rows, where each anchor is replaced by the first similar anchor of its group."""
         if self.similarity is None:
             return list(rows)
         found: list[CreditRow] = []

@@ -22,22 +22,22 @@ NOTHING = CreditLine(0.0, math.inf)
 
 
 class GroupRelative(Grouped):
-    """The general form; each preset sets its parameters to what its paper or its code does.
+    """The general form of comparing rows in groups. Each preset sets its parameters as its paper or its code does.
 
-    x   observations of the group, by `unit`; n of them
-    c   what a row is compared as: its reward, or its episode's mean (trajectory_mean)
-    A   (c - b) / D; 0 where all of x are equal, or std <= min_std
-    b   mean(x); the mean of the others; or the mean with sampled tokens as weights
+    x   the n observations of the group, by `unit`
+    c   the score of a row: its reward, or its episode's mean (trajectory_mean)
+    A   (c - b) / D; 0 if all of x are equal, or std <= min_std
+    b   mean(x); the mean of the other observations; or the mean weighted by sampled tokens
     D   1; max(std(x), std_floor) + eps; or mean(x), for rewards that are never negative
     """
 
     unit: Unit = "row"
-    """One observation is a row; an act, which is the mean of its calls' rows; the mean of an episode's rows, as which
-    they are then compared; or its first row."""
+    """Observation: row, each row; act, the mean over an act's calls; trajectory_mean, the mean over an episode's rows,
+    which is then the score of each of them; trajectory_first, an episode's first row."""
     centre: Centre = "mean"
-    """What a row is compared with: the group's mean; that of its other observations; the mean per sampled token."""
+    """Baseline of a row: the group's mean; the mean of its other observations; or the mean per sampled token."""
     scale: Scale = "none"
-    """Divide by nothing; the standard deviation, which favours nearly solved and nearly hopeless tasks; the mean."""
+    """Divisor: none; the standard deviation, which favours nearly solved and nearly hopeless tasks; or the mean."""
     eps: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
@@ -45,15 +45,15 @@ class GroupRelative(Grouped):
     min_std: float = Field(default=0.0, ge=0)
     """At or below this standard deviation a group's advantages are 0."""
     std_floor: float = Field(default=0.0, ge=0)
-    """Least standard deviation to divide by: keeps small penalties small in groups that are otherwise constant."""
+    """Least standard deviation to divide by. It keeps small penalties small in groups that are otherwise constant."""
 
     @property
     def linear(self) -> bool:
-        """Whether a group's advantages are a line over scores that are known before the group is complete."""
+        """True if a group's advantages are a linear function of scores that are known before the group is complete."""
         return self.needs == "group"
 
     def open_places(self, rows: Sequence[CreditRow]) -> dict[SampleId, tuple[Group, float]]:
-        """Group and score of every sampled row of one episode, or of several."""
+        """Group and score of every sampled row, from the rows of one or more finished episodes."""
         return {
             row.sample_id: (group, float(score))
             for group, members in self.groups(in_order(rows)).items()
@@ -61,11 +61,11 @@ class GroupRelative(Grouped):
         }
 
     def lines(self, rows: Sequence[CreditRow]) -> dict[Group, CreditLine]:
-        """What each complete group makes of its scores; only if `linear`."""
+        """The line from scores to advantages of each complete group. Call it only if `linear`."""
         return {group: self._line_of(group, members) for group, members in self.groups(in_order(rows)).items()}
 
     def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
-        """The groups. Raises CreditError for a negative reward if the divisor is the mean."""
+        """The groups. Raises CreditError for a negative reward if `scale` is 'mean'."""
         for row in rows:
             if self.scale == "mean" and row.num_tokens and row.reward is not None and row.reward < 0:
                 raise CreditError(
@@ -75,7 +75,7 @@ class GroupRelative(Grouped):
         return super().groups(rows)
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
-        """Rows, acts or episodes."""
+        """Number of rows, acts or episodes, by `unit`."""
         if self.unit == "row":
             return len(members)
         return len(places_of_acts(members)) if self.unit == "act" else len({row.episode for row in members})
@@ -106,7 +106,7 @@ class GroupRelative(Grouped):
         n = len(x)
         baseline = _mean(x, lengths if self.centre == "length_weighted" else None)
         divisor = self._divisor(x)
-        # c less the mean of the others, as a line: n / (n - 1) times c less the mean of all.
+        # Leave-one-out is a line, too: c - mean(others) = n / (n - 1) (c - mean(all)).
         return CreditLine(baseline, divisor * (n - 1) / n if self.centre == "leave_one_out" else divisor)
 
     def _divisor(self, x: Scores) -> float:
@@ -120,7 +120,7 @@ class GroupRelative(Grouped):
                 return _mean(x) or math.inf
 
     def _observe(self, members: Sequence[CreditRow]) -> tuple[Scores, Scores, Scores]:
-        """(c of every row, the group's observations x, sampled tokens of each observation)."""
+        """(score c of every row, observations x of the group, sampled tokens of each observation)."""
         scores, lengths = rewards_of(members), np.array([row.num_tokens for row in members], np.float64)
         if self.unit == "row":
             return scores, scores, lengths
@@ -139,5 +139,5 @@ class GroupRelative(Grouped):
 
 
 def _mean(x: Scores, weights: Scores | None = None) -> float:
-    # That of equal numbers may differ from them in the last bit, which 1/eps would magnify.
+    # The average of equal numbers may differ from them in the last bit, and 1/eps would magnify the difference.
     return float(x[0] if x.min() == x.max() else np.average(x, weights=weights))

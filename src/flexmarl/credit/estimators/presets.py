@@ -1,34 +1,7 @@
-"""Decides advantages by presets of the group-relative estimator: what each paper compares, centres and scales by.
+"""Decides advantages under the names of papers and projects: the group-relative estimator with their defaults.
 
-Decides advantages as we recommend: compared per agent, centred, not scaled, a lone row teaches nothing.
-
-Decides advantages as GRPO does over all turns of a task, whoever spoke.
-
-Decides advantages as Dr.MAS does: GRPO inside each agent.
-
-Decides advantages as Dr.GRPO does: GRPO without the division by the standard deviation.
-
-Decides advantages as rLLM does: GRPO inside each agent, with the population's standard deviation.
-
-Decides advantages as GRPO does over the episodes of a task, however many turns each took.
-
-Decides advantages as RLOO does: a turn's reward less the mean of the others'.
-
-Decides advantages as RLOO does with one observation per episode, the reward of its first turn.
-
-Decides advantages as MaxRL does: distance from the group's mean in units of that mean.
-
-Decides advantages as OPO does: against the mean reward of a token, not of a turn.
-
-Decides advantages as REINFORCE++-baseline does: centred in the group, then whitened over the step.
-
-Decides advantages as GPG does: centred, and larger the more rewards of the step are 0.
-
-Decides advantages as AT-GRPO does: GRPO inside each agent and turn, among acts with one and the same prompt.
-
-Decides advantages for the best of k: the best turn is reinforced by its lead over the second best.
-
-Decides advantages for teams in which some agents play several times an episode, and others once.
+Most classes only set defaults of `GroupRelative`; docs/math.md section 5 has them in a table. `ReinforcePPBaseline`,
+`Gpg` and `AtGrpo` add a step of their own, `Hierarchical` derives its key, and `PassAtK` has its own formula.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,17 +20,20 @@ from flexmarl.records import AgentName
 
 
 class Default(GroupRelative):
-    """Each agent's turns on a task against their mean. The base class's defaults, unchanged.
+    """Our recommendation: each agent's turns on a task against their mean, not scaled. A lone row has advantage 0.
 
-    Why not scaled: dividing by the standard deviation favours nearly solved and nearly hopeless tasks and magnifies
-    small penalties.
+    These are the base class's defaults. Advantages are not scaled because dividing by the standard deviation favours
+    nearly solved and nearly hopeless tasks, and magnifies small penalties.
     """
 
     type: Literal["default"] = "default"
 
 
 class Grpo(GroupRelative):
-    """GRPO (arXiv 2402.03300) with verl's conventions: std with ddof 1, eps 1e-6, a lone row keeps its reward."""
+    """GRPO (arXiv 2402.03300) over all agents' turns on a task.
+
+    Conventions are verl's: std with ddof 1, eps 1e-6; a lone row keeps its reward.
+    """
 
     type: Literal["grpo"] = "grpo"
     key: GroupKey = ("task",)
@@ -66,7 +42,7 @@ class Grpo(GroupRelative):
 
 
 class DrMas(GroupRelative):
-    """GRPO with each agent's own mean and deviation, so that agents on other reward scales do not disturb it."""
+    """Dr.MAS: GRPO with each agent's own mean and deviation, so that other agents' reward scales do not disturb it."""
 
     type: Literal["drmas"] = "drmas"
     scale: Scale = "std"
@@ -74,7 +50,10 @@ class DrMas(GroupRelative):
 
 
 class DrGrpo(GroupRelative):
-    """Dr.GRPO (arXiv 2503.20783); its paper sums losses over tokens and divides by a constant horizon."""
+    """Dr.GRPO (arXiv 2503.20783): GRPO without the division by the standard deviation.
+
+    Its paper also sums losses over tokens and divides by a constant horizon, which is a setting of the loss.
+    """
 
     type: Literal["dr_grpo"] = "dr_grpo"
     key: GroupKey = ("task",)
@@ -82,7 +61,7 @@ class DrGrpo(GroupRelative):
 
 
 class Rllm(GroupRelative):
-    """rLLM's GRPO over task and agent: ddof 0, eps 1e-6."""
+    """rLLM's GRPO over task and agent, with the population's standard deviation: ddof 0, eps 1e-6."""
 
     type: Literal["rllm"] = "rllm"
     scale: Scale = "std"
@@ -101,7 +80,10 @@ class GrpoTrajectory(GroupRelative):
 
 
 class Rloo(GroupRelative):
-    """RLOO (arXiv 2402.14740): unbiased, since a row's own reward is not in its baseline."""
+    """RLOO (arXiv 2402.14740): a turn's reward minus the mean of the other turns' rewards.
+
+    It is unbiased, since a row's own reward is not in its baseline.
+    """
 
     type: Literal["rloo"] = "rloo"
     key: GroupKey = ("task",)
@@ -120,7 +102,7 @@ class RlooTrajectory(GroupRelative):
 
 
 class MaxRl(GroupRelative):
-    """A = (r - mean) / mean: rare successes count most. Rewards must not be negative; 0 where all of them are 0."""
+    """MaxRL: A = (r - mean) / mean, so rare successes count most. No reward may be negative; A = 0 if all are 0."""
 
     type: Literal["max_rl"] = "max_rl"
     key: GroupKey = ("task",)
@@ -128,7 +110,7 @@ class MaxRl(GroupRelative):
 
 
 class Opo(GroupRelative):
-    """OPO (arXiv 2505.23585): with rewards weighted by length, advantages of all tokens of a group sum to 0."""
+    """OPO (arXiv 2505.23585): the baseline is the mean reward per token, so a group's token advantages sum to 0."""
 
     type: Literal["opo"] = "opo"
     key: GroupKey = ("task",)
@@ -137,13 +119,16 @@ class Opo(GroupRelative):
 
 
 class ReinforcePPBaseline(GroupRelative):
-    """REINFORCE++-baseline (arXiv 2501.03262): one scale for all groups, instead of each group's own deviation."""
+    """REINFORCE++-baseline (arXiv 2501.03262): centred in the group, then whitened.
+
+    All groups thus have one scale, instead of each group's own deviation.
+    """
 
     type: Literal["reinforce++_baseline"] = "reinforce++_baseline"
     key: GroupKey = ("task",)
     singleton: Singleton = "raw"
     whiten: Scope = "policy"
-    """Whose tokens share one mean and variance; the paper has one policy, and takes the batch."""
+    """Tokens that share one mean and variance. The paper has one policy and takes the batch."""
 
     @property
     def needs(self) -> Needs:
@@ -158,7 +143,8 @@ class ReinforcePPBaseline(GroupRelative):
 class Gpg(GroupRelative):
     """GPG (arXiv 2504.02546): A = alpha (r - mean), alpha = rows of the step / those with an outcome other than 0.
 
-    The outcome, and not the reward: else a price of a millionth would turn every failure into a row that counts.
+    alpha counts outcomes and not rewards: with rewards, a price of a millionth would turn every failure into a row that
+    counts.
     """
 
     type: Literal["gpg"] = "gpg"
@@ -167,7 +153,7 @@ class Gpg(GroupRelative):
 
     @property
     def needs(self) -> Needs:
-        """The whole step, whose rewards are counted."""
+        """The whole step, whose outcomes are counted."""
         return "batch"
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
@@ -179,11 +165,11 @@ class Gpg(GroupRelative):
 
 
 class AtGrpo(GroupRelative):
-    """AT-GRPO (arXiv 2510.11062). After the first turn only tree sampling gives several acts with equal prompts.
+    """AT-GRPO (arXiv 2510.11062): GRPO inside each agent and turn, among acts with the same prompt.
 
-    Where one context is required, each context is a group of its own: several branches or episodes are compared with
-    their like. With flat sampling later turns differ in their prompts; `require: [one_task]` compares them all the
-    same.
+    If one context is required, each context is a group of its own, so that branches and episodes are compared only with
+    their like. After the first turn, only tree sampling gives several acts with the same prompt. With flat sampling,
+    `require: [one_task]` compares later turns although their prompts differ.
     """
 
     type: Literal["atgrpo"] = "atgrpo"
@@ -195,31 +181,31 @@ class AtGrpo(GroupRelative):
 
     @property
     def needs_branches(self) -> bool:
-        """Without them only first turns have one context."""
+        """True if one context is required: without candidates, only first turns share a context."""
         return "one_context" in self.require
 
     @property
     def grouping(self) -> GroupKey:
-        """The key and the context, where one is required."""
+        """The key, and the context if one context is required."""
         return also(self.key, "context_hash") if "one_context" in self.require else self.key
 
     def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
-        """The groups. Raises CreditError where candidates of one branch have seen different things."""
+        """The groups. Raises CreditError if candidates of one branch have different contexts."""
         branched = led([row for row in rows if row.num_tokens and "path" in row.tags])
         group_rows(branched, ("task", "episode", "branch"), [each for each in self.require if each == "one_context"])
         return super().groups(rows)
 
 
 class PassAtK(Grouped):
-    """The best act of a group gets (best - second best) / (std + eps), in all its calls, every other 0; so do ties.
+    """The best act of a group gets (best - second best) / (std + eps) in all its calls. All others, and ties, get 0.
 
-    What the group as a whole achieves is its best act, and only that one's lead says who made it (arXiv 2503.19595).
+    The group achieves what its best act achieves, and the lead of that act is what it contributed (arXiv 2503.19595).
     """
 
     type: Literal["pass@k"] = "pass@k"
     key: GroupKey = ("task",)
     scale: Literal["none", "std"] = "std"
-    """Whether the lead is divided by the group's standard deviation."""
+    """Divide the lead by the group's standard deviation (std) or not (none)."""
     eps: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
@@ -227,7 +213,7 @@ class PassAtK(Grouped):
     singleton: Singleton = "error"
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:
-        """Acts: the calls of the best one are no ties."""
+        """Number of acts, so that the calls of the best act do not tie with one another."""
         return len(places_of_acts(members))
 
     def _compare(self, members: Sequence[CreditRow]) -> Scores:
@@ -240,17 +226,20 @@ class PassAtK(Grouped):
 
 
 class Hierarchical(GroupRelative):
-    """A proposer's turns are compared across the task, those of its solvers inside the episode of their proposal."""
+    """Compares a proposer's turns across the task, and its solvers' turns inside the episode of their proposal.
+
+    It is for teams in which some agents play several times an episode, and others once.
+    """
 
     type: Literal["hierarchical"] = "hierarchical"
     episode_roles: tuple[AgentName, ...] = ()
-    """Agents compared inside their episode; `key` follows from it, unless it is given."""
+    """Agents that are compared inside their episode. `key` follows from them unless it is given."""
 
     @model_validator(mode="before")
     @classmethod
     def _key_follows_from_roles(cls, given: Any) -> Any:
         roles = given.get("episode_roles", ()) if isinstance(given, dict) else None
-        # Roles that are no names are refused by their own field.
+        # Invalid roles are refused later, by the validation of their own field.
         if not isinstance(roles, list | tuple) or not all(isinstance(role, str) for role in roles) or "key" in given:
             return given
         return {**given, "key": {**dict.fromkeys(roles, ("episode", "agent")), "*": ("task", "agent")}}

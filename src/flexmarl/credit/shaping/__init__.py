@@ -1,4 +1,4 @@
-"""One file per term of the reward; the settings class is the term.
+"""Terms of the reward; the settings class of a term is the term.
 
 In: rewards as the workflow gave them. Out: the same rows with final rewards, and each term's share as a named part.
 """
@@ -35,7 +35,7 @@ SHAPING: Mapping[str, str] = {
     "completion_time": "flexmarl.credit.shaping.bonuses:CompletionTime",
     "reward_to_go": "flexmarl.credit.shaping.step_rewards:RewardToGo",
 }
-"""Where the class of each term `type` is; a new one is one file and its line here."""
+"""Path of the class of each term `type`. A new term is one class, and its line here."""
 
 if TYPE_CHECKING:
     AnyTerm = OutcomeTerm | AddedTerm
@@ -45,6 +45,6 @@ else:
         reduce(or_, (pkgutil.resolve_name(path) for path in SHAPING.values())), Field(discriminator="type")
     ]
     Terms = Annotated[tuple[AnyTerm, ...], AfterValidator(check_terms)]
-"""Settings field of a term, chosen by its `type`; and of several that go together."""
+"""Settings field of one term, chosen by its `type` (AnyTerm), and of several terms that go together (Terms)."""
 
 __all__ = ["SHAPING", "AddedTerm", "AnyTerm", "OutcomeTerm", "Sees", "Terms", "check_terms", "shape"]

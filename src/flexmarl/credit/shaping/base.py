@@ -1,4 +1,4 @@
-"""What the terms of a reward have in common."""
+"""Base classes of the terms of a reward, and the helpers that terms share."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,72 +9,75 @@ from flexmarl.records import AgentName, SampleId
 from flexmarl.settings import Settings
 
 Sees = Literal["row", "episode", "task"]
-"""How much a term must see at once. With `task`, nothing of a task can be credited before all its episodes ended."""
+"""Rows that a term must see at once. With `task`, no row of a task is credited before all its episodes ended."""
 
 
 class Term(Settings):
-    """Something that the reward is made of. Its settings are the term; each reads the rewards as they were given."""
+    """Something that the reward is made of. Its settings class is the term.
+
+    A term reads the rewards as the workflow gave them; only `reward_to_go` reads them after the other terms.
+    """
 
     agents: tuple[AgentName, ...] = ()
-    """Whose turns it is for; none named: everybody's."""
+    """Agents whose turns get the term; empty means all agents."""
 
     sees: ClassVar[Sees] = "row"
     follows_calls: ClassVar[bool] = False
-    """Whether it goes from call to call, as if there were one way through the episode: not for trees of turns."""
+    """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
     needs_branches: ClassVar[bool] = False
-    """Whether it compares the candidates of a turn: for trees of turns alone."""
+    """True if it compares the candidates of a turn. It can handle only trees of turns."""
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether it can make a reward negative where no reward that was given is."""
+        """True if it can make a reward negative although no given reward is."""
         return False
 
     @property
     def name(self) -> str:
-        """The part of the reward that it is logged as: its `type`."""
+        """Name of the part of the reward under which it is logged: its `type`."""
         return str(getattr(self, "type"))  # noqa: B009  # each kind has its own literal
 
     def is_for(self, agent: AgentName) -> bool:
-        """Whether the agent's turns have it."""
+        """True if the agent's turns get the term."""
         return not self.agents or agent in self.agents
 
 
 class OutcomeTerm(Term):
-    """Puts another number in the place of the outcome. An agent can have one such term."""
+    """Replaces the outcome by another number. An agent can have only one such term."""
 
     @abstractmethod
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The new outcomes. `rows`: the rewarded ones of one task, in the order of episodes and hops."""
+        """The new outcomes. `rows` are the rewarded rows of one task, in the order of episodes and hops."""
 
 
 class RowOutcome(OutcomeTerm):
-    """One that needs no other row."""
+    """An outcome term that looks at each row alone."""
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """Row by row."""
+        """The new outcome of each row, from `outcome`."""
         return {row.sample_id: self.outcome(given(row), row) for row in rows}
 
     @abstractmethod
     def outcome(self, reward: float, row: CreditRow) -> float:
-        """What `reward`, the outcome as it was given, becomes."""
+        """The new outcome of `row`. `reward` is its given outcome."""
 
 
 class AddedTerm(Term):
-    """Adds to the reward and leaves the outcome, which filters look at, as it is."""
+    """Adds to the reward. The outcome, which filters look at, does not change."""
 
     of_call: ClassVar[bool] = True
-    """Whether what it adds was earned by the very call, as opposed to its episode."""
+    """True if the call itself earned the added amount, False if its episode did."""
 
     @abstractmethod
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """What is added; rows that are not in it get nothing. `rows` as in an OutcomeTerm."""
+        """The amount added to each row; a row that is missing gets nothing. `rows` are as in `OutcomeTerm.outcomes`."""
 
 
 AnyTerm = OutcomeTerm | AddedTerm
 
 
 def given(row: CreditRow) -> float:
-    """The outcome of a rewarded row."""
+    """The outcome of a rewarded row: its reward, if it has no separate outcome."""
     outcome = row.reward if row.outcome is None else row.outcome
     assert outcome is not None, "shaping is asked about rewarded rows alone"
     return outcome
@@ -89,5 +92,5 @@ def by_episode(rows: Sequence[CreditRow]) -> Mapping[str, list[CreditRow]]:
 
 
 def turn_of(row: CreditRow) -> int:
-    """k: index of the team's turn, from 0."""
+    """k: index of the turn, from 0 (the tag `turn`)."""
     return int(row.number("turn"))

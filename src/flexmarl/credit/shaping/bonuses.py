@@ -1,12 +1,11 @@
-"""Decides what follows from the graph of an episode's calls: how long it takes at best, and what depends on what.
+"""Decides rewards for speed, length, proposals and clean calls.
 
-Decides what successful episodes earn for being quicker than the other successes of their task.
+`CompletionTime`   rewards successful episodes that are quicker than the other successes of their task
+`Learnability`     rewards a proposer, most for tasks that are solved half of the time
+`Overlong`         charges responses that come near the length limit or pass it (DAPO's soft punishment)
+`Process`          charges calls in which something went wrong, whatever the result of their episode
 
-Decides what a proposer earns: most for tasks that are solved half of the time.
-
-Decides what a response costs that comes near the length limit, or passes it (DAPO's soft punishment).
-
-Decides what a call costs in which something went wrong, whatever its episode came to.
+`longest_path` and `descendants` read the graph of an episode's calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from flexmarl.records import AgentName, SampleId
 
 
 def longest_path(calls: Sequence[Call], cost: Callable[[Call], float]) -> float:
-    """The largest sum of costs along calls that wait for one another. `calls` in hop order.
+    """The largest sum of costs along calls that wait for one another. `calls` are in hop order.
 
     >>> longest_path([Call(hop=0), Call(hop=1, after=(0,)), Call(hop=2, after=(0,))], lambda call: call.hop + 1.0)
     4.0
@@ -34,9 +33,9 @@ def longest_path(calls: Sequence[Call], cost: Callable[[Call], float]) -> float:
 
 
 def descendants(calls: Sequence[Call]) -> Mapping[int, frozenset[int]]:
-    """For each hop, the hops of the calls that depend on it, directly or not. `calls` in hop order."""
+    """For each hop, the hops of the calls that depend on it, directly or not. `calls` are in hop order."""
     found: dict[int, set[int]] = {call.hop: set() for call in calls}
-    for call in reversed(calls):  # All that depends on it has been seen.
+    for call in reversed(calls):  # All calls that depend on it have been visited.
         for hop in call.after:
             found[hop] |= {call.hop, *found[call.hop]}
     return {hop: frozenset(later) for hop, later in found.items()}
@@ -45,21 +44,21 @@ def descendants(calls: Sequence[Call]) -> Mapping[int, frozenset[int]]:
 class CompletionTime(AddedTerm):
     """bonus clip((ref - T) / ref, -1, 1) for successes, 0 for failures; ref is the median T of the successes.
 
-    T is the longest path through the calls of an episode, each costing what the model below says: calls at once shorten
-    it. With one success there is nothing to compare: 0.
+    T is the longest path through the calls of an episode, with the modelled cost of each call, so concurrent calls
+    shorten it. With fewer than two successes the bonus is 0.
     """
 
     type: Literal["completion_time"] = "completion_time"
     bonus: float = Field(default=0.1, ge=0)
-    """lambda: less than what a success is above a failure, so that no failure beats a success."""
+    """lambda. It must be less than success - failure, so that no failure beats a success."""
     success: float = 1.0
-    """Least outcome of a success; an agent's episode is one if all its turns there have it."""
+    """Least outcome of a success. An agent's episode is a success if all its turns in it are."""
     failure: float = 0.0
     """Largest outcome of a failure. Outcomes in between are an error."""
     prompt_token_s: float = Field(default=0.0002, ge=0)
-    """c_p: of a token that is new in a prompt."""
+    """c_p: cost of a new token in a prompt."""
     output_token_s: float = Field(default=0.02, ge=0)
-    """c_d: of a sampled token."""
+    """c_d: cost of a sampled token."""
 
     sees: ClassVar[Sees] = "task"
     follows_calls: ClassVar[bool] = True
@@ -77,11 +76,11 @@ class CompletionTime(AddedTerm):
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a slow success may lose more than it has; failures lose nothing."""
+        """True if a slow success can lose more than its outcome. Failures lose nothing."""
         return self.bonus > self.success
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """Per agent, for every turn of an episode the same."""
+        """The bonus of each agent's episode, the same for all its turns."""
         episodes = by_episode([row for row in rows if self.is_for(row.agent)])
         times = {episode: longest_path(played[0].calls, self.cost) for episode, played in episodes.items()}
         successes: dict[AgentName, list[CreditRow]] = {}
@@ -99,7 +98,7 @@ class CompletionTime(AddedTerm):
         return earned
 
     def cost(self, call: Call) -> float:
-        """Modelled seconds, so that the reward does not depend on the machine; those of tools are measured."""
+        """Seconds of a call: tokens have modelled costs, so that the machine does not matter; tool times are measured."""
         return call.new_prompt_tokens * self.prompt_token_s + call.num_tokens * self.output_token_s + call.tool_s
 
     def _is_success(self, row: CreditRow) -> bool:
@@ -125,12 +124,12 @@ class Learnability(OutcomeTerm):
     solvers: tuple[AgentName, ...] = Field(min_length=1)
     """Trained agents whose turns are the attempts."""
     threshold: float = 0.5
-    """An attempt with a higher outcome solved the task."""
+    """An attempt solved the task if its outcome is higher."""
 
     sees: ClassVar[Sees] = "episode"
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The same for all proposers of an episode. Raises CreditError where nobody attempted what they proposed."""
+        """The same outcome for all proposers of an episode. Raises CreditError for a proposal without an attempt."""
         earned: dict[SampleId, float] = {}
         for episode, played in by_episode(rows).items():
             proposed = [row for row in played if self.is_for(row.agent)]
@@ -147,20 +146,20 @@ class Learnability(OutcomeTerm):
 
 
 def _attempt(row: CreditRow) -> tuple[AgentName, int, str]:
-    """Whose attempt a call is a part of; in a tree of turns, each candidate is one."""
+    """Key of the attempt that a call belongs to. In a tree of turns, each candidate is an attempt."""
     return row.agent, turn_of(row), str(row.tags.get("path", ""))
 
 
 class Overlong(AddedTerm):
-    """-f clip((len - (Lmax - buffer)) / buffer, 0, 1)."""
+    """-f clip((len - (Lmax - buffer)) / buffer, 0, 1), where len counts the sampled tokens of a call."""
 
     type: Literal["overlong"] = "overlong"
     max_tokens: int = Field(ge=1)
-    """Lmax: here, and beyond, all of the penalty."""
+    """Lmax: from this length on the penalty is full."""
     buffer: int = Field(ge=1)
-    """The penalty grows over so many tokens before that."""
+    """Number of tokens before Lmax over which the penalty grows."""
     penalty: float = Field(default=1.0, ge=0)
-    """f."""
+    """f: the full penalty."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "Overlong":
@@ -170,11 +169,11 @@ class Overlong(AddedTerm):
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a response is too long."""
+        """True if a response that is too long costs anything."""
         return self.penalty > 0
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the sampled tokens of each call."""
+        """The penalty for the length of each call."""
         return {row.sample_id: -self.penalty * self._share(row.num_tokens) for row in rows}
 
     def _share(self, num_tokens: int) -> float:
@@ -185,15 +184,15 @@ Signal = Literal["tool_error", "format_error", "language_mix"]
 
 
 class Process(AddedTerm):
-    """-min(c_max, sum of c_q v_q) over what was found in the very call, v_q in [0, 1]."""
+    """-min(c_max, sum of c_q v_q) over the signals found in the call itself, with v_q in [0, 1]."""
 
     type: Literal["process"] = "process"
     costs: Mapping[Signal, float] = dict.fromkeys(get_args(Signal), 0.05)
-    """c_q, of each signal that counts."""
+    """c_q: cost of each signal that counts."""
     most: float = Field(default=0.2, ge=0)
-    """c_max."""
+    """c_max: largest cost of a call."""
     language_mix_from: float = Field(default=0.1, ge=0, le=1)
-    """A smaller share of letters that are foreign to the task counts as none: names and quotations."""
+    """A smaller share of letters that are foreign to the task counts as 0, since names and quotations cause it."""
 
     @field_validator("costs")
     @classmethod
@@ -205,11 +204,11 @@ class Process(AddedTerm):
 
     @property
     def may_be_negative(self) -> bool:
-        """Where something went wrong in a call."""
+        """True if a signal costs anything."""
         return self.most > 0 and any(self.costs.values())
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the signals of each call."""
+        """The cost of the signals in each call."""
         return {row.sample_id: -min(self.most, self._cost(row.signals)) for row in rows}
 
     def _cost(self, signals: Mapping[str, float]) -> float:

@@ -1,14 +1,11 @@
-"""Decides which turns form a chain, and which were before a turn, for terms that compare it with them.
+"""Decides outcomes that compare a turn with the turns before it, or with its relatives in a tree of turns.
 
-Decides outcomes that say how a turn compares with those before it.
+`Margin`    rewards a turn that is better than the turns before it in its chain
+`Quality`   rewards a turn that keeps to a right answer, and punishes one that keeps to a wrong answer
+`MarginWithOutcome` and `QualityWithOutcome` also reward the end of the chain
+`Tree`      compares a candidate with its parent and its siblings
 
-Decides outcomes that say how a turn compares with those before it, and how its chain ended.
-
-Decides outcomes that reward a turn for standing by what is right and for mending what is wrong.
-
-Decides outcomes that reward a turn for mending what is wrong, and for how its chain ended.
-
-Decides outcomes in a tree of turns: how a candidate compares with what it came from and with its siblings.
+A chain is an agent's turns of an episode, or all turns of the episode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +19,23 @@ from flexmarl.errors import CreditError
 from flexmarl.records import SampleId
 
 Scope = Literal["agent", "team"]
-"""Whose turns form a chain: an agent's own of an episode, or all of an episode, as in a debate."""
+"""Turns that form a chain: an agent's own in an episode, or all of an episode, as in a debate."""
 
 
 class Before(NamedTuple):
-    """What a turn is compared with."""
+    """Outcomes that a turn is compared with."""
 
     mean: float | None
-    """Of the outcomes of the turns before it; None for a first turn."""
+    """Mean outcome of the turns before it; None for a first turn."""
     last: float
     """Outcome of the chain's last turn."""
 
 
 def compared(rows: Sequence[CreditRow], scope: Scope) -> Mapping[SampleId, Before]:
-    """For each row, its chain. A turn's outcome is the mean over its calls; turns of one number are at once."""
+    """The outcomes that each row is compared with.
+
+    A turn's outcome is the mean over its calls. Turns with the same number are simultaneous.
+    """
     found: dict[SampleId, Before] = {}
     for chain in chains_of(rows, scope):
         turns: dict[tuple[int, str], list[float]] = {}
@@ -62,30 +62,30 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Margin(OutcomeTerm):
-    """r_t + a (r_t - Q_t), where Q_t is the mean of the turns before; a first turn is unchanged."""
+    """r_t + a (r_t - Q_t), where Q_t is the mean outcome of the turns before. A first turn is unchanged."""
 
     type: Literal["margin"] = "margin"
     alpha: float = Field(default=0.5, ge=0)
-    """a."""
+    """a: weight of the comparison."""
     scope: Scope = "agent"
-    """Whose turns before: the agent's own, or all of the episode, as in a debate."""
+    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a turn is worse than those before it."""
+        """True if the comparison counts: a turn may be worse than those before it."""
         return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the tag `turn`."""
+        """The shaped outcomes. The tag `turn` orders the turns."""
         before = compared(rows, self.scope)
         return {row.sample_id: margin(given(row), before[row.sample_id].mean, self.alpha) for row in rows}
 
 
 def margin(reward: float, before: float | None, alpha: float) -> float:
-    """r_t + a (r_t - Q_t).
+    """r_t + a (r_t - Q_t), where Q_t is `before`; r_t if there is none.
 
     >>> margin(1.0, 0.5, alpha=0.5), margin(1.0, None, alpha=0.5)
     (1.25, 1.0)
@@ -94,26 +94,26 @@ def margin(reward: float, before: float | None, alpha: float) -> float:
 
 
 class MarginWithOutcome(OutcomeTerm):
-    """`margin` + b r_last on every turn."""
+    """`margin` + b r_last on every turn, where r_last is the outcome of the chain's last turn."""
 
     type: Literal["margin_with_outcome"] = "margin_with_outcome"
     alpha: float = Field(default=0.5, ge=0)
-    """a."""
+    """a: weight of the comparison."""
     beta: float = Field(default=0.5, ge=0)
-    """b."""
+    """b: weight of the chain's last outcome."""
     scope: Scope = "agent"
-    """Whose turns: the agent's own, or all of the episode, as in a debate."""
+    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a turn is worse than those before it."""
+        """True if the comparison counts: a turn may be worse than those before it."""
         return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the tag `turn`."""
+        """The shaped outcomes. The tag `turn` orders the turns."""
         chain = compared(rows, self.scope)
         return {
             row.sample_id: margin(given(row), chain[row.sample_id].mean, self.alpha)
@@ -123,30 +123,33 @@ class MarginWithOutcome(OutcomeTerm):
 
 
 class Quality(OutcomeTerm):
-    """r_t + a (Q_t r_t - (1 - Q_t)(1 - r_t)), where Q_t is the mean of the turns before; a first turn is unchanged."""
+    """r_t + a (Q_t r_t - (1 - Q_t)(1 - r_t)), where Q_t is the mean outcome of the turns before.
+
+    A first turn is unchanged.
+    """
 
     type: Literal["quality"] = "quality"
     alpha: float = Field(default=0.5, ge=0)
-    """a."""
+    """a: weight of the comparison."""
     scope: Scope = "agent"
-    """Whose turns before: the agent's own, or all of the episode, as in a debate."""
+    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a turn stands by what is wrong."""
+        """True if the comparison counts: a turn may keep to a wrong answer."""
         return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the tag `turn`. Raises CreditError for an outcome outside [0, 1]."""
+        """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
         before = compared(rows, self.scope)
         return {row.sample_id: quality(row, before[row.sample_id].mean, self.alpha) for row in rows}
 
 
 def quality(row: CreditRow, before: float | None, alpha: float) -> float:
-    """The outcome of one row."""
+    """The shaped outcome of one row. Raises CreditError if its outcome is outside [0, 1]."""
     reward = given(row)
     if not 0 <= reward <= 1:
         raise CreditError(
@@ -157,26 +160,26 @@ def quality(row: CreditRow, before: float | None, alpha: float) -> float:
 
 
 class QualityWithOutcome(OutcomeTerm):
-    """`quality` + b r_last on every turn."""
+    """`quality` + b r_last on every turn, where r_last is the outcome of the chain's last turn."""
 
     type: Literal["quality_with_outcome"] = "quality_with_outcome"
     alpha: float = Field(default=0.5, ge=0)
-    """a."""
+    """a: weight of the comparison."""
     beta: float = Field(default=0.5, ge=0)
-    """b."""
+    """b: weight of the chain's last outcome."""
     scope: Scope = "agent"
-    """Whose turns: the agent's own, or all of the episode, as in a debate."""
+    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a turn stands by what is wrong."""
+        """True if the comparison counts: a turn may keep to a wrong answer."""
         return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the tag `turn`. Raises CreditError for an outcome outside [0, 1]."""
+        """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
         chain = compared(rows, self.scope)
         return {
             row.sample_id: quality(row, chain[row.sample_id].mean, self.alpha) + self.beta * chain[row.sample_id].last
@@ -185,31 +188,31 @@ class QualityWithOutcome(OutcomeTerm):
 
 
 Node = tuple[str, str]
-"""Episode, and path from its root, e.g. `0.3.1`."""
+"""A candidate: its episode, and its path from the root, e.g. `0.3.1`."""
 
 
 class Tree(OutcomeTerm):
     """r_v + g (r_v - base), base = (1 - l) r_parent + l (mean of the siblings), as in MARS2.
 
-    Where there is only a parent, or only siblings, they are the base; where there is neither, r_v stays.
+    If there is only a parent, or only siblings, they are the base. If there is neither, r_v is unchanged.
     """
 
     type: Literal["tree"] = "tree"
     gain: float = Field(default=0.3, ge=0)
-    """g."""
+    """g: weight of the comparison."""
     siblings: float = Field(default=0.5, ge=0, le=1)
-    """l."""
+    """l: share of the siblings in the base."""
 
     sees: ClassVar[Sees] = "episode"
     needs_branches: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a candidate is worse than what it is compared with."""
+        """True if the comparison counts: a candidate may be worse than its base."""
         return self.gain > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """By the tag `path`, which tree sampling gives; a candidate's outcome is the mean over its calls."""
+        """The shaped outcomes. A candidate's outcome is the mean over its calls. Tree sampling gives the tag `path`."""
         calls: dict[Node, list[float]] = {}
         for row in rows:
             calls.setdefault(_node(row), []).append(given(row))
@@ -238,6 +241,6 @@ def _node(row: CreditRow) -> Node:
 
 
 def _parent(node: Node) -> Node:
-    """`0.3.1` -> `0.3`; a first candidate's is the root, which nobody played."""
+    """`0.3.1` -> `0.3`. The parent of a first candidate is the root, which nobody played."""
     episode, path = node
     return episode, path.rpartition(".")[0]

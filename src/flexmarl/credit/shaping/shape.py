@@ -1,21 +1,21 @@
-"""Decides what the rewards of each agent are made of, on average: each part apart.
+"""Decides the final reward of every turn of a task: its outcome, the terms that add to it, and the penalty of its call.
 
-Decides what a call costs that was not valid: its reply, or its tool call, was not in the form asked for.
+  reward     = outcome' + the workflow's other parts + terms that add
+  outcome    = outcome', the outcome after a term reshaped it; filters look at it
+  parts      = {outcome, the workflow's other parts, each term by its type}: they add up to the reward
+  objectives = {outcome', the workflow's other parts}, and
+  prices     = {each term that adds}: together they add up to the reward, too
+  act_reward, call_reward: the shares of the reward that belong to the act and to the call itself
 
-`before`   r_i -= c, and the group is compared with it in. With centring alone no advantage changes by more than c; with
-           division by the standard deviation, a group that is otherwise constant turns c into an advantage of order 1,
-           however small c is: give the estimator a `std_floor` then.
-`after`    A_i -= c: neither compared nor scaled.
+Every term reads the rewards as the workflow gave them, so the order of terms does not matter. Only `reward_to_go`,
+which must be the last, reads the rewards after the other terms.
 
-Decides the final reward of every turn of a task: its outcome as a term makes it, and what others add.
+`InvalidAction` is the price c of a call whose reply or tool call was not in the requested form:
 
-  reward = outcome' + what the workflow gave as other parts + terms that add       act_reward, call_reward: of this, the
-  outcome = outcome'                                     what filters look at      act's and the very call's own
-  parts   = {outcome, the workflow's own, each term by its type}                   they add up to the reward
-  objectives = {outcome', the workflow's own}  prices = {each term that adds}      and so do these two
-
-Every term reads the rewards as the workflow gave them, so that their order does not matter; only `reward_to_go`, which
-must be the last, reads what the others came to.
+`before`   r_i -= c before rows are compared. With centring alone, no advantage changes by more than c. With division by
+           the standard deviation, c becomes an advantage of order 1 in a group that is otherwise constant, however
+           small c is; give the estimator a `std_floor` then.
+`after`    A_i -= c: the penalty is neither compared nor scaled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,15 @@ from flexmarl.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardParts:
-    """Of one agent's rewarded turns."""
+    """Mean reward of one agent's rewarded turns, part by part."""
 
     turns: int
     means: Mapping[str, float]
-    """By part; together they are the mean reward."""
+    """Mean of each part. They add up to the mean reward."""
 
 
 def reward_parts(rows: Sequence[CreditRow]) -> Mapping[AgentName, RewardParts]:
-    """By agent, of rows with their final rewards; those of a greedy play are not counted."""
+    """Reward parts by agent, from rows with their final rewards. Rows of a greedy play are not counted."""
     by_agent: dict[AgentName, list[Mapping[str, float]]] = {}
     for row in rows:
         if row.reward is not None and not row.greedy:
@@ -50,7 +50,7 @@ def reward_parts(rows: Sequence[CreditRow]) -> Mapping[AgentName, RewardParts]:
 
 
 def _means(turns: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    """A part that a turn has not is 0 there."""
+    """Mean of each part. A part that a turn lacks counts as 0."""
     names = dict.fromkeys(name for parts in turns for name in parts)
     return {name: sum(parts.get(name, 0.0) for parts in turns) / len(turns) for name in names}
 
@@ -62,16 +62,16 @@ class InvalidAction(Settings):
     """A penalty for each call that was not valid."""
 
     penalty: float = Field(default=0.1, ge=0)
-    """c."""
+    """c: the penalty of one call."""
     order: Literal["before", "after"] = "before"
-    """Before rows are compared, as a part of the reward; or after it, off the advantage."""
+    """before: taken from the reward before rows are compared, as a part of it. after: taken from the advantage."""
 
     def penalise(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """Shaped rows, with the penalty in their rewards if that is its place; outcomes stay."""
+        """The shaped rows. If `order` is before, the penalty is in their rewards; outcomes do not change."""
         return rows if self.order == "after" else [self._penalised(row) for row in rows]
 
     def lower(self, credit: Credit, rows: Sequence[CreditRow]) -> Credit:
-        """The credit of these rows, with the penalty off their advantages if that is its place."""
+        """The credit of these rows. If `order` is after, the penalty is taken from their advantages."""
         costs = {row.sample_id: 0.0 if row.valid else self.penalty for row in rows}
         if self.order == "before" or not any(costs.values()):
             return credit
@@ -94,7 +94,7 @@ class InvalidAction(Settings):
 
 
 def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[CreditRow]:
-    """The rows of one task with their final rewards. A row without a reward stays as it is: a reward is missing."""
+    """The rows of one task with their final rewards. A row without a reward does not change."""
     rewarded = sorted((row for row in rows if row.reward is not None), key=lambda row: (row.episode, row.hop))
     sums = {row.sample_id: _Sum(row, given(row)) for row in rewarded}
     for term in terms:
@@ -107,7 +107,10 @@ def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[Credi
 
 
 def check_terms(terms: Sequence[AnyTerm]) -> Sequence[AnyTerm]:
-    """Raises ValueError for terms that do not go together."""
+    """Returns the terms.
+
+    Raises ValueError if two terms replace the same agent's outcome, or if `reward_to_go` is not the last.
+    """
     for index, term in enumerate(terms):
         if isinstance(term, RewardToGo) and index < len(terms) - 1:
             raise ValueError(f"reward_to_go comes before {terms[index + 1].name}, but reads it; put it last")
@@ -121,28 +124,28 @@ def check_terms(terms: Sequence[AnyTerm]) -> Sequence[AnyTerm]:
 
 
 def _shared(one: AnyTerm, other: AnyTerm) -> str:
-    """An agent that both are for; empty if there is none."""
+    """An agent whose turns get both terms; empty if there is none."""
     named = [*one.agents, *other.agents]
     return next((agent for agent in named if one.is_for(agent) and other.is_for(agent)), "" if named else "every agent")
 
 
 @dataclass(slots=True)
 class _Sum:
-    """One row's reward while it is put together."""
+    """The reward of one row while terms are applied to it."""
 
     row: CreditRow
-    """As it was given."""
+    """The row with the reward that the workflow gave."""
     outcome: float
     reshaped: bool = False
-    """Whether a term has put another outcome in its place, be it an equal one."""
+    """True once a term has replaced the outcome, even by an equal one."""
     terms: dict[str, float] = field(default_factory=dict)
-    """What each did to the reward."""
+    """Change of the reward by each term."""
     prices: dict[str, float] = field(default_factory=dict)
-    """What those did that add."""
+    """Amount from each term that adds."""
     call_reward: float = 0.0
 
     def take(self, term: AnyTerm, value: float) -> None:
-        """Adds what a term says."""
+        """Applies a term: `value` is the new outcome, or the amount that it adds."""
         change = value
         if isinstance(term, AddedTerm):
             self.prices[term.name] = self.prices.get(term.name, 0.0) + value
@@ -152,7 +155,7 @@ class _Sum:
         self.terms[term.name] = self.terms.get(term.name, 0.0) + change
 
     def row_now(self) -> CreditRow:
-        """The row with what was taken so far."""
+        """The row with the terms that were applied so far."""
         row, before = self.row, given(self.row)
         if not self.terms:
             return row
@@ -173,14 +176,14 @@ class _Sum:
 
 
 def _of_act(row: CreditRow, change: float) -> float:
-    """What of a change of the outcome is the act's: as much of it as of the outcome."""
+    """The act's share of a change of the outcome, which is its share of the outcome."""
     if row.act_outcome is None:
         return 0.0
     return change * row.act_outcome / given(row) if given(row) else change
 
 
 def _asked(row: CreditRow, reshaped: float | None) -> Mapping[str, float]:
-    """What the workflow asked for, with a reshaped outcome; a row without that part is judged by all of its reward."""
+    """The row's objectives, with the reshaped outcome. Without a part `outcome`, the whole reward was reshaped."""
     asked = row.objectives or row.parts or {"outcome": given(row)}
     if reshaped is None:
         return asked

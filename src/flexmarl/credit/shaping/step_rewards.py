@@ -1,6 +1,7 @@
-"""Decides what a step towards the goal earns, so that going to and fro earns nothing (Ng, Harada, Russell 1999).
+"""Decides rewards along the calls of an episode: for steps towards a goal, and for what follows a call.
 
-Decides what each call is credited with: what came after it, and not what others had spent before.
+`Potential`    pays for the way towards a goal, so that going back and forth earns nothing (Ng, Harada, Russell 1999)
+`RewardToGo`   credits each call with what came after it, and not with what others had spent before
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,32 +19,33 @@ from flexmarl.records import LARGEST_REWARD, SampleId
 
 
 class Potential(AddedTerm):
-    """gamma phi(s') - phi(s): phi is a tag of the call made in s; s' is where the next call is made.
+    """gamma phi(s') - phi(s): phi is a tag of the call made in state s, and s' is the state of the next call.
 
-    After the last call phi is 0. From a call on the sum is then -phi of its state, whatever is done there, so that no
-    policy gains on another: but only where what follows is added up, with the same calls and the same discount.
+    After the last call phi is 0. The discounted sum from a call on is then -phi of its state, whatever is done there,
+    so no policy gains on another. This holds only if later rewards are added up, over the same calls and with the same
+    discount.
     """
 
     type: Literal["potential"] = "potential"
     tag: str = Field(default="potential", min_length=1)
-    """What the workflow says with `seat.act(text, potential=...)`."""
+    """Tag that holds phi. The workflow gives it with `seat.act(text, potential=...)`."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Must be the discount of the returns, else loitering pays."""
+    """Must equal the discount of the returns, else loitering pays."""
     scope: Scope = "agent"
-    """Whose next call: the agent's own, or that of anyone the term is for."""
+    """Next call: the agent's own (agent), or that of any agent that has the term (team)."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
 
     @property
     def may_be_negative(self) -> bool:
-        """Where a step leads away from the goal."""
+        """True: a step may lead away from the goal."""
         return True
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """Telescopes along each chain of calls."""
+        """The difference of potentials for each call. Their sum telescopes along each chain of calls."""
         earned: dict[SampleId, float] = {}
-        # What was not sampled is no step of any return.
+        # A row without sampled tokens is not a step of any return.
         stepped = [row for row in rows if self.is_for(row.agent) and row.num_tokens]
         for chain in chains_of(stepped, self.scope):
             levels = [*(self._level(row) for row in chain), 0.0]
@@ -64,24 +66,24 @@ class Potential(AddedTerm):
 class RewardToGo(AddedTerm):
     """G_i = r_i + p_i + sum over scope(i) of gamma^(h_j - h_i) (p_j + r_j) + gamma^(h_e - h_i) Z_i.
 
-    r is what `reply.reward` gave an act: undiscounted for the act's own calls, and once, at the last call of the act,
-    for calls before it. p is what terms gave or took from the very call. Z_i, what was given to the agent or to the
-    team, comes with the episode's last call h_e. Reads the terms before it, and must be the last.
+    r is the reward that `reply.reward` gave an act. It is undiscounted for the act's own calls; for earlier calls it
+    counts once, at the act's last call. p is what terms gave to the call itself or took from it. Z_i, the reward of the
+    agent or the team, comes with the episode's last call h_e. This term reads the terms before it and must be the last.
     """
 
     type: Literal["reward_to_go"] = "reward_to_go"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """For each call in between; 1 leaves expected gradients as they are."""
+    """Discount per call in between; 1 leaves expected gradients as they are."""
     scope: Literal["descendants", "agent", "team"] = "descendants"
-    """Whose rewards follow: those of calls that depend on this one, of the agent's later calls, or of all later
-    calls."""
+    """Calls whose rewards count: those that depend on this one (descendants), the agent's later ones, or all later ones
+    (team)."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
     of_call: ClassVar[bool] = False
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """What G_i is beyond r_i + p_i + Z_i, which the row has already. Rows as they are after the other terms."""
+        """G_i minus r_i + p_i + Z_i, which the row has already. `rows` are the rows after the other terms."""
         earned: dict[SampleId, float] = {}
         for played in by_episode(rows).values():
             calls = played[0].calls

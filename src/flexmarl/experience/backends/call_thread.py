@@ -1,11 +1,12 @@
-"""SQLite connections in threads of their own, so that the event loop never waits for a disk.
+"""SQLite connections on threads of their own, so that the event loop never waits for a disk.
 
-consumes    calls: functions of a connection, at most `MAX_WAITING` of them; a caller beyond that waits for room
-waits for   the disk: one sync per transaction, and other processes' write locks
+consumes    calls: functions of a connection; at most `MAX_WAITING` of them wait, and a further caller waits for room
+waits for   the disk (one sync per transaction) and the write locks of other processes
 produces    each call's result or its own error, once the transaction that holds it is durable
-unblocked by the next call; all that came while a transaction ran share the next one
+unblocked by the next call; all calls that arrive while a transaction runs share the next transaction
 
-Calls of one tick of the loop are handed over together: a thread that wakes for each of them fights for the interpreter.
+The calls of one tick of the event loop go to the thread together. If it woke for each of them, the two threads would
+compete for the interpreter.
 """
 
 import asyncio
@@ -25,21 +26,21 @@ Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Any]
 
 MAX_WAITING = 1024
-"""Calls that may wait for the thread; more would only hold memory."""
+"""Calls that may wait for the thread. More would only take memory."""
 MAX_TOGETHER = 256
-"""Calls in one transaction: the sync is shared by enough, and no other process waits long for the lock."""
+"""Calls in one transaction: enough to share the sync, few enough that no other process waits long for the lock."""
 
 
 class Joinable(ABC):
-    """Work without a result, several of which are faster done as one."""
+    """Work without a result. Several of these are done faster as one."""
 
     @abstractmethod
     def __call__(self, db: sqlite3.Connection) -> None:
-        """Does it alone."""
+        """Does this work alone."""
 
     @abstractmethod
     def all_of(self, works: "Sequence[Joinable]") -> Work:
-        """Does all of these, itself among them, to the same effect as one after the other."""
+        """Returns one work that has the effect of all `works` (this one included), one after the other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +54,7 @@ class Call:
 
 
 class CallThread:
-    """One connection, its thread, and the calls that wait for it. `together` runs some of them as one transaction."""
+    """One connection, its thread and the calls that wait for it. `together` runs a list of calls on the connection."""
 
     def __init__(
         self, name: str, db: sqlite3.Connection, together: Callable[[sqlite3.Connection, Sequence[Call]], None]
@@ -62,24 +63,24 @@ class CallThread:
         self._together = together
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._gathered: list[Call] = []
-        """What came in this tick of the loop."""
+        """Calls that arrived in this tick of the event loop."""
         self._room = asyncio.Semaphore(MAX_WAITING)
         self._last: Call | None = None
-        """The call that closes; none comes after it."""
+        """The call that closes the connection; no call follows it."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """How many calls have come and are not begun; at most `MAX_WAITING`."""
+        """Number of calls that arrived and have not started; at most `MAX_WAITING`."""
         return self._calls.qsize() + len(self._gathered)
 
     async def call(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """The result of `work`, once it is durable. If the caller is cancelled, the work may have been done or not."""
+        """Returns the result of `work` once it is durable. If the caller is cancelled, the work may still be done."""
         return await (await self.begin(work))
 
     async def begin(self, work: Callable[[sqlite3.Connection], Result]) -> "asyncio.Future[Result]":
-        """The future of the result of `work`; returns when there is room for it."""
+        """Waits for room, queues `work` and returns the future of its result. Raises StoreError after `close`."""
         await self._room.acquire()
         if self._last is not None:
             self._room.release()
@@ -87,7 +88,7 @@ class CallThread:
         return self._queue(Call(work, asyncio.get_running_loop().create_future()))
 
     async def close(self) -> None:
-        """Closes the connection, after all calls that came before; calling it twice is no error."""
+        """Closes the connection after all earlier calls. Calling it twice is allowed."""
         await self._room.acquire()
         if self._last is not None:
             self._room.release()
@@ -123,7 +124,7 @@ class CallThread:
             mine = [call for call in calls if call.future.get_loop() is loop]
             try:
                 loop.call_soon_threadsafe(self._deliver, mine)
-            except RuntimeError:  # the loop has ended, and with it whoever waited
+            except RuntimeError:  # the event loop has ended, so nobody waits for these results
                 continue
 
     def _deliver(self, calls: Sequence[Call]) -> None:
@@ -138,7 +139,7 @@ class CallThread:
 
 
 def commit_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
-    """Runs the calls in one transaction: one that fails changes nothing and fails alone, the others share one sync."""
+    """Runs the calls in one transaction with one sync. A call that fails changes nothing, and the others still run."""
     if not calls:
         return
     try:
@@ -147,13 +148,13 @@ def commit_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
                 if len(together) == 1 or not _attempt_all(db, together):
                     for call in together:
                         call.result, call.error = _attempt(db, call.work)
-    except Exception as error:  # the transaction did not become durable, so none of them did
+    except Exception as error:  # the transaction is not durable, so every call in it failed
         for call in calls:
             call.error = call.error or error
 
 
 def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
-    """Runs the calls on one snapshot, which holds all that was acknowledged before they came."""
+    """Runs the calls on one snapshot, which includes every write that was acknowledged before they arrived."""
     try:
         with transaction(db, "BEGIN"):
             for call in calls:
@@ -167,7 +168,7 @@ def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
 
 
 def run_alone(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
-    """Runs the calls one after the other, in no transaction."""
+    """Runs the calls one after the other, outside any transaction."""
     for call in calls:
         try:
             call.result = call.work(db)
@@ -176,7 +177,7 @@ def run_alone(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
 
 
 def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
-    """The calls in order; those that follow each other and can be joined come together."""
+    """Yields the calls in order; consecutive calls whose work is Joinable come as one list."""
     for joinable, together in groupby(calls, lambda call: isinstance(call.work, Joinable)):
         if joinable:
             yield list(together)
@@ -185,20 +186,20 @@ def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
 
 
 def _attempt_all(db: sqlite3.Connection, calls: Sequence[Call]) -> bool:
-    """Whether all of these could be done as one; if not, nothing was done."""
+    """Tries to do all the calls as one work. Returns False if that fails; then nothing has changed."""
     works = [call.work for call in calls if isinstance(call.work, Joinable)]
     return _attempt(db, works[0].all_of(works))[1] is None
 
 
 def _attempt(db: sqlite3.Connection, work: Work) -> tuple[Any, Exception | None]:
-    """The result of the work, or its error; then it has changed nothing."""
+    """Returns the result of the work, or its error after undoing its changes."""
     result, failed = None, None
     db.execute("SAVEPOINT one_call")
     try:
         result = work(db)
     except Exception as error:
         failed = error
-        if not db.in_transaction:  # SQLite gave up the whole transaction: a full disk, a failing one
+        if not db.in_transaction:  # SQLite rolled back the whole transaction: the disk is full or fails
             raise
         db.execute("ROLLBACK TO one_call")
     db.execute("RELEASE one_call")

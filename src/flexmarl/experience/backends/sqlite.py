@@ -1,14 +1,13 @@
-"""Store on SQL tables: what every experience store on SQLite does, wherever its connections run.
+"""Experience stores on SQLite, in memory and on a file.
 
-SQLite in memory: the experience store whose calls run to their end in the caller's thread, gone with the process.
+SqlStore       the methods that both stores share; a subclass decides where a connection runs
+SqliteStore    in memory, lost with the process: each call is one transaction and runs to its end in the caller's
+               thread; nothing waits, so the store also runs in virtual time
+DurableStore   on a file with full sync, for real runs: what it acknowledged survives kill -9
 
-One transaction per call. Because nothing waits, it also runs in virtual time.
-
-SQLite on a file with full sync: the experience store of real runs; what it acknowledged survives kill -9.
-
-One process owns it (`create`, or `open` to resume), others join. In each process one thread writes and one reads;
-SQLite's locks order the writers of several processes, and readers never wait for them. A third one merges the -wal file
-in while the writer goes on.
+One process owns the file (`create`, or `open` to resume); other processes `join` it. Each process has three threads:
+one writes, one reads, and one merges the -wal file into the main file while the writer continues. SQLite's locks order
+the writers of several processes, and readers never wait for writers.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ Work = Callable[[sqlite3.Connection], Result]
 
 
 class SqlStore(ABC):
-    """The methods of an ExperienceStore as work for a connection; a store says how that work is done."""
+    """The methods of an ExperienceStore as work for a connection; a subclass says how that work is run."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -58,7 +57,7 @@ class SqlStore(ABC):
         return await self._write(doing, lambda db: self._tables.claim(db, policy, n, holder))
 
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
-        """Moves rows; all of them or none."""
+        """Moves rows, all of them or none."""
         await self._write(f"settling rows as {outcome.state}", lambda db: self._tables.settle(db, ids, outcome))
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
@@ -67,12 +66,12 @@ class SqlStore(ABC):
         return await self._write(doing, lambda db: self._tables.release(db, holder, cache))
 
     async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
-        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
+        """Deletes the rows of `next_group`, of all younger groups and of those in `replay`, with their payloads."""
         doing = f"rewinding to group {next_group}"
         return await self._write(doing, lambda db: self._tables.rewind(db, next_group, replay))
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
-        """Drops payloads of the oldest groups until the store is small enough."""
+        """Drops payloads of the oldest groups, one group per transaction, until the store fits `budget_bytes`."""
         doing = f"pruning groups before {before_group}"
         pruned = 0
         while True:
@@ -82,15 +81,15 @@ class SqlStore(ABC):
             pruned += rows
 
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:
-        """Rows by sample id, in the order asked."""
+        """Reads rows by sample id, in the order of `ids`."""
         return await self._read("reading rows", lambda db: self._tables.get(db, ids))
 
     async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:
-        """How many rows of the policy are in each state (absent: none)."""
+        """Counts the policy's rows by state; a state without rows may be absent."""
         return await self._read(f"counting rows of policy {policy!r}", lambda db: self._tables.counts(db, policy))
 
     async def query(self, sql: str) -> Table:
-        """Any one SELECT over the agents' tables and the shared ones."""
+        """Runs one SELECT over the agents' tables and the shared ones."""
         return await self._read("querying", lambda db: query(db, sql))
 
     @abstractmethod
@@ -99,25 +98,25 @@ class SqlStore(ABC):
 
     @abstractmethod
     async def _write(self, doing: str, work: Work[Result]) -> Result:
-        """Does work that writes, in one transaction, `doing` something that an error names."""
+        """Runs `work`, which writes, in one transaction. `doing` describes the work in error messages."""
 
     @abstractmethod
     async def _read(self, doing: str, work: Work[Result]) -> Result:
-        """Does work that only reads."""
+        """Runs `work`, which only reads. `doing` describes the work in error messages."""
 
 
 class SqliteStore(SqlStore):
-    """An ExperienceStore without threads; `DurableStore` is the one that outlives the process."""
+    """An ExperienceStore in memory, without threads. `DurableStore` is the store that outlives the process."""
 
     def __init__(self, *, agents: Sequence[AgentName], columns: Sequence[Column]) -> None:
-        """Lays out the tables of a new store, with the same data columns for every agent."""
+        """Makes the tables of a new store, with the same data columns for every agent."""
         super().__init__(Tables(agents, columns))
         self._open: sqlite3.Connection | None = connect(":memory:")
         with transaction(self._open):
             self._tables.lay_out(self._open)
 
     async def close(self) -> None:
-        """Ends it; calling it twice is no error."""
+        """Closes the store. Calling it twice is allowed."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -142,7 +141,7 @@ class SqliteStore(SqlStore):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Put(Joinable):
-    """A put on its way to the writer: the turns of one moment are written as one."""
+    """A put on its way to the writer. Puts that wait together are written as one."""
 
     tables: Tables
     rows: EncodedRows
@@ -152,7 +151,7 @@ class Put(Joinable):
         self.tables.put(db, self.rows)
 
     def all_of(self, works: Sequence[Joinable]) -> Callable[[sqlite3.Connection], None]:
-        """Puts the rows of all of these, table by table."""
+        """Returns one work that puts the rows of all `works`, joined by table."""
 
         def put(db: sqlite3.Connection) -> None:
             for rows in joined_rows([work.rows for work in works if isinstance(work, Put)]):
@@ -169,7 +168,7 @@ class DurableStore(SqlStore):
         self._path = path
         self._owner = owner
         self._merged_bytes = 0
-        """How many had been put when the last merge began."""
+        """Bytes of payloads that had been put when the last merge began."""
         self._merging: asyncio.Future[None] | None = None
         with explained(path, "opening the experience store"):
             self._writer = CallThread("store/write", connect_file(path, wait_s=lock_wait_s), commit_together)
@@ -180,7 +179,7 @@ class DurableStore(SqlStore):
     def create(
         cls, path: Path, *, agents: Sequence[AgentName], columns: Sequence[Column], lock_wait_s: float = LOCK_WAIT_S
     ) -> Self:
-        """A new store, with the same data columns for every agent; refuses a file that is there."""
+        """Makes a store in a new file, with the same data columns for every agent. Raises StoreError if it exists."""
         tables = Tables(agents, columns)
         owner = Ownership.of(path)
         try:
@@ -193,7 +192,10 @@ class DurableStore(SqlStore):
 
     @classmethod
     def open(cls, path: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> Self:
-        """The store of a run that is to go on: recovered to the last acknowledged call, and checked. Then `rewind`."""
+        """Opens the store of a run to resume: SQLite recovers the last acknowledged call, and the file is checked.
+
+        Call `rewind` next.
+        """
         require_file(path)
         owner = Ownership.of(path)
         try:
@@ -205,7 +207,7 @@ class DurableStore(SqlStore):
 
     @classmethod
     def join(cls, path: Path, *, lock_wait_s: float = LOCK_WAIT_S) -> Self:
-        """The store of a run whose owner is another process of this machine."""
+        """Opens the store of a run that another process of this machine owns."""
         require_file(path)
         return cls(path, cls._layout(path, lock_wait_s, check=False), owner=None, lock_wait_s=lock_wait_s)
 
@@ -228,7 +230,7 @@ class DurableStore(SqlStore):
             self._merging = await self._merger.begin(merge)
 
     async def close(self) -> None:
-        """Ends it once all calls have; calling it twice is no error."""
+        """Closes the store after all earlier calls. Calling it twice is allowed."""
         try:
             await self._reader.close()
             await self._merger.close()

@@ -1,20 +1,21 @@
-"""SQL for the experience store's tables, whatever file or memory they are in.
+"""SQL for the experience store's tables, in a file or in memory.
 
-"solver", "verifier", ...   one table per agent: meta columns, data columns, a status column beside each of these
+"solver", "verifier", ...   one table per agent: meta columns, data columns, and a status column for each data column
 payloads                    key -> string, JSON text or tensor bytes that a data column refers to
 samples                     sample id -> agent: an id is in one table only
-tally                       (policy, state) -> rows, kept by `put` and triggers, so that counting never scans
-pruned                      one row: payloads of groups below this one have been dropped
+tally                       (policy, state) -> rows, updated by `put` and by triggers, so that counting never scans
+pruned                      one row: the groups below this id have been pruned
 
 SELECT sample_id, payload(text), reward FROM solver WHERE reward_status
 
-Tensors on SQLite that begin with other rows' tensors: kept as the payload keys of these, and what follows them.
+A tensor that begins with tensors of another row is stored as a chain: the payload keys of that beginning, and the
+numbers that follow it.
 
     hop 0   prompt  [. . . .]          response  [. . .]
     hop 1   prompt  +key,key; [. .]    response  [. . . .]      begins with hop 0's prompt and response
     hop 2   prompt  +key,key; [.]      response  [. .]          begins with hop 1's, and so with hop 0's
 
-A payload that is no chain begins with its dtype, never with `+` (`schema.py`).
+The bytes of a whole tensor begin with its dtype, never with `+` (`schema.py`).
 """
 
 import sqlite3
@@ -30,7 +31,7 @@ from flexmarl.experience.schema import CODECS, decode_tensor, encode_tensor, quo
 from flexmarl.records import ROW_TERMINAL, AgentName, RowState
 
 AMONG = "IN (SELECT value FROM json_each(?))"
-"""One parameter for a list of any length, so that the statement is prepared once."""
+"""Takes a list of any length as one parameter, so that the statement is prepared once."""
 OWNERS = f"SELECT sample_id, agent FROM samples WHERE sample_id {AMONG}"
 ORDER = ", ".join(ClaimOrder._fields)
 ROW_META = ("sample_id", "policy", "policy_version", "state", "next_agent_id", "cache", "settled_version", "reason")
@@ -42,7 +43,7 @@ SHARED_LAYOUT = (
     "INSERT INTO pruned VALUES (0)",
 )
 COUNT_OPENED = "INSERT INTO tally VALUES (?, 'open', ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
-"""Once per policy and put: a trigger for each row that opens costs a third of the put."""
+"""Run once per policy and put. A trigger for each row that opens would cost a third of the put."""
 
 
 class Statements:
@@ -105,12 +106,12 @@ class Statements:
         return self._select(["policy", *names], "= ?")
 
     def _keys(self, names: tuple[str, ...]) -> str:
-        """The keys of a row's payloads that are there."""
+        """Selects the keys of a row's payloads; NULL for a payload that is missing."""
         cells = [f"(SELECT key FROM payloads WHERE key = {quote(name)})" for name in names]
         return f"SELECT {', '.join(cells)} FROM {self._name} WHERE sample_id = ?"
 
     def _select(self, names: Sequence[str], which: str) -> str:
-        """Reads these columns of the rows named, with payloads in place of their keys."""
+        """Selects the columns `names` of the rows whose sample id is `which`, with payloads in place of keys."""
         cells = [
             f"(SELECT value FROM payloads WHERE key = {quote(name)})" if name in self._references else quote(name)
             for name in names
@@ -125,12 +126,15 @@ class Statements:
         return " UNION ALL ".join(f"SELECT {quote(name)} {rows}" for name in self._references) or f"SELECT NULL {rows}"
 
     def _ended_in_group(self) -> str:
-        """Through the index by state: every policy there is, every state that ends a row."""
+        """The condition that a row of group ?1 has ended. It lists all policies, so that the index by state is used."""
         ended = ", ".join(f"'{state}'" for state in sorted(ROW_TERMINAL))
         return f"policy IN (SELECT policy FROM tally) AND state IN ({ended}) AND group_id = ?1"
 
     def _layout(self, agent: AgentName, columns: Sequence[Column]) -> Iterator[str]:
-        """A value that is there is never NULL, so a status column is computed and cannot disagree with its value."""
+        """Yields the statements that make the table, its indexes and its triggers.
+
+        A value that is set is never NULL. So a status column is computed from its value and cannot contradict it.
+        """
         data = "".join(
             f", {quote(column.name)} {CODECS[column.kind].sql_type}, {quote(status_column(column.name))} BOOLEAN "
             f"GENERATED ALWAYS AS ({quote(column.name)} IS NOT NULL) VIRTUAL"
@@ -159,7 +163,7 @@ class Statements:
 
 
 def claimable(agents: Sequence[AgentName]) -> str:
-    """The first n READY rows of a policy over all tables: each index gives its first n in order, then they merge."""
+    """Selects a policy's first n READY rows over all tables: each index gives its first n, and these are merged."""
     firsts = [
         f"SELECT * FROM (SELECT {literal(agent)} AS agent, sample_id, {ORDER} FROM {quote(agent)} "
         f"WHERE policy = :policy AND state = 'ready' ORDER BY {ORDER}, sample_id LIMIT :n)"
@@ -169,7 +173,7 @@ def claimable(agents: Sequence[AgentName]) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as an SQL string.
+    """Quotes a text as an SQL string.
 
     >>> literal("it's")
     "'it''s'"
@@ -181,26 +185,26 @@ MARK = b"+"
 
 
 def chain(keys: Sequence[int], tail: np.ndarray) -> bytes:
-    """The payload of a tensor that begins with what is in these payloads, and ends with `tail`."""
+    """The payload of a tensor that begins with the tensors in payloads `keys` and ends with `tail`."""
     return MARK + ",".join(map(str, keys)).encode() + b";" + encode_tensor(tail)
 
 
 def is_chain(stored: object) -> bool:
-    """Whether a cell's payload is a chain."""
+    """True if a cell's payload is a chain."""
     return isinstance(stored, bytes) and stored.startswith(MARK)
 
 
 class Chains:
-    """Reads chains on one connection; what it has read it remembers, so it lives as long as one call."""
+    """Reads chains on one connection. It keeps every tensor that it has read, so each store call makes its own."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._read: dict[int, np.ndarray] = {}
 
     def whole(self, stored: bytes) -> np.ndarray:
-        """All of the tensor in a payload, a fresh copy."""
+        """The whole tensor in a payload, as a fresh copy."""
         parts: list[np.ndarray] = []
-        while is_chain(stored):  # not by recursion: a chain is as long as its conversation
+        while is_chain(stored):  # a loop, not recursion: a chain is as long as its conversation
             keys, tail = _split(stored)
             parts += [decode_tensor(tail), *(self._at(key) for key in reversed(keys[1:]))]
             if keys[0] in self._read:
@@ -213,7 +217,7 @@ class Chains:
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
 
     def beginning(self, keys: Sequence[int]) -> np.ndarray:
-        """The tensors in these payloads, one after the other."""
+        """The tensors in these payloads, concatenated."""
         return np.concatenate([self._at(key) for key in keys])
 
     def _at(self, key: int) -> np.ndarray:

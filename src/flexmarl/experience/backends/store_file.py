@@ -1,11 +1,11 @@
-"""SQLite files that hold an experience store: making, checking and owning one, and what its errors mean.
+"""SQLite files that hold an experience store: making, checking, owning and reading one, and what its errors mean.
 
 experience.sqlite          the tables; `layout` says which agents and columns they have
-experience.sqlite-wal      the newest transactions, until they are merged in: acknowledged rows, never delete it
+experience.sqlite-wal      the newest transactions, until they are merged: acknowledged rows, so never delete it
 experience.sqlite-shm      index of the -wal file
 experience.sqlite.owner    process id of the run that owns the store; locked as long as that process lives
 
-SQLite file of an experience store, read only: to look into a run while it writes, or after it ended in any way.
+`read_store` opens a file for reading only, while a run writes to it or after the run ended in any way.
 """
 
 import fcntl
@@ -29,23 +29,23 @@ from flexmarl.records import AgentName
 APPLICATION_ID = int.from_bytes(b"flxm")
 LAYOUT_VERSION = 2
 PAGE_BYTES = 16384
-"""Two kilobytes is the usual tensor: seven of them fill a page, where one of 8192 wastes a quarter. Larger pages cost
-puts of one row more than they save."""
+"""A usual tensor takes two kilobytes: seven of them fill a page, while a page of 8192 bytes wastes a quarter. Larger
+pages cost puts of one row more than they save."""
 WAL_PAGES = 2000
-"""Merge the -wal file at 32 MB: a merge costs a sync of its own, and pages that are written often are merged once.
-Later is no better: writing over the file is faster than letting it grow."""
+"""Merge the -wal file at 32 MB: a merge costs a sync of its own, and a page that is written often is merged once.
+A higher limit is no better: overwriting the file is faster than letting it grow."""
 MERGE_BYTES = 8_000_000
-"""Merge the -wal file beside the writer after so many bytes of payloads: what is merged when its 32 MB are full costs
-the writer nothing then. Less would sync the file more often for the same pages."""
+"""Merge the -wal file on another thread after so many bytes of payloads: the writer need not merge those pages itself
+when the file reaches 32 MB. A smaller number would sync the file more often for the same pages."""
 LOCK_WAIT_S = 30.0
-"""Other processes hold the write lock for one commit, which is milliseconds; half a minute means that one hangs."""
+"""Other processes hold the write lock for one commit, which takes milliseconds; half a minute means that one hangs."""
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.s3fs"}
 )
 
 
 def connect_file(path: Path, *, wait_s: float = LOCK_WAIT_S, mode: str = "rw") -> sqlite3.Connection:
-    """A connection whose commits are on the disk when they return; `mode` is that of an SQLite URI."""
+    """Opens a connection whose commits are on the disk when they return; `mode` is the mode of an SQLite URI."""
     db = connect(f"file:{quote(str(path.resolve()))}?mode={mode}", wait_s=wait_s)
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA temp_store = MEMORY")
@@ -55,13 +55,13 @@ def connect_file(path: Path, *, wait_s: float = LOCK_WAIT_S, mode: str = "rw") -
 
 
 def merge(db: sqlite3.Connection) -> None:
-    """Merges as much of the -wal file in as can be while others read and write; no row is more durable by it."""
-    with suppress(sqlite3.Error):  # Of a full disk the writer hears itself, when it writes.
+    """Merges as much of the -wal file as possible while others read and write. This makes no row more durable."""
+    with suppress(sqlite3.Error):  # The writer gets its own error when the disk is full.
         db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 def make_file(path: Path, tables: Tables) -> None:
-    """Makes a new store there. It gets its name when it is whole: killed before that, there is no store to resume."""
+    """Makes a new store at `path`. The file gets its name when it is complete: a kill before that leaves no store."""
     new = Path(f"{path}.new")
     with explained(path, "making the experience store"):
         for left in (new, Path(f"{new}-wal"), Path(f"{new}-shm")):
@@ -84,7 +84,7 @@ def make_file(path: Path, tables: Tables) -> None:
 
 
 def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
-    """The tables that the file says it has; StoreError if it is no store of ours."""
+    """Reads which tables the file has. Raises StoreError if it holds no experience store, or another layout version."""
     with explained(path, "reading the layout of the experience store"):
         (application,), (version,) = (
             db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
@@ -106,7 +106,7 @@ def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
 
 
 def check_file(path: Path, db: sqlite3.Connection) -> None:
-    """Reads the whole file; StoreError if pages are torn or missing."""
+    """Reads the whole file. Raises StoreError if pages are torn or missing."""
     with explained(path, "checking the experience store"):
         found = [line for (line,) in db.execute("PRAGMA quick_check(3)")]
         if found != ["ok"]:
@@ -114,13 +114,13 @@ def check_file(path: Path, db: sqlite3.Connection) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuses a path where no file is."""
+    """Raises StoreError if there is no file at `path`."""
     if not path.is_file():
         raise StoreError(f"there is no experience store at {path}; a run with `store.type: sqlite` makes one")
 
 
 def refuse_file(path: Path) -> None:
-    """Refuses a path where a new store would not be the first."""
+    """Raises StoreError if a store, or the -wal or -shm file of one, is already at `path`."""
     if path.exists():
         raise StoreError(f"{path} exists; go on with it (`--resume`), or choose another run folder")
     left = [f"{path}{ending}" for ending in ("-wal", "-shm") if Path(f"{path}{ending}").exists()]
@@ -129,14 +129,14 @@ def refuse_file(path: Path) -> None:
 
 
 class Ownership:
-    """The right to run on a store, which one process has at a time; the system takes it back when that process ends."""
+    """The right to run on a store. One process holds it at a time; the system frees it when that process ends."""
 
     def __init__(self, lock: IO[str]) -> None:
         self._lock = lock
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Takes it, or says who has it."""
+        """Takes the ownership of the store at `path`. Raises StoreError with the owner's process id if it is taken."""
         owner = Path(f"{path}.owner")
         with explained(path, "taking ownership of the experience store"):
             lock = owner.open("a+")
@@ -156,7 +156,7 @@ class Ownership:
         return cls(lock)
 
     def give_up(self) -> None:
-        """Ends it; twice is no error."""
+        """Ends the ownership. Calling it twice is allowed."""
         self._lock.close()
 
 
@@ -199,7 +199,7 @@ def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A name is on the disk only once its folder is."""
+    """Syncs a folder: a new file name is durable only when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,7 +215,9 @@ def _free(folder: Path) -> str:
 
 
 def network_hint(path: Path, file_systems: Mapping[str, str]) -> str:
-    """A word on the file system, if it is one on which SQLite cannot rely on locks and shared memory.
+    """Advice if `path` is on a network file system, where SQLite cannot rely on locks and shared memory; else empty.
+
+    `file_systems` maps mount points to their types.
 
     >>> network_hint(Path("/home/ann/runs/7"), {"/": "ext4", "/home": "nfs4"})
     '; /home is a network file system (nfs4): put the run folder on a local disk'
@@ -231,11 +233,11 @@ def _hint(path: Path) -> str:
 
 
 ROWS_AT_ONCE = 256
-"""Rows that are decoded together; it bounds what an export of any size holds."""
+"""Rows that are decoded together. This bounds the memory of an export of any size."""
 
 
 class StoreReader:
-    """Reads a store from any process. All calls block; none waits for the run that writes."""
+    """Reads a store from any process. All calls block, but none waits for the run that writes."""
 
     def __init__(self, path: Path, db: sqlite3.Connection, tables: Tables) -> None:
         self._path = path
@@ -244,7 +246,7 @@ class StoreReader:
 
     @property
     def agents(self) -> tuple[AgentName, ...]:
-        """Agents, each with a table of that name."""
+        """Names of the agents; each has a table of that name."""
         return self._tables.agents
 
     @property
@@ -253,7 +255,7 @@ class StoreReader:
         return tuple(self._tables.columns.values())
 
     def query(self, sql: str) -> Table:
-        """Any one SELECT; `payload(column)` shows a string, list or tensor as text or JSON.
+        """Runs one SELECT; `payload(column)` shows a string, list or tensor as text or JSON.
 
         >>> reader.query("SELECT sample_id, payload(text), reward FROM solver LIMIT 2")  # doctest: +SKIP
         """
@@ -261,7 +263,7 @@ class StoreReader:
             return query(self._db, sql)
 
     def rows(self, agent: AgentName) -> Iterator[Row]:
-        """All rows of an agent's table as they are now, decoded, in the order in which they would be claimed."""
+        """Yields all rows of an agent's table as they are now, decoded, in claim order."""
         with explained(self._path, f"reading table {agent!r}"), transaction(self._db, "BEGIN"):
             ids = self._tables.ids(self._db, agent)
             for first in range(0, len(ids), ROWS_AT_ONCE):
@@ -270,10 +272,10 @@ class StoreReader:
 
 @contextmanager
 def read_store(path: Path) -> Iterator[StoreReader]:
-    """Opens the store for reading as long as the block lasts.
+    """Opens the store for reading, for the length of the block.
 
-    After kill -9 too: what the run acknowledged is there. That takes a folder that can be written, for SQLite's index
-    of the -wal file; in one that cannot, only a store that was closed can be read.
+    This also works after kill -9, and all acknowledged rows are there. The folder must then be writable, because
+    SQLite writes an index of the -wal file. In a read-only folder, only a store that was closed can be read.
     """
     require_file(path)
     mode = "ro" if os.access(path.parent, os.W_OK) else _mode_without_writing(path)

@@ -1,6 +1,7 @@
-"""SQLite transactions of the experience store: what each call does to a connection, whoever begins and commits.
+"""SQLite tables of the experience store: the reads and writes of each store call, on a connection.
 
-Nothing here waits or locks: the inline store calls it in the caller's thread, the durable one in its writer's.
+The caller begins and commits the transaction. Nothing here waits or locks: the store in memory calls it on the
+caller's thread, the durable store on its own threads.
 """
 
 import json
@@ -43,22 +44,22 @@ from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 CACHED_STATEMENTS = 512
-"""A few per agent's table and set of columns that is filled together; preparing one costs more than running it."""
+"""Each table needs a few for every set of columns filled together. Preparing a statement costs more than running it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """Rows of one table as the database takes them, each sample id once."""
+    """Rows of one table as the database stores them; each sample id occurs once."""
 
     agent: AgentName
     policies: Mapping[SampleId, PolicyName]
     cells: Mapping[SampleId, Mapping[str, Stored]]
     extended: Mapping[tuple[SampleId, str], Extended] = field(default_factory=dict)
-    """By sample id and column: the tensors in `cells` of which only the end has to be kept."""
+    """By sample id and column: the tensors in `cells` of which only the end must be stored."""
 
 
 def joined_rows(puts: Sequence[EncodedRows]) -> list[EncodedRows]:
-    """The same puts as fewer: those of one table are one, as long as no row comes in two of them."""
+    """Joins puts into fewer: the puts of one table become one, unless a row occurs in two of them."""
     runs: list[list[EncodedRows]] = []
     newest: dict[AgentName, tuple[list[EncodedRows], set[SampleId]]] = {}
     for rows in puts:
@@ -93,15 +94,15 @@ class Tables:
         self._tables = {agent: Statements(agent, columns) for agent in agents}
         self._claimable = claimable(agents)
         self.bytes_put = 0
-        """Of all strings, lists and tensors that were put through these tables."""
+        """Bytes of all strings, lists and tensors that were put through these tables."""
 
     def lay_out(self, db: sqlite3.Connection) -> None:
-        """Makes the tables, in a transaction."""
+        """Makes the tables. The caller has begun a transaction."""
         for statement in (*SHARED_LAYOUT, *(line for table in self._tables.values() for line in table.layout)):
             db.execute(statement)
 
     def encode(self, agent: AgentName, rows: Sequence[PartialRow]) -> EncodedRows:
-        """What `put` writes; refuses what no table of this store takes. Needs no connection."""
+        """Encodes rows for `put`, without a connection. Raises StoreError for what no table of this store takes."""
         self._table(agent)
         policies: dict[SampleId, PolicyName] = {}
         cells: dict[SampleId, Mapping[str, Stored]] = {}
@@ -125,7 +126,7 @@ class Tables:
         self.bytes_put += payloads.write()
 
     def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, Place]) -> None:
-        """New rows from another store, wherever they are in their life."""
+        """Adds rows of another store, each at its place in its life."""
         self.put(db, rows)
         cells = [(p.state.value, p.holder, p.cache, p.settled_version, p.reason, i) for i, p in places.items()]
         db.executemany(self._table(rows.agent).place, cells)
@@ -139,7 +140,7 @@ class Tables:
         return [sample_id for _, sample_id in found]
 
     def settle(self, db: sqlite3.Connection, ids: Sequence[SampleId], outcome: Outcome) -> None:
-        """Moves rows; checks all of them before."""
+        """Checks and makes the moves, table by table. If a check raises, the caller's transaction undoes all moves."""
         check_outcome(outcome)
         for agent, of_agent in _by_agent(self._locate(db, ids)).items():
             table = self._table(agent)
@@ -158,7 +159,7 @@ class Tables:
         return sorted(released, key=claim_order)
 
     def rewind(self, db: sqlite3.Connection, next_group: GroupId, replay: Collection[GroupId]) -> int:
-        """Discards the rows of this and all younger groups, and of those played again, with their payloads."""
+        """Deletes the rows of `next_group`, of all younger groups and of those in `replay`, with their payloads."""
         which = (next_group, json.dumps(sorted(replay)))
         for agent, table in self._tables.items():
             not_ended = db.execute(table.not_ended, which).fetchone()
@@ -172,7 +173,10 @@ class Tables:
         return dropped
 
     def prune_one_group(self, db: sqlite3.Connection, before_group: GroupId, budget_bytes: int) -> int | None:
-        """Drops the payloads of the oldest group that has some; None if the store is small enough or none is left."""
+        """Prunes the oldest group that is not pruned yet, and returns how many of its rows were pruned.
+
+        Returns None if the store fits `budget_bytes`, or if no group before `before_group` is left.
+        """
         ((group,),) = db.execute("SELECT before_group FROM pruned")
         if group >= before_group or used_bytes(db) <= budget_bytes:
             return None
@@ -183,14 +187,14 @@ class Tables:
         return sum(db.execute(table.prune, (group,)).rowcount for table in self._tables.values())
 
     def _make_whole(self, db: sqlite3.Connection, group: GroupId) -> None:
-        """Keeps whole what rows of the group that have not ended keep as chains: they may begin with rows that have."""
+        """Stores whole the chains of the group's open rows: the payloads they begin with may be those of ended rows."""
         chains = Chains(db)
         for table in self._tables.values():
             for key, stored in db.execute(table.chains_not_ended, (MARK, group)).fetchall():
                 db.execute("UPDATE payloads SET value = ? WHERE key = ?", (encode_tensor(chains.whole(stored)), key))
 
     def get(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[Row]:
-        """Rows by sample id, in the order asked."""
+        """Reads rows by sample id, in the order of `ids`."""
         rows: dict[SampleId, Row] = {}
         chains = Chains(db)
         for agent, of_agent in _by_agent(self._locate(db, ids)).items():
@@ -199,7 +203,7 @@ class Tables:
         return [rows[sample_id] for sample_id in ids]
 
     def counts(self, db: sqlite3.Connection, policy: PolicyName) -> Mapping[RowState, int]:
-        """How many rows of the policy are in each state (absent: none)."""
+        """Counts the policy's rows by state; a state without rows is left out."""
         counted = db.execute("SELECT state, n FROM tally WHERE policy = ? AND n > 0", (policy,))
         return {RowState(state): n for state, n in counted}
 
@@ -216,7 +220,7 @@ class Tables:
     def _encode(
         self, agent: AgentName, row: PartialRow, extended: dict[tuple[SampleId, str], Extended]
     ) -> dict[str, Stored]:
-        """The cells of a row; notes in `extended` which of them are."""
+        """Encodes the cells of a row; adds to `extended` those that are given as `Extended`."""
         cells: dict[str, Stored] = {}
         if row.version is not None:
             cells["policy_version"] = int(row.version)
@@ -234,7 +238,7 @@ class Tables:
         return cells
 
     def _known(self, db: sqlite3.Connection, rows: EncodedRows) -> list[SampleId]:
-        """Which of the rows the table has already; refuses those that another table has."""
+        """The sample ids that the table has already. Raises StoreError for an id that another table has."""
         owners = dict(db.execute(OWNERS, (json.dumps([*rows.cells]),)))
         for sample_id, owner in owners.items():
             check_owner(rows.agent, sample_id, owner)
@@ -243,7 +247,7 @@ class Tables:
     def _fill(
         self, db: sqlite3.Connection, payloads: "_Payloads", chains: Chains, rows: EncodedRows, sample_id: SampleId
     ) -> None:
-        """Sets what a row lacks; refuses to change what is there."""
+        """Sets the values that a row lacks. Raises StoreError for a value that differs from the stored one."""
         table, given = self._table(rows.agent), rows.cells[sample_id]
         names = ("policy", *given)
         (found,) = db.execute(table.stored(tuple(given)), (sample_id,))
@@ -265,7 +269,7 @@ class Tables:
         rows: EncodedRows,
         new: Sequence[SampleId],
     ) -> None:
-        """Makes rows; those with the same columns in one statement, which is most of a put's speed."""
+        """Inserts new rows. Rows with the same columns share one statement, which gives a put most of its speed."""
         table = self._table(rows.agent)
         opened: dict[tuple[str, ...], list[tuple[Any, ...]]] = defaultdict(list)
         for sample_id in new:
@@ -287,7 +291,7 @@ class Tables:
         sample_id: SampleId,
         cells: Mapping[str, Stored],
     ) -> Mapping[str, Stored]:
-        """The cells, with a chain in place of each tensor that begins with another row's."""
+        """The cells, with a chain in place of each tensor that begins with tensors of another row."""
         chained: dict[str, Stored] = {}
         for name in cells:
             extended = rows.extended.get((sample_id, name))
@@ -300,7 +304,7 @@ class Tables:
         return {**cells, **chained} if chained else cells
 
     def _payload_keys(self, db: sqlite3.Connection, extended: Extended) -> list[int] | None:
-        """Where the values are that it begins with; None if one of them is not there (yet, or any more)."""
+        """Payload keys of the tensors that it begins with; None if one of them is missing (not yet put, or pruned)."""
         found = db.execute(OWNERS, (json.dumps([extended.parent]),)).fetchone()
         if found is None:
             return None
@@ -308,7 +312,7 @@ class Tables:
         return None if None in keys else list(keys)
 
     def _locate(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[tuple[str, SampleId]]:
-        """(agent, sample id) in the order asked."""
+        """Finds (agent, sample id) of each id, in the order of `ids`. Raises StoreError for an unknown id."""
         found = dict(db.execute(OWNERS, (json.dumps([*ids]),)))
         check_known(ids, found)
         return [(found[sample_id], sample_id) for sample_id in ids]
@@ -334,7 +338,7 @@ class Tables:
 
 
 class _Payloads:
-    """The payloads of one put: their keys are given out at once, the values are written together."""
+    """The payloads of one put: each gets its key immediately, and all values are written together."""
 
     def __init__(self, db: sqlite3.Connection, references: Container[str]) -> None:
         self._db = db
@@ -355,13 +359,16 @@ class _Payloads:
         return row
 
     def write(self) -> int:
-        """Writes what the keys stand for; returns how many bytes that is."""
+        """Writes the values under their keys; returns their size in bytes."""
         self._db.executemany("INSERT INTO payloads VALUES (?, ?)", enumerate(self._values, self._first_key))
         return sum(map(len, self._values))
 
 
 def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
-    """A connection that begins no transaction of its own, knows `payload(key)`, and may be used in any one thread."""
+    """Opens a connection with the SQL function `payload(key)`, for use in any one thread.
+
+    It begins no transaction by itself.
+    """
     db = sqlite3.connect(
         database,
         isolation_level=None,
@@ -383,7 +390,7 @@ def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
-    """All that is done in the block, or nothing of it."""
+    """Runs the block in a transaction: commits at its end, rolls back at an error."""
     db.execute(begin)
     try:
         yield
@@ -395,7 +402,7 @@ def transaction(db: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Itera
 
 
 def query(db: sqlite3.Connection, sql: str) -> Table:
-    """Any one SELECT; anything that would write is refused."""
+    """Runs one SELECT. Raises StoreError for a statement that would write."""
     with boundary(StoreError, f"query {sql!r} (one SELECT statement works)"):
         db.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READING else sqlite3.SQLITE_DENY)
         try:
@@ -407,7 +414,7 @@ def query(db: sqlite3.Connection, sql: str) -> Table:
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """Size of the database without the pages that wait to be used again."""
+    """Size of the database in bytes, without its free pages."""
     ((pages, free, size),) = db.execute(
         "SELECT p.page_count, f.freelist_count, s.page_size "
         "FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s"

@@ -1,1 +1,1 @@
-"""Places where objects can be held."""
+"""The backends that implement `objects/interface.py`."""

@@ -4,8 +4,8 @@
 
     8 bytes: length of the index | index (JSON) | block: one contiguous buffer per dtype
 
-A file appears under its name only when it is whole, so a reader never sees half an object, and a writer that dies
-leaves only a `.partial` file behind. Nothing is registered anywhere: who removes the folder removes everything.
+A file gets its name only when it is complete, so a reader never sees half an object, and a writer that dies leaves only
+a `.partial` file behind. Nothing is registered anywhere: removing the folder removes everything.
 """
 
 import asyncio
@@ -26,16 +26,17 @@ from flexmarl.objects.tensors import bytes_of, copy_in, layout_of, part_sums, vi
 
 _LENGTH_BYTES = 8
 _LONGEST_NAME = 200
-"""Bytes. File systems end at 255; a longer name is cut, and its key's digest keeps it apart from others."""
+"""Bytes. File systems allow 255. A longer name is cut, and the digest of its key keeps it distinct."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
 
 
 class ShmObjectStore:
-    """One run's objects in one folder. Every process makes its own with the same `root`; it may be pickled.
+    """One run's objects in one folder. Every process makes its own store with the same `root`; a store can be pickled.
 
-    The process that owns the run calls `create`, and removes the folder when all others have ended. Set copies on a
-    thread, so that the event loop goes on; get maps, and pages come as they are read. What a reader writes to its
-    tensors stays its own. A released object lives on for those who have mapped it.
+    The process that owns the run calls `create`, and removes the folder when all other processes have ended. `set`
+    copies on a thread, so that the event loop stays free. `get` maps the file, whose pages are loaded when they are
+    read. A reader's changes to its tensors are seen by that reader alone. A released object stays valid for readers
+    that have mapped it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,7 +44,7 @@ class ShmObjectStore:
         self._root = root
 
     def create(self) -> None:
-        """Makes the folder, for this user alone. Raises ObjectError if somebody has made one of that name."""
+        """Makes the folder, for this user alone. Raises ObjectError if there is one of that name."""
         try:
             self._root.mkdir(mode=0o700, parents=True)
         except FileExistsError:
@@ -57,7 +58,7 @@ class ShmObjectStore:
         return await asyncio.to_thread(self._set, key, tree)
 
     async def get(self, key: ObjectKey) -> TensorTree:
-        """Views of this process's own map of the object. Raises KeyError with the keys there are."""
+        """Views of this process's own map of the object. Raises KeyError, which lists the keys that exist."""
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -71,7 +72,7 @@ class ShmObjectStore:
         return views(layout, block, _begin(length))
 
     async def release(self, key: ObjectKey) -> None:
-        """Takes its name away; its memory is free when the last reader lets it go."""
+        """Removes the object's name. Its memory is free when no reader maps it any more."""
         self._path(key).unlink(missing_ok=True)
 
     def _set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
@@ -82,13 +83,13 @@ class ShmObjectStore:
             block[:_LENGTH_BYTES] = len(index).to_bytes(_LENGTH_BYTES, "little")
             block[_LENGTH_BYTES : _LENGTH_BYTES + len(index)] = index
             copy_in(tree, views(layout, block, begin))
-            # Of all tensors in one piece: what lies between them is 0, as the file is new.
+            # Sums of the whole block at once: the gaps between tensors are 0, because the file is new.
             sums = part_sums(bytes_of(block, begin, layout.num_bytes), 0)
             return ObjectMeta(key, layout.num_bytes, Checksum(whole_digest(layout, sums)))
 
     @contextmanager
     def _file(self, key: ObjectKey, num_bytes: int) -> Iterator[mmap.mmap]:
-        """A new file to write to, which gets its name when the block ends well, and is gone when it does not."""
+        """Opens a new file to write to. It gets its name if the block succeeds, and is removed if it fails."""
         partial = self._root / f"{uuid4().hex}.partial"
         try:
             descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -111,7 +112,7 @@ class ShmObjectStore:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, descriptor: int, num_bytes: int, key: ObjectKey) -> None:
-        """Takes the memory now: a map of a file that finds none later kills the process (SIGBUS)."""
+        """Reserves the memory now: if there were none later, writing to the map would kill the process (SIGBUS)."""
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
@@ -124,7 +125,7 @@ class ShmObjectStore:
             ) from error
 
     def _path(self, key: ObjectKey) -> Path:
-        """Another file for every key: percent-encoded, so no key is a path, and cut if it is too long for a name."""
+        """A different file for each key: percent-encoded, so that no key is a path, and cut if too long for a name."""
         name = quote(key, safe="", errors="surrogatepass")
         if len(name) <= _LONGEST_NAME:
             return self._root / f"{name}.object"
@@ -136,7 +137,7 @@ class ShmObjectStore:
 
 
 def _begin(index_bytes: int) -> int:
-    """Where the block begins in a file."""
+    """The byte of a file at which its block begins."""
     return -(-(_LENGTH_BYTES + index_bytes) // ALIGNMENT) * ALIGNMENT
 
 

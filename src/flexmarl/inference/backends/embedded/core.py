@@ -6,8 +6,8 @@
                              v
                           kept prefixes (rows behind the slots)
 
-One `step`: joiners take rows, one forward computes their prompts and everybody's next token, one draw samples all.
-In deterministic mode every forward has a fixed shape instead: all slots at full length, and each prompt alone.
+One `step`: joiners take rows, one forward pass computes their prompts and every row's next token, one draw samples all.
+In deterministic mode every forward pass has a fixed shape instead: all slots at full length, and each prompt alone.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ from flexmarl.records import (
 _SEED_MASK = (1 << 64) - 1
 _FULL_TILE = 16
 """Deterministic mode computes a multiple of this many rows: matrix kernels treat the rows of an incomplete tile
-differently, so with 5 slots a request's last bits would depend on whether it sits in the fifth."""
+differently, so with 5 slots a request's last bits would depend on whether it has the fifth slot."""
 
 
 @dataclass(slots=True)
@@ -54,16 +54,16 @@ class _Running:
 
 
 class _Rows:
-    """What a step must know of every row, in columns."""
+    """The state of every row that a step needs, one array for each fact."""
 
     def __init__(self, slots: int, max_len: int) -> None:
         self.length = np.zeros(slots, np.int64)
         """Positions whose keys and values are in the cache; the last sampled token is not among them."""
         self.last = np.zeros(slots, np.int64)
         self.count = np.zeros(slots, np.int64)
-        """Sampled tokens."""
+        """Number of tokens sampled here."""
         self.offset = np.zeros(slots, np.int64)
-        """Tokens of the response that were sampled before, elsewhere."""
+        """Number of response tokens that another instance sampled before; the prompt ends with them."""
         self.limit = np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)
@@ -101,9 +101,9 @@ class EngineCore:
         version: Version = FIRST_VERSION,
         verify: Verify = "full",
     ) -> None:
-        """Takes the model over: it gets `slot_attention`, the settings' dtype, and the device.
+        """Takes over the model, and sets its attention (`slot_attention`), its dtype (of the settings) and its device.
 
-        `deterministic`: a request gets the same bits in any company, by fixed shapes and unbatched prefill.
+        With `deterministic`, a request gets the same bits in any batch, by fixed shapes and unbatched prefill.
         """
         self._settings = settings
         self._verify: Verify = verify
@@ -125,21 +125,21 @@ class EngineCore:
         self._plain = True
         self._generated = 0
         self.asleep = False
-        """Its numbers are in host memory, and it cannot step."""
+        """True while weights and cache are in host memory, so that it cannot step."""
         self.version = version
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing, or cannot be made."""
+        """True if a step would do nothing, or cannot be made."""
         return self.asleep or (not self._running and not self._waiting)
 
     @property
     def waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a row."""
         return len(self._waiting)
 
     def use(self) -> EngineUse:
-        """The load right now."""
+        """The present load."""
         num_running = len(self._running)
         left = self._rows.limit[:num_running] - self._rows.count[:num_running]
         return EngineUse(
@@ -152,7 +152,7 @@ class EngineCore:
         )
 
     def add(self, request: GenerationRequest) -> Generation | None:
-        """Queues the request; returns its Generation at once if it can never be served."""
+        """Queues the request. Returns its Generation at once if it can never be served."""
         problem = self._problem(request)
         if problem:
             return unserved(request, self.version, FinishReason.ERROR, problem)
@@ -161,7 +161,7 @@ class EngineCore:
         return None
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
-        """Ends these requests, or all, with what they have; unknown ids are no error."""
+        """Ends these requests (None: all) and returns the tokens that they have. Unknown ids are ignored."""
         wanted = set(request_ids) if request_ids is not None else None
         aborted = [request for request in self._waiting if wanted is None or request.request_id in wanted]
         if aborted:
@@ -172,7 +172,10 @@ class EngineCore:
         return ended + self._leave(dict.fromkeys(rows, (FinishReason.ABORT, "")))
 
     def load(self, version: Version, tree: TensorTree) -> Checksum:
-        """Swaps the weights, or their adapter. Running requests keep keys and values; their version runs tell."""
+        """Swaps the weights, or the adapter if `tree` is one; returns the checksum of what is held.
+
+        Running requests keep their keys and values, and begin a new version run.
+        """
         adapter = PublishedAdapter.from_tree(tree)
         if adapter is not None:
             held = self._adapted.load(adapter, self._verify)
@@ -187,7 +190,7 @@ class EngineCore:
         return held
 
     def sleep(self) -> None:
-        """Frees the device. Of keys and values, only those of running requests are kept, in host memory."""
+        """Moves the weights to host memory and frees the device. Of the cache, only running requests' rows are kept."""
         if self.asleep:
             return
         self._kept.clear()
@@ -199,7 +202,7 @@ class EngineCore:
         self.asleep = True
 
     def wake(self) -> None:
-        """Takes the device again; the next step is the one that would have come."""
+        """Moves everything back to the device. The next step continues as if there had been no sleep."""
         if self.asleep:
             self._model.to(self._device)
             self._adapted.to(self._device)
@@ -208,7 +211,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Samples one token for every running request and for those that join; returns what ended."""
+        """Samples one token for every running request and for those that join; returns the requests that ended."""
         num_decode = len(self._running)
         joiners = self._admit()
         num_rows = len(self._running)
@@ -231,12 +234,12 @@ class EngineCore:
         return self._leave(self._ended(ids, raw))
 
     def _forward(self, decode: slice, joiners: Sequence[Joiner]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, logprobs and raw logprobs of the next token of the rows `decode` and of the joiners behind them."""
+        """Ids, logprobs and raw logprobs of the next token of the rows `decode` and of the joiners' rows after them."""
         rows, fixed = self._rows, self._deterministic
         wanted = slice(decode.start, decode.stop + len(joiners))
         last, lengths = rows.last[decode], rows.length[decode]
         if fixed and not joiners:
-            # Fixed shapes: all rows compute, at position 0 of their own row, and nobody looks.
+            # Fixed shapes: unused rows compute too, at position 0 of their own row, and their results are ignored.
             last, lengths = rows.last, np.where(np.arange(len(rows.length)) < decode.stop, rows.length, 0)
         plan = self._cache.lay_out(last, lengths, joiners, fixed)
         self._cache.plan = plan
@@ -253,7 +256,7 @@ class EngineCore:
         return ids.cpu().numpy(), own.cpu().numpy(), raw.cpu().numpy()
 
     def _admit(self) -> list[Joiner]:
-        """Gives rows to the requests that have waited longest, as far as slots and the prefill budget go."""
+        """Gives rows to the requests that have waited longest, within the slots and the prefill budget."""
         joiners: list[Joiner] = []
         width = 0
         while self._waiting and len(self._running) < self._settings.slots:
@@ -287,7 +290,7 @@ class EngineCore:
         self._running.append(_Running(request, [VersionRun(0, self.version)], reused))
 
     def _ended(self, ids: np.ndarray, raw: np.ndarray) -> dict[int, tuple[FinishReason, str]]:
-        """The rows that are done after this token, and why."""
+        """The rows that end with this token, and why."""
         rows, num_rows = self._rows, len(ids)
         full = np.flatnonzero(rows.count[:num_rows] >= rows.limit[:num_rows]).tolist()
         ended: dict[int, tuple[FinishReason, str]] = dict.fromkeys(full, (FinishReason.LENGTH, ""))
@@ -300,7 +303,7 @@ class EngineCore:
         return ended
 
     def _leave(self, ended: dict[int, tuple[FinishReason, str]]) -> list[Generation]:
-        """Takes rows out, from the last to the first so that what moves up is never itself leaving."""
+        """Removes rows, from the last to the first, so that a row that moves into a gap is never itself leaving."""
         generations = [self._finish(row, *ended[row]) for row in sorted(ended)]
         for row in sorted(ended, reverse=True):
             last = len(self._running) - 1
@@ -339,11 +342,11 @@ class EngineCore:
             self._cache.copy(row, kept_row, start, len(ids))
 
     def _limit(self, request: GenerationRequest) -> int:
-        """Tokens the request may get: the last one needs no position of its own."""
+        """The most tokens that the request may get. The last one needs no position of its own."""
         return min(request.sampling.max_tokens, self._settings.max_len - len(request.prompt_ids) + 1)
 
     def _problem(self, request: GenerationRequest) -> str:
-        """Why the request can never be served, or nothing."""
+        """The reason why the request can never be served; empty if it can."""
         sampling, prompt = request.sampling, request.prompt_ids
         if not 1 <= len(prompt) <= self._settings.max_len:
             return f"the prompt must have 1 to {self._settings.max_len} tokens (engine.max_len), got {len(prompt)}"
@@ -359,7 +362,7 @@ class EngineCore:
 
 
 def _response(request: GenerationRequest, sampled: IntArray) -> IntArray:
-    """The whole response so far: a stop string may have begun on another instance."""
+    """The whole response so far. It includes another instance's tokens, in which a stop string may have begun."""
     if not request.offset:
         return sampled
     return np.concatenate([request.prompt_ids[-request.offset :], sampled])

@@ -1,8 +1,8 @@
 """Slot cache on a transformers `Cache`, and the attention that reads it.
 
 Each sequence owns one row of `max_len` positions. Active sequences are rows 0..n-1, without gaps, so a decode step
-reads views, never a gather. One forward packs all its tokens into a batch of one: first the next token of every
-active row, then the prompts of those that join, one after the other. Only attention knows where one ends.
+reads views and never gathers. One forward pass packs all its tokens into a batch of one: first the next token of every
+active row, then the prompts of the joiners, one after the other. Only attention knows where each sequence ends.
 
     tokens   | row 0 | row 1 | ... | row n-1 | prompt of row n ........ | prompt of row n+1 ..... |
               `----- decode: 1 each -------'   `--- prefill: padded to the longest, masked -----'
@@ -24,16 +24,16 @@ from flexmarl.errors import ConfigError, EngineError
 from flexmarl.records import IntArray
 
 ATTENTION = "flexmarl_slots"
-"""Name under which `slot_attention` is known to transformers."""
+"""The name under which transformers finds `slot_attention`."""
 Integers = NDArray[np.integer]
 _ROW_BLOCK = 8
 _BLOCK_GAIN = 1024
-"""Rows are read in blocks when that spares this many positions: below, the extra calls cost more than the reading."""
+"""Rows are read in blocks if that spares this many positions. Below, the extra calls cost more than the reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """A prompt that enters a row: positions `start` on are computed, those before are there already."""
+    """A prompt that enters a row. Positions from `start` on are computed; earlier ones are in the cache already."""
 
     row: int
     start: int
@@ -48,42 +48,42 @@ class DecodeBlock:
     rows: slice
     kv_length: int
     bias: torch.Tensor
-    """[rows, 1, 1, kv_length]; 0 where a row has a key, -inf behind its end."""
+    """[rows, 1, 1, kv_length]; 0 where a row has a key, -inf after its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBlock:
-    """The joiners of one forward."""
+    """The joiners of one forward pass."""
 
     rows: slice
     kv_length: int
     width: int
     """M: tokens of the longest joiner."""
     place: torch.Tensor
-    """[prompt tokens] index of each in the padded [J * M]."""
+    """[prompt tokens] index of each token in the padded [J * M]."""
     bias: torch.Tensor | None
-    """[J, 1, M, kv_length]; None for one prompt from its first token, which is plainly causal."""
+    """[J, 1, M, kv_length]; None for a single prompt that is computed from its first token: it is simply causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one forward does."""
+    """The layout of one forward pass."""
 
     input_ids: torch.Tensor
     """[1, T]."""
     position_ids: torch.Tensor
     """[1, T]."""
     write_at: torch.Tensor
-    """[K * T] flat cache index ((row * K + head) * L + position) that each token's key and value go to, by head."""
+    """[K * T] flat cache index ((row * K + head) * L + position) for each token's key and value, head by head."""
     num_decode: int
     decode: Sequence[DecodeBlock]
     prefill: PrefillBlock | None
     logits_at: torch.Tensor | int
-    """[n + J] tokens that need logits: every decode token, the last of each prompt; 0 means all."""
+    """[n + J] tokens that need logits: every decode token and the last token of each prompt; 0 means all tokens."""
 
 
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [S, K, L, D]; `update` is what the model's attention module calls."""
+    """Keys and values of one layer, [S, K, L, D]. The model's attention module calls `update`."""
 
     def __init__(self, owner: "SlotCache", keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _SlotLayer(CacheLayerMixin):
         self.place(keys, values)
 
     def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """From now on its numbers are here, as views of the cache's block."""
+        """Points the layer to these views of the cache's block."""
         self._flat_keys, self._flat_values = keys.flatten(0, 2), values.flatten(0, 2)
         self.keys, self.values = keys, values
 
@@ -109,19 +109,19 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is lazy: pages are the system's business."""
+        """Does nothing: the cache's block is allocated when the cache is made."""
 
     def get_seq_length(self) -> int:
-        """0: positions are always given."""
+        """Always 0, because positions are always given."""
         return 0
 
     def get_max_length(self) -> int:
-        """L."""
+        """L, the positions of a row."""
         assert self.keys is not None
         return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Only masks that nobody makes would ask."""
+        """Never used: transformers calls it to build masks, and none is built here."""
         return query_length, 0
 
 
@@ -129,7 +129,7 @@ class SlotCache(Cache):
     """Keys and values of all rows and layers in one zeroed block, [layers, 2, S, K, L, D]."""
 
     plan: Plan | None = None
-    """Of the forward that is being computed."""
+    """The plan of the forward pass that is being computed."""
 
     def __init__(self, model: torch.nn.Module, rows: int, max_len: int) -> None:
         layers, key_heads, head_size = attention_shape(model)
@@ -141,19 +141,22 @@ class SlotCache(Cache):
         self._dtype = parameter.dtype
         self._block = self._zeros()
         self._row_starts = (np.arange(rows) * key_heads + np.arange(key_heads)[:, None]) * max_len
-        """[K, S] flat index of position 0."""
+        """[K, S] flat index of each row's position 0."""
         self._steps = torch.arange(max_len, device=self._device)
         self._zero = torch.zeros((), dtype=parameter.dtype, device=self._device)
         self._masked = torch.full_like(self._zero, -torch.inf)
         super().__init__(layers=[_SlotLayer(self, block[0], block[1]) for block in self._block])
 
     def set_aside(self, rows: int, length: int) -> None:
-        """Frees the device; of the first rows, so many positions are kept in host memory, where they can be copied."""
+        """Frees the device. Keeps the first `length` positions of the first `rows` rows in host memory.
+
+        They can still be copied there.
+        """
         self.plan = None
         self._place(self._block[:, :, :rows, :, :length].to("cpu", copy=True))
 
     def bring_back(self) -> None:
-        """The whole block on the device again, with what was kept."""
+        """Makes the whole block on the device again, with the positions that were kept."""
         kept, block = self._block, self._zeros()
         block[:, :, : kept.shape[2], :, : kept.shape[4]] = kept
         self._place(block)
@@ -165,19 +168,22 @@ class SlotCache(Cache):
             layer.place(keys, values)
 
     def _zeros(self) -> torch.Tensor:
-        """Zeros, not garbage: masked positions are read with weight 0, and 0 times a stray NaN would be NaN."""
+        """A zeroed block. Masked positions are read with weight 0, and in unset memory 0 times a NaN would be NaN."""
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Copies positions start..end of a row, in all layers."""
+        """Copies positions `start` to `end` of row `source` to row `target`, in all layers."""
         self._block[:, :, target, :, start:end] = self._block[:, :, source, :, start:end]
 
     def clear(self, row: int) -> None:
-        """Zeroes a row that holds numbers which are not finite."""
+        """Zeroes a row that holds non-finite numbers."""
         self._block[:, :, row] = 0
 
     def lay_out(self, last_ids: Integers, lengths: Integers, joiners: Sequence[Joiner], fixed_kv: bool) -> Plan:
-        """The plan of one forward: row r < len(last_ids) gets `last_ids[r]` at position `lengths[r]`."""
+        """Plans one forward pass: row r < len(last_ids) gets `last_ids[r]` at position `lengths[r]`.
+
+        With `fixed_kv`, every decode row is read up to `max_len`.
+        """
         num_decode = len(last_ids)
         if not joiners:
             return Plan(
@@ -230,7 +236,7 @@ class SlotCache(Cache):
 
 
 def row_blocks(lengths: Integers, max_len: int) -> list[tuple[slice, int]]:
-    """Cuts rows into neighbours read up to a common position; one block unless cutting spares enough reading.
+    """Cuts rows into blocks of neighbours, each read up to a common position; one block if cutting spares too little.
 
     >>> row_blocks(np.array([5, 7, 30]), 64)
     [(slice(0, 3, None), 32)]
@@ -277,7 +283,7 @@ def slot_attention(
 def _decode(
     tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: DecodeBlock, scaling: float | None
 ) -> torch.Tensor:
-    """One query per row. The H / K heads that share a key head stand where queries stand, so no key is repeated."""
+    """Attention of one query per row. The H / K heads of a key head take the place of queries: no key is repeated."""
     query = tokens[block.rows]
     num_rows, num_heads, size = query.shape
     key = key[block.rows, :, : block.kv_length]
@@ -306,7 +312,7 @@ def _prefill(
 
 
 def attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
-    """(layers, key heads, head size) of the model; raises ConfigError for attention that slots cannot hold."""
+    """(layers, key heads, head size) of the model. Raises ConfigError for attention that slots cannot hold."""
     config = getattr(model, "config").get_text_config()  # noqa: B009
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):

@@ -1,4 +1,4 @@
-"""Decides whose keys and values are kept, for the next call of the same conversation."""
+"""Decides which conversations' keys and values are kept for their next call."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def common_prefix(left: IntArray, right: IntArray) -> int:
 
 
 class KeptPrefixes:
-    """Ledger of the rows behind the slots: at most one per conversation, the longest unused goes first."""
+    """Ledger of the rows behind the slots: at most one per conversation. The one unused longest is replaced first."""
 
     def __init__(self, rows: range) -> None:
         self._all_rows = rows
@@ -39,7 +39,10 @@ class KeptPrefixes:
         return len(self._kept)
 
     def find(self, conversation: str | None, prompt: IntArray) -> tuple[Kept, int] | None:
-        """The conversation's row and how much of the prompt it holds; the last prompt token is always computed anew."""
+        """The conversation's row and how many prompt tokens it holds; None if it holds none.
+
+        The last prompt token never counts: it is always computed anew.
+        """
         kept = self._kept.get(conversation) if conversation is not None else None
         if kept is None:
             return None
@@ -48,7 +51,7 @@ class KeptPrefixes:
         return (kept, shared) if shared else None
 
     def keep(self, conversation: str, ids: IntArray) -> tuple[int, int] | None:
-        """(row, position) to copy the conversation's tokens to, and from where on; None if nothing can be kept."""
+        """Chooses a row for the conversation's tokens: (row, first position to copy), or None if there are no rows."""
         if not self._all_rows:
             return None
         old = self._kept.pop(conversation, None)
@@ -62,6 +65,6 @@ class KeptPrefixes:
         return row, start
 
     def clear(self) -> None:
-        """Forgets all: the weights that made them are gone."""
+        """Forgets all prefixes, because the weights that computed them are gone."""
         self._kept.clear()
         self._free = list(reversed(self._all_rows))

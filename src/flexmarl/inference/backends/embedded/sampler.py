@@ -1,14 +1,12 @@
-"""Decides whether a response has ended by a stop id or a stop string.
+"""Sampler on torch: logits -> tokens and their logprobs, from a counter-based random stream; and the end of a response.
 
-A stop string may straddle tokens, so it is searched in decoded text. Decoding at every token would cost more than the
-model; so one table over the vocabulary says which tokens *could* end a response, filled in as tokens turn up, and only
-those are looked at closely.
+A token is a function of (request seed, token index, distribution) alone. An integer hash gives a uniform number, and
+the token is the one where the cumulative distribution, in float64 and in id order, passes that number. The rest of the
+batch and the time at which the request arrived have no effect.
 
-Sampler on torch: logits -> tokens and their logprobs, from a counter-based random stream.
-
-A token is a function of (request seed, token index, distribution) alone: the uniform comes from an integer hash, and
-the token is where the cumulative distribution, in float64 and in id order, passes it. Who else is in the batch, and
-when the request arrived, has no say.
+`StopWatch` finds out whether a response has ended by a stop id or a stop string. A stop string may straddle tokens, so
+it is searched in decoded text. Decoding at every token would cost more than the model. So a table over the vocabulary,
+filled in as tokens occur, says which tokens *could* end a response, and text is decoded only after those.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +24,7 @@ _SPARE_TOKENS = 8
 
 
 class StopWatch:
-    """The table for the stop conditions seen so far; more of them only make it less selective, never wrong."""
+    """Watches for the stop conditions seen so far. More conditions make its table less selective, never wrong."""
 
     def __init__(self, vocabulary: int, decode: Decode | None) -> None:
         self._decode = decode
@@ -36,7 +34,7 @@ class StopWatch:
         self._armed = False
 
     def refuse(self, sampling: Sampling) -> str:
-        """Why these stop conditions cannot be watched, or nothing."""
+        """The reason why these stop conditions cannot be watched; empty if they can."""
         if sampling.stop and self._decode is None:
             return f"sampling.stop is {sampling.stop!r}, but this engine has no tokenizer; use stop_ids"
         if "" in sampling.stop:
@@ -44,7 +42,7 @@ class StopWatch:
         return ""
 
     def watch(self, sampling: Sampling) -> None:
-        """Widens the table to these conditions."""
+        """Adds these conditions to the table."""
         characters = {stop[-1] for stop in sampling.stop} - self._last_characters
         ids = set(sampling.stop_ids) - self._ids
         if characters:
@@ -63,12 +61,12 @@ class StopWatch:
         return [index for index in found if self._suspect(int(tokens[index]))]
 
     def ended(self, sampling: Sampling, response: NDArray[np.int32]) -> bool:
-        """Whether the response, whose last token is new, contains a stop string or ends with a stop id."""
+        """True if the response, whose last token is new, contains a stop string or ends with a stop id."""
         if int(response[-1]) in sampling.stop_ids:
             return True
         if not sampling.stop or self._decode is None:
             return False
-        # The tail first: long enough to hold the longest stop string even if every token were a single byte.
+        # Search the tail first: it holds the longest stop string even if every token were a single byte.
         longest = max(sampling.stop, key=len)
         width = len(longest.encode()) + _SPARE_TOKENS
         tail = self._decode(response[-width:].tolist())
@@ -83,9 +81,9 @@ class StopWatch:
         return any(stop in text for stop in sampling.stop)
 
     def _suspect(self, token: int) -> bool:
-        """A token can complete a stop string if its text has the string's last character.
+        """True if the token could complete a stop string: its text has the last character of one.
 
-        Text that depends on its neighbours (parts of a UTF-8 character, blanks that decoders strip) is suspect too.
+        A token whose text depends on its neighbours (part of a UTF-8 character, blanks that decoders strip) counts too.
         """
         if self._table[token] == _UNKNOWN:
             assert self._decode is not None
@@ -108,7 +106,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The uniform in [0, 1) of token `indices[i]` of the request with `seeds[i]`, 53 bits of it.
+    """A uniform number in [0, 1), with 53 bits, for token `indices[i]` of the request with `seeds[i]`.
 
     It is output number `indices[i]` of a splitmix64 generator that starts at the mixed seed.
     """
@@ -118,7 +116,7 @@ def uniforms(seeds: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[n
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The sampling parameters of a batch, one entry per row; `plain` when none of them does anything."""
+    """The sampling parameters of a batch, one entry per row."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -127,22 +125,23 @@ class SamplingRows:
 
     @property
     def plain(self) -> bool:
-        """Whether every row samples the model's own distribution."""
+        """True if every row samples the model's own distribution."""
         return bool((self.temperature == 1.0).all()) and not self.filtering.any()
 
     @property
     def filtering(self) -> NDArray[np.bool_]:
-        """[n] rows that leave tokens out."""
+        """[n] True for each row that leaves tokens out."""
         return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
 
 
 def sample(
     logits: torch.Tensor, rows: SamplingRows, u: NDArray[np.float64], plain: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draws one token per row of `logits` [n, V]: (ids, logprobs that were sampled from, the model's own logprobs).
+    """Draws one token per row of `logits` [n, V] with the uniform numbers `u` [n].
 
-    Filters apply in the order temperature, top-k, top-p, min-p. A greedy row (temperature 0) takes the likeliest id,
-    the lowest of equals, and its sampling logprob is 0: it had no choice.
+    Returns ids, logprobs of the distribution that was sampled from, and the model's own logprobs, each [n]. Filters
+    apply in the order temperature, top-k, top-p, min-p. A greedy row (temperature 0) takes the likeliest id, the lowest
+    of equals, and its sampling logprob is 0, because it had no choice.
     """
     raw = torch.log_softmax(logits.float(), -1)
     if plain is None:
@@ -172,7 +171,10 @@ def _sampling_logprobs(raw: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _filtered(logprobs: torch.Tensor, rows: SamplingRows, which: NDArray[np.intp]) -> torch.Tensor:
-    """Rows in descending order (equals by id), cut at rank k, then at mass p, then at min-p times the top."""
+    """Log-probabilities of the rows `which` after the filters, renormalised; -inf where filtered.
+
+    Each row is sorted in descending order (equals by id), and cut at rank k, at mass p, and at min-p times the top.
+    """
 
     def column(values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values[which]).to(logprobs.device)[:, None]

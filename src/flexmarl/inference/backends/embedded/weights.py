@@ -1,8 +1,8 @@
-"""In-place weight swap on a torch module: all or nothing, and a checksum of what is held afterwards.
+"""In-place weight swap on a torch module: whole weights or an adapter, all or nothing, with a checksum of what is held.
 
-Adapter on the embedded engine's model: the base is kept, and what is served is merged from it anew by each version.
+An adapter's base is kept, and every version is merged from it anew:
 
-base (kept for the adapted layers) + adapter of version v ──► the model's weights, which decode as any others
+    base (kept for the adapted layers) + adapter of version v ──► the model's weights, which decode as any others
 """
 
 import torch
@@ -16,10 +16,10 @@ from flexmarl.objects.settings import Verify
 def swap_weights(model: torch.nn.Module, tree: TensorTree, verify: Verify = "full") -> Checksum:
     """Copies the tree into the model and returns the checksum of the model's own tensors under the tree's names.
 
-    With `verify: names` that of their names, dtypes and shapes, which reads no tensor.
+    With `verify` names, that checksum covers names, dtypes and shapes alone, and no tensor is read.
 
     Names are those of `model.state_dict()`. Tied tensors (an `lm_head` that is the embedding) may come under one of
-    their names or under all of them, then with equal values. Raises EngineError before anything is changed.
+    their names, or under several with equal values. If the tree does not fit, raises EngineError and changes nothing.
     """
     held = model.state_dict()
     _check_names(held, tree)
@@ -53,7 +53,7 @@ def _check_names(held: TensorTree, tree: TensorTree) -> None:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality that also holds for NaN; tied weights mostly share memory, and then it is free."""
+    """True if all bits are equal, also those of NaN. Tied weights mostly share memory, and then the check is free."""
     if left.data_ptr() == right.data_ptr() and left.shape == right.shape:
         return True
     one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
@@ -66,14 +66,14 @@ class AdaptedWeights:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._base: dict[str, torch.Tensor] = {}
-        """Weights of adapted layers as they are without the adapter."""
+        """Weights of the adapted layers without the adapter."""
         self._adapter: PublishedAdapter | None = None
 
     @torch.no_grad()
     def load(self, adapter: PublishedAdapter, verify: Verify) -> Checksum:
-        """Merges the adapter into the model and returns the checksum of it and of the base, both as they are held.
+        """Merges the adapter into the model and returns the checksum of adapter and base, both as they are held.
 
-        Raises EngineError before anything is changed: if the adapter is of another base, or fits no layer.
+        If the adapter is of another base, or one of its layers does not fit, raises EngineError and changes nothing.
         """
         of_base = checksum if verify == "full" else names_checksum
         base = of_base(self._without_adapter())
@@ -98,18 +98,18 @@ class AdaptedWeights:
         return of_base(self._adapter.as_tree())
 
     def forget(self) -> None:
-        """Whole weights have come: they are the base of whatever adapter comes next."""
+        """Forgets base and adapter, because whole weights were loaded: those are the base of the next adapter."""
         self._base, self._adapter = {}, None
 
     def to(self, device: str) -> None:
-        """Moves what is kept beside the model."""
+        """Moves the base and the adapter that are kept to a device."""
         self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
         if self._adapter is not None:
             layers = {layer: (a.to(device), b.to(device)) for layer, (a, b) in self._adapter.layers.items()}
             self._adapter = PublishedAdapter(layers, self._adapter.scaling, self._adapter.base)
 
     def _without_adapter(self) -> dict[str, torch.Tensor]:
-        """The base by its own names: of tied tensors the first counts, as a trainer publishes them."""
+        """The base by its own names. Of tied tensors only the first is included, as a trainer publishes them."""
         seen: set[int] = set()
         found: dict[str, torch.Tensor] = {}
         weights: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
