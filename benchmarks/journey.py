@@ -46,6 +46,12 @@ from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
 
 PACKAGE = str(Path(next(iter(flexmarl.__path__))).resolve())
+FIGURES = {
+    "tokens": "files_tokens",
+    "weights": "files_weights",
+    "tokens_all": "files_tokens_all",
+    "weights_all": "files_weights_all",
+}
 WANTED_AT_MOST = {"files_tokens": 50, "files_weights": 15}
 
 CODE = """
@@ -249,9 +255,9 @@ def main() -> None:
         print(json.dumps(now))
         return
     before = walk_in(chosen.before) if chosen.before else None
-    figures = {f"files_{journey}": float(len(files)) for journey, files in now.items()}
+    figures = {FIGURES[journey]: float(len(files)) for journey, files in now.items()}
     if before:
-        figures |= {f"files_{journey}_before": float(len(files)) for journey, files in before.items()}
+        figures |= {f"{FIGURES[journey]}_before": float(len(files)) for journey, files in before.items()}
     report(
         "Files of the package on the way",
         ["journey", "folder", "files", "before"],
