@@ -98,7 +98,7 @@ class CompletionTime(AddedTerm):
         return earned
 
     def cost(self, call: Call) -> float:
-        """Seconds of a call. Tokens have modelled costs, so that the machine does not matter; tool times are measured."""
+        """Seconds of a call. Token times are modelled, so that the machine does not matter; tool times are measured."""
         return call.new_prompt_tokens * self.prompt_token_s + call.num_tokens * self.output_token_s + call.tool_s
 
     def _is_success(self, row: CreditRow) -> bool:
