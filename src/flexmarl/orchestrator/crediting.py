@@ -184,7 +184,7 @@ class Crediting:
             await self._store.put(agent, partial)
 
     def filtered(self, group: GroupId, because: str) -> None:
-        """Ends a group as FILTERED after all its rows have ended."""
+        """Ends a group all of whose rows have ended."""
         self._admission.move(group, GroupState.FILTERED)
         self._journal.event("group_filtered", group=group, because=because)
 
