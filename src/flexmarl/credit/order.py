@@ -73,7 +73,7 @@ def whitened(x: NDArray[np.float64]) -> NDArray[np.float64]:
     >>> whitened(np.array([1.0, 2.0, 3.0])).round(4).tolist()
     [-1.0, 0.0, 1.0]
     """
-    # The 1e-8 in the mean makes equal numbers differ from it, and the root of 1e-8 would magnify the difference.
+    # The 1e-8 in the mean makes equal numbers differ from it, and dividing by 1e-4 would magnify the difference.
     if len(x) < 2 or x.min() == x.max():
         return np.zeros_like(x)
     n = len(x)

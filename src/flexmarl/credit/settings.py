@@ -25,7 +25,7 @@ def divides_by_mean(estimator: AnyEstimator) -> bool:
 
 
 class CreditSettings(Settings):
-    """The way from rewards to advantages: shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
+    """Steps from rewards to advantages: shape, penalise, filter, estimate, whiten, balance (credit/order.py)."""
 
     estimator: AnyEstimator = Default()
     """Computes advantages. `type` chooses it, and each type has its own options."""

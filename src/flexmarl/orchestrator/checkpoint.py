@@ -1,16 +1,14 @@
-"""Decides which checkpoints go when a new one is there.
-
-Checkpoints on a folder: one atomic set per step boundary.
+"""Checkpoints on a folder: one atomic set of files per step boundary. `to_drop` decides which ones are removed.
 
     checkpoints/step-00040/
         state.json          the RunState
         solver/ verifier/   what each trainer saved: weights, optimiser, version, its empty gradient cache
         MANIFEST.json       every file with its size and digest
 
-The folder is written under another name, flushed to the disk, and renamed when it is complete. One that is damaged all
-the same, by a disk say, does not count: the newest intact one is the newest.
+The folder is written under another name, flushed to the disk, and renamed when it is complete. If a checkpoint is
+damaged nevertheless, by the disk for example, it is passed over for the newest intact one.
 
-What a checkpoint need not hold: a call's seed is computed from the run's seed and from what the call is
+A checkpoint holds no seeds and no learning rates. A call's seed is computed from the run's seed and the call's identity
 (agents/context.py), and a learning rate from the version (training/schedule.py).
 """
 
@@ -40,22 +38,21 @@ class Held:
     step: int
     num_bytes: int = 0
     damage: str = ""
-    """What is wrong with it; then its size is unknown."""
+    """Why it is not intact; "" if it is. The size of a damaged checkpoint is unknown: `num_bytes` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """One checkpoint that goes."""
+    """One checkpoint to remove, and why."""
 
     step: int
     because: str
 
 
 def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None) -> list[Drop]:
-    """The checkpoints that go now that the one of step `saved`, among them, is complete; newest first.
+    """Chooses the checkpoints to remove, newest first, after that of step `saved` (one of `held`) is complete.
 
-    The saved one stays whatever it takes. Of the others the oldest go first, so that what stays is always a run of the
-    newest intact ones.
+    The saved one always stays. Of the others the oldest are removed first, so that the newest intact ones stay.
 
     >>> held = [Held(step=step, num_bytes=10**9) for step in (1, 2, 3)]
     >>> to_drop(held, saved=3, keep=5, budget_bytes=2 * 10**9)
@@ -87,25 +84,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COMPLETE, _PARTIAL = "step-", ".partial-"
-"""What the folders are called: a partial one is being written, or removed, or is left of a killed run."""
+"""Prefixes of the folder names. A partial folder is being written or removed, or was left behind by a killed run."""
 _STEP = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands at a step boundary, besides what its trainers hold."""
+    """State of a run at a step boundary, apart from the state of its trainers."""
 
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     admission: AdmissionState
-    """All groups before `admission.next_group` have ended, but those in `admission.active`; none after it counts."""
+    """All groups before `admission.next_group` have ended, except those in `admission.active`. No later one counts."""
     versions: Mapping[PolicyName, Version]
     before: Evaluation | None = None
     """The evaluation before the first step: a resumed run compares with it."""
     wall_s: float = 0.0
-    """Seconds that all processes of the run so far took together, one after the other."""
+    """Sum of the seconds that each process of the run took so far."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """What the estimators remember: running baselines, to the last bit. Of an older checkpoint: nothing."""
+    """State of the estimators, e.g. running baselines, to the last bit. Empty if an older checkpoint has none."""
 
     @property
     def replayed(self) -> tuple[GroupId, ...]:
@@ -115,7 +112,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest intact checkpoint, and why newer ones were passed over, newest first."""
+    """The newest intact checkpoint, if there is one, and why newer ones were passed over, newest first."""
 
     path: Path | None
     passed_over: Sequence[str] = ()
@@ -123,29 +120,29 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A new checkpoint, and what went to make room for it."""
+    """A new checkpoint, and the checkpoints that were removed after it was complete."""
 
     path: Path
     num_bytes: int
     dropped: Sequence[Drop]
     first_group: GroupId
-    """The first group that a run may play again, whichever checkpoint it goes on from."""
+    """The first group that a run may play again, whichever of the remaining checkpoints it resumes from."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last."""
+    """The checkpoints of one run, in one folder."""
 
     def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
-        """Without `in_thread` the disk is waited for in the event loop: virtual time has no threads."""
+        """Without `in_thread`, disk work blocks the event loop: virtual time has no threads."""
         self._folder = folder.absolute()  # Trainers write there, from processes with another working directory.
         self._keep = keep
         self._budget_bytes = budget_bytes
         self._in_thread = in_thread
 
     async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
-        """Writes a checkpoint and drops those that `to_drop` names. On any error the older ones stay.
+        """Writes a checkpoint, then removes those that `to_drop` chooses. If writing fails, the older ones stay.
 
-        Trainers write one after the other: they share the disk. Raises CheckpointError, and errors of trainers.
+        Trainers write one after the other, because they share the disk. Raises CheckpointError, and errors of trainers.
         """
         partial = self.path(state.step, _PARTIAL)
         with boundary(CheckpointError, f"saving {self.path(state.step)}"):
@@ -155,7 +152,7 @@ class Checkpoints:
                     await trainer.save(partial / policy)
                 return await self._aside(self._complete, partial, state)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # A full disk gets its space back.
+                shutil.rmtree(partial, ignore_errors=True)  # Frees the space again if the disk was full.
                 raise
 
     async def find(self) -> Found:
@@ -163,7 +160,10 @@ class Checkpoints:
         return await self._aside(self._find)
 
     async def restore(self, path: Path, trainers: Mapping[PolicyName, Trainer]) -> RunState:
-        """Gives every trainer what it saved. `find` found the checkpoint intact. Raises CheckpointError."""
+        """Loads into every trainer what it saved. `path` must come from `find`, which verified it.
+
+        Raises CheckpointError if its state cannot be read or does not fit the trainers.
+        """
         state = _read_state(path)
         missing = sorted(set(trainers) - set(state.versions))
         if missing:
@@ -182,7 +182,7 @@ class Checkpoints:
         return await self.restore(found.path, trainers)
 
     def none_intact(self, found: Found) -> str:
-        """What to do when there is nothing to load."""
+        """The error text for a missing intact checkpoint; it says what to do."""
         if not found.passed_over:
             return f"no checkpoint in {self._folder}; train first, with checkpoint.every above 0"
         return (
@@ -191,18 +191,21 @@ class Checkpoints:
         )
 
     def held(self) -> list[Held]:
-        """Every checkpoint there is, oldest first, by a look at its files' sizes."""
+        """Every checkpoint in the folder, oldest first. Only file sizes are checked, not contents."""
         return [_look(folder) for folder in self._folders()]
 
     def clear_partial(self) -> list[Path]:
-        """Removes what a killed run left half-written; only for the one process that runs in this folder."""
+        """Removes the partial folders of a killed run. Only the one process that runs in this folder may call it."""
         left = sorted(self._folder.glob(f"{_PARTIAL}*"))
         for folder in left:
             shutil.rmtree(folder)
         return left
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Lets the event loop go on while the disk is busy. A cancelled call waits too: nobody writes after it."""
+        """Does disk work in a thread, so that the event loop stays free.
+
+        A cancelled call waits for the thread, so that nothing is written after it has returned.
+        """
         if not self._in_thread:
             return work(*args, **kwargs)
         working = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="checkpoint-disk")
@@ -250,7 +253,7 @@ class Checkpoints:
         return Found(path=None, passed_over=passed_over)
 
     def _remove(self, step: int) -> None:
-        """Takes its name away first: one that is removed only in part is then no damaged checkpoint."""
+        """Renames the folder, then deletes it: if the deletion stops halfway, no damaged checkpoint is left."""
         folder, going = self.path(step), self.path(step, f"{_PARTIAL}removed-")
         if folder.exists():
             shutil.rmtree(going, ignore_errors=True)
@@ -258,17 +261,17 @@ class Checkpoints:
             shutil.rmtree(going)
 
     def _folders(self) -> list[Path]:
-        """In order of steps; `step-00040.bak`, say, is somebody's own."""
+        """Folders of checkpoints, in order of steps. Other names, such as `step-00040.bak`, are the user's own."""
         found = self._folder.glob(f"{_COMPLETE}*")
         return sorted((one for one in found if _STEP.fullmatch(one.name.removeprefix(_COMPLETE))), key=_step_of)
 
     def path(self, step: int, prefix: str = _COMPLETE) -> Path:
-        """The folder of a step's checkpoint, whether it is there or not."""
+        """Path of the folder for a step's checkpoint; it need not exist."""
         return self._folder / f"{prefix}{step:05d}"
 
 
 def first_group(admission: AdmissionState) -> GroupId:
-    """The first group that a run may play again, if it goes on from there or from later."""
+    """The first group that a run may play again if it resumes with this state or with a later one."""
     return min([one.group for one in admission.active], default=GroupId(admission.next_group))
 
 
@@ -304,7 +307,7 @@ def _read_state(path: Path) -> RunState:
 
 
 def _check_count(value: object, name: str) -> None:
-    """Raises ValueError for what is no whole number that a run may have counted to."""
+    """Raises ValueError if `value` is not an int from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{name} must be a whole number from 0, got {value!r}")
 
@@ -315,7 +318,7 @@ def _evaluation_of(raw: dict[str, Any]) -> Evaluation:
 
 
 def _floats(raw: Mapping[str, float | str]) -> dict[Any, float]:
-    """Numbers that JSON lacks are written as texts: "nan", "inf"."""
+    """Reads numbers. Those that JSON lacks were written as texts: "nan", "inf"."""
     return {name: float(value) for name, value in raw.items()}
 
 

@@ -1,9 +1,9 @@
 """Runs collection: finished groups become the READY rows and the divisors of a batch.
 
   finished group ──► judge ──► keep until its release ──► credit ──► READY
-                     └──► drop: FILTERED, and the step may need another (refill.py)
+                     └──► drop: FILTERED, and the step may need another group (refill.py)
 
-consumes    finished groups, in any order; single episodes, where credit looks at nothing else
+consumes    finished groups, in any order; also single episodes, if rows can be released before their group ends
 waits for   nothing; or for older groups (deterministic); or for the end of the batch (`sync`, batch-wide credit)
 produces    READY rows for the training sessions, and each policy's divisors
 unblocked by the next finished group, or the end of the batch
@@ -26,15 +26,16 @@ from flexmarl.training.session import TrainingSession
 
 
 class Release(StrEnum):
-    """When the samples of a finished group become ready."""
+    """The moment when rows become READY."""
 
     BY_EPISODE = "by_episode"
-    """Those of an episode as soon as it has finished: no other episode can change its credit."""
+    """An episode's rows, as soon as it has finished. Needs credit that no other episode can change."""
     AT_ONCE = "at_once"
+    """A group's rows, as soon as it has finished."""
     IN_ORDER = "in_order"
-    """When all older groups of the step have come too: the same micro-batches in every run."""
+    """A group's rows, when all older groups of the step have finished too: every run has the same micro-batches."""
     AT_END = "at_end"
-    """When the step's rollout has ended."""
+    """All rows, when the step's rollout has ended."""
 
 
 Ready = Callable[[PolicyName], None]
@@ -63,15 +64,15 @@ class Collector:
         self._streaming: Streaming | None = None
         self._turn = asyncio.Lock()
         self._came: dict[GroupId, GroupRecord] = {}
-        """Not judged yet: older ones have to come first."""
+        """Finished groups that are not judged yet, because older ones must be judged first."""
         self._kept: dict[GroupId, GroupRecord | None] = {}
-        """Judged and not released; None: there is nothing to release."""
+        """Groups that are judged and not released; None in place of a group that failed or was dropped."""
         self._to_judge = self._to_release = GroupId(admission.next_group)
-        """The next ones, where the order of admission counts."""
+        """The next group to judge, and the next to release, where the order of admission counts."""
         self.refill = Refill(admission.law.groups, crediting.filter)
-        """Which groups the batch still needs, in the synchronous modes."""
+        """Decides whether the batch needs another group, in the synchronous modes."""
         self._samples: dict[GroupId, dict[PolicyName, int]] = {}
-        """How many samples each kept group has."""
+        """Number of samples of each group that has some, by policy."""
         self._divisors: dict[PolicyName, Divisors] = {}
 
     def open(self) -> None:
@@ -82,11 +83,14 @@ class Collector:
         self._divisors = {policy: Divisors() for policy in self._crediting.trained}
 
     def stream_to(self, sessions: Mapping[PolicyName, TrainingSession]) -> None:
-        """From now on rows are READY when their episode has ended, and these are told what their groups come to."""
+        """Switches to streaming credit, for good: rows become READY at the end of their episode.
+
+        `sessions` then receive the credit line of each group when it is complete.
+        """
         self._streaming = Streaming(self._crediting, sessions)
 
     async def take_episode(self, group: GroupRecord, episode: Episode) -> None:
-        """Takes a finished episode of a group that still plays. Its group comes later, in `take`."""
+        """Takes a finished episode of a group that still plays. The whole group comes later, in `take`."""
         if self._release is not Release.BY_EPISODE and self._streaming is None:
             return
         self._versions.check(episode.turns, max_staleness=0)
@@ -98,18 +102,18 @@ class Collector:
                     self._on_ready(policy)
 
     async def take(self, group: GroupRecord) -> Sequence[Judged]:
-        """Takes a group of this step when it has finished playing, failed ones too (law 3 is checked).
+        """Takes a group of this step that has finished playing, or has failed. Checks law 3.
 
-        What was found of the groups that could be judged then. Raises EpisodeError if the step cannot be filled.
+        Returns the verdicts on the groups that could be judged now. Raises EpisodeError if the step cannot be filled.
         """
         self._versions.check((turn for episode in group.plays for turn in episode.turns), max_staleness=0)
-        async with self._turn:  # One group at a time: while the store writes, the next one must not overtake.
+        async with self._turn:  # One group at a time: the next one must not overtake it while the store writes.
             judged = [await self._judge(due) for due in self._due(group)]
             await self._release_kept()
         return judged
 
     async def add(self, groups: Sequence[GroupRecord], *, max_staleness: int | None) -> None:
-        """Adds groups that the filter has kept, sampled at most `max_staleness` versions ago (law 3)."""
+        """Adds groups that the filter kept. Their tokens must be at most `max_staleness` versions old (law 3)."""
         self._versions.check(
             (turn for group in groups for episode in group.finished for turn in episode.turns),
             max_staleness=max_staleness,
@@ -118,7 +122,7 @@ class Collector:
         self._end(groups)
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
-        """Ends the batch's collection; the divisors of every trained policy's batch."""
+        """Ends the collection of the batch. Returns its divisors, for each trained policy."""
         kept = [group for _, group in sorted(self._kept.items()) if group]
         self._kept = {}
         for compared in [kept] if self._crediting.batch_wide and kept else [[group] for group in kept]:
@@ -132,13 +136,13 @@ class Collector:
         return list(self._samples)
 
     def settle_trained(self, groups: Sequence[GroupId]) -> Sequence[GroupId]:
-        """What a batch kept, and is in an update now, ends as TRAINED; the next batch may be open already."""
+        """Ends the kept groups of a batch as TRAINED, after its update. The next batch may be open already."""
         for group in groups:
             self._admission.move(group, GroupState.TRAINED)
         return groups
 
     def _due(self, group: GroupRecord) -> Iterator[GroupRecord]:
-        """Groups that are to be judged, now that this one has come."""
+        """The groups to judge now that this one has come."""
         if not self.refill.in_order:
             yield group
             return
@@ -148,10 +152,10 @@ class Collector:
             yield self._came.pop(GroupId(self._to_judge - 1))
 
     async def _judge(self, group: GroupRecord) -> Judged:
-        """Decides whether the group is trained on; another one is admitted instead when its slot is free."""
+        """Decides whether the group is trained on. If not, its slot is freed, and another one may be admitted."""
         judged = Judged("it failed")
         if group.finished:
-            by_episode = self._release is Release.BY_EPISODE  # Then it is judged, part by part, already.
+            by_episode = self._release is Release.BY_EPISODE  # Then no filter judges it: its rows are READY already.
             judged = Judged("") if by_episode else self._crediting.judge(group)
         kept = self.refill.keeps(judged)
         if group.finished and not kept:
@@ -161,7 +165,7 @@ class Collector:
         return judged
 
     async def _release_kept(self) -> None:
-        """Passes on those kept groups whose time has come."""
+        """Credits and releases the kept groups that `_release` lets go now."""
         if self._release is Release.IN_ORDER:
             while self._to_release in self._kept:
                 group = self._kept.pop(self._to_release)
@@ -173,7 +177,7 @@ class Collector:
                 await self._collect([group] if group else [])
 
     async def _collect(self, groups: Sequence[GroupRecord]) -> None:
-        """Credit, READY; but for episodes, which were passed on one by one."""
+        """Credits the groups and makes their rows READY, unless that was done episode by episode."""
         if groups and self._release is not Release.BY_EPISODE:
             await self._pass_on(groups)
         self._end(groups)
@@ -196,7 +200,7 @@ class Collector:
             counts[policy] = counts.get(policy, 0) + len(samples)
 
     def _end(self, groups: Sequence[GroupRecord]) -> None:
-        """Says of each group what became of it, now that all of it was passed on."""
+        """Reports each group as ready, or ends it as FILTERED, after all of it was credited."""
         for group in groups:
             if group.group in self._samples:
                 self._journal.event(

@@ -5,7 +5,7 @@
                      └─────────┴──► FILTERED, slot free
 
 consumes    finished groups
-waits for   the store; trainers, where credit needs what they say (appraisal.py)
+waits for   the store; trainers, if credit needs their appraisal (appraisal.py)
 produces    samples; rows that end FILTERED, with the reason
 unblocked by the store
 """
@@ -40,38 +40,38 @@ from flexmarl.records import (
 from flexmarl.rollout.admission import Admission
 
 OnReport = Callable[[Mapping[AgentName, AgentReport]], None]
-"""Called with what each agent's credit groups were."""
+"""Called with the report on each agent's credit groups."""
 NO_WEIGHT = "weight 0: nothing was sampled, or there is nothing to compare with"
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the filter says of a finished group."""
+    """Verdict on a finished group: kept or dropped."""
 
     drop: str
-    """Why there is nothing to learn from it; "": it is kept."""
+    """Why nothing can be learned from the group; "" if it is kept."""
     effects: Mapping[AgentName, Mapping[Effect, int]] = field(default_factory=dict)
-    """How many of each agent's credit groups are what; empty if no filter has looked at them."""
+    """Number of each agent's credit groups with each effect; empty if no filter judged them."""
     parts: Mapping[AgentName, RewardParts] = field(default_factory=dict)
-    """What the rewards of its turns are made of."""
+    """The parts that each agent's rewards add up from."""
 
     @property
     def trainable(self) -> bool:
-        """Whether a group that is to be dropped could be trained on as it is."""
+        """True if the group could be trained on although the filter drops it."""
         return bool(self.effects)
 
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """What a group is to training."""
+    """The samples of a group, by policy."""
 
     group: GroupId
     samples: Mapping[PolicyName, Sequence[CreditedTurn]]
-    """Empty: nothing in it has weight."""
+    """Empty if no row of the group has weight."""
 
 
 class Crediting:
-    """Judges groups; holds nothing between them but what the estimators remember."""
+    """Judges and credits groups. Between two groups it keeps no state except the memory of the estimators."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Crediting:
         appraisal: Appraisal | None = None,
         on_report: OnReport = lambda report: None,
     ) -> None:
-        """`appraisal` asks trainers for what credit needs of them; None: it needs nothing."""
+        """`appraisal` asks trainers for values and log-probabilities; None if credit needs neither."""
         self._store = store
         self._settings = credit
         self.trained = frozenset(trained)
@@ -93,25 +93,25 @@ class Crediting:
         self._appraisal = appraisal
         self._on_report = on_report
         self.memory: Mapping[str, float] = {}
-        """What the estimators gave back the last time; a resumed run goes on from that of its checkpoint."""
+        """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
 
     @property
     def batch_wide(self) -> bool:
-        """Whether all groups of a batch are compared, so that none can be credited before the last has come."""
+        """True if credit compares all groups of a batch, so that none can be credited before the last has finished."""
         return self._settings.needs not in ("row", "group")
 
     @property
     def streams(self) -> bool:
-        """Whether rows are trained before their group is complete (streaming.py)."""
+        """True if rows are trained before their group is complete (streaming.py)."""
         return self._settings.streaming == "linear"
 
     @property
     def filter(self) -> OutcomeFilter | None:
-        """Which groups are worth training on; None: all."""
+        """The filter that drops groups from which nothing can be learned; None if all groups are kept."""
         return self._settings.filter
 
     def judge(self, group: GroupRecord) -> Judged:
-        """Whether a finished group teaches anything."""
+        """Decides whether a finished group is kept, by its rows and the filter."""
         rows = self._rows(group)
         if all(row.greedy for row in rows):
             return Judged("no turn of a trained policy")
@@ -123,21 +123,24 @@ class Crediting:
         return Judged("", parts=reward_parts(rows))
 
     def open_places(self, group: GroupRecord) -> Mapping[SampleId, tuple[Group, float]]:
-        """Credit group and score of the rows of finished episodes, whatever the others of their group will be."""
+        """Credit group and score of each row. They depend on the row's episode alone, so the group may be open."""
         return self._settings.open_places(self._rows(group))
 
     def lines(self, group: GroupRecord) -> Mapping[Group, CreditLine]:
-        """What each credit group of a complete group makes of its scores."""
+        """The line of each credit group of a complete group: it turns scores into advantages."""
         return self._settings.lines(self._rows(group))
 
     async def drop(self, group: GroupRecord, because: str, *, but: Container[SampleId] = ()) -> None:
-        """Ends a finished group and its rows as FILTERED, `but` for some that somebody else ends."""
+        """Ends a finished group and its rows as FILTERED. The caller ends the rows in `but`."""
         ids = [turn.sample_id for episode in group.finished for turn in episode.turns if turn.sample_id not in but]
         await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
         self.filtered(group.group, because)
 
     async def credit(self, groups: Sequence[GroupRecord], *, opened: Container[SampleId] = ()) -> list[Credited]:
-        """Compares the groups, or parts of groups, and ends the rows that training does not see, but for `opened`."""
+        """Turns the groups, or parts of groups, into samples, comparing all that are given with one another.
+
+        Rows that become no sample end FILTERED, except those in `opened`, which the caller ends.
+        """
         rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
         if self._appraisal:
             rows = await self._appraisal.fill(rows, self.memory)
@@ -162,17 +165,17 @@ class Crediting:
         return credited
 
     def end_batch(self, policy: PolicyName | None = None) -> None:
-        """Notes that all groups of a batch have been credited: of one policy, or of all where they share batches."""
+        """Notes that a batch is credited: the batch of `policy`, or, if None, the one that all policies share."""
         if self._appraisal:
             self.memory = self._appraisal.end_batch(self.memory, policy)
 
     async def make_ready(self, samples: Sequence[CreditedTurn]) -> None:
-        """Puts the credit into the rows, and makes them READY."""
+        """Writes the credit into the rows, and makes them READY."""
         await self.put_credit(samples)
         await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
 
     async def put_credit(self, samples: Sequence[CreditedTurn]) -> None:
-        """Puts the credit into the rows; of samples whose credit group is open, what is known of it."""
+        """Writes the credit into the rows. Samples whose credit group is open get their score in place of it."""
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)
         for sample in samples:
             rows[sample.turn.agent].append(open_row(sample) if sample.open_group else credit_row(sample))
@@ -191,9 +194,9 @@ class Crediting:
 def samples_of(
     group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
 ) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
-    """What credit made of the group's turns that train, by policy; and those it does not see, by reason.
+    """The group's samples by policy, and the ids of its other turns by the reason why they are no samples.
 
-    `values` are those of a critic, where there is one.
+    `values` are the critic's, if there is one.
     """
     samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
     left_out: dict[str, list[SampleId]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Runs evaluation: held-out tasks, played against pinned versions, recorded nowhere.
+"""Runs evaluation: plays held-out tasks at pinned versions, and stores none of their rows.
 
 consumes    held-out tasks
 waits for   their episodes
-produces    means of what the workflow reported, and of each agent's reward
+produces    means of the numbers that the workflow reported, and of each agent's reward
 unblocked by the end of an episode (its time limit bounds it)
 """
 
@@ -17,17 +17,17 @@ from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyNam
 from flexmarl.rollout.player import Player
 
 EVALUATION_GROUPS = 1_000_000_000
-"""Group ids of evaluations start here: the seeds of their calls never meet those of training."""
+"""Group ids of evaluations start here, so that their calls never share a seed with those of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What held-out tasks showed, at one set of versions."""
+    """Results on held-out tasks, at one set of versions."""
 
     versions: Mapping[PolicyName, Version]
     episodes: int
     failed: int
-    """Failed episodes: left out of every mean but `success`, where they count 0."""
+    """Number of failed episodes. They are left out of every mean except `success`, where they count 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Mean of each number the workflow reported, over the episodes that reported it."""
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Evaluator:
 
 
 def mean_metrics(episodes: Iterable[Episode]) -> dict[str, float]:
-    """Means of the reported numbers; a failed episode is no success."""
+    """Means of the reported numbers, by name. A failed episode counts 0 for `success`, and nothing else."""
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         if episode.finished:

@@ -1,10 +1,10 @@
 """Runs the feed: tasks become admitted groups.
 
 consumes    the task source, by position
-waits for   synchronous: groups in flight, as long as the step may need another for one that is dropped;
-            else for a free slot
-produces    groups in the order of admission, one when rollout asks for it
-unblocked by rollout, which asks when it has a free query slot; and by `look_again`, told by whoever ends a group
+waits for   synchronous modes: groups in flight, while the step may have to replace one that is dropped;
+            asynchronous modes: a free slot
+produces    groups in the order of admission, one each time rollout asks
+unblocked by rollout, which asks when it has a free query slot; `look_again`, which is called when a group ends
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from flexmarl.tasks import SourceExhausted, TaskSource
 
 
 class Feed:
-    """Draws tasks; admission says at which position."""
+    """Draws tasks from the source, at the positions that admission gives."""
 
     def __init__(self, *, source: TaskSource, admission: Admission, groups: int, journal: Journal) -> None:
         self._source = source
         self._admission = admission
         self.num_groups = groups
-        """Groups per step."""
+        """P: number of groups in a step."""
         self._journal = journal
         self._changed = asyncio.Event()
         self._ended = False
         self.exhausted: SourceExhausted | None = None
-        """Why no new task will come; one that is admitted again may."""
+        """The source's error when it has no new task; None before. A task may still be admitted again."""
 
     async def groups(self, step: int, refill: Refill) -> AsyncGenerator[GroupRecord, None]:
-        """The groups of one step, until `refill` is over.
+        """Yields the groups of one step, until `refill` is over.
 
-        Raises SourceExhausted, naming the position, when a finite source ends before there is one batch of them.
+        Raises SourceExhausted, naming the position, if a finite source ends before the step has `num_groups` groups.
         """
         while not refill.over:
             if not refill.needs_another:
@@ -51,9 +51,10 @@ class Feed:
                 yield group
 
     async def endless(self, step: Callable[[], int]) -> AsyncGenerator[GroupRecord, None]:
-        """Groups as slots become free, first those that were active when the run was saved.
+        """Yields groups as slots become free; first those that were active when the run was saved.
 
-        Ends after `end`, and when the source has ended and no task can come again; `step` is the one being made.
+        Ends after `end`, or when the source has ended and no task can be admitted again. `step` returns the current
+        step.
         """
         for group in self._admission.active:
             if not self._ended:
@@ -73,11 +74,11 @@ class Feed:
             self._changed.clear()
 
     def look_again(self) -> None:
-        """A group has ended, or will never be played again."""
+        """Wakes the feed: a group has ended, or its task will not be admitted again."""
         self._changed.set()
 
     def end(self) -> None:
-        """No more groups."""
+        """Ends `endless`: no more groups are admitted."""
         self._ended = True
         self._changed.set()
 
@@ -95,6 +96,6 @@ class Feed:
         return GroupRecord(group=group, task=task, step=step, attempt=self._admission.attempt(group))
 
     def _may_come_again(self) -> bool:
-        """Whether a group still plays: it may be late, and its task admitted again."""
+        """True if an active group is WAITING or RUNNING: it may become late, and its task be admitted again."""
         admission = self._admission
         return any(admission.state(group) in (GroupState.WAITING, GroupState.RUNNING) for group in admission.active)

@@ -6,9 +6,9 @@
                                                                                     all its policies have updated on it
 
 consumes    kept groups, in the order of the window
-waits for   per policy: as many groups with samples of it as make a step, or the timeout of the oldest of them
-produces    updates, served, of each policy at its own pace; a step is done when as many groups as make one are trained
-unblocked by the stream, the timeout, or a step that is to end at rest: then every batch ends early
+waits for   per policy: P groups with samples of the policy, or the timeout of the oldest of them
+produces    updates of each policy at its own pace, served; a step is done when P groups are trained
+unblocked by the stream, the timeout, or a step that must end at rest: then every batch ends early
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from flexmarl.tasks import SourceExhausted
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one group is to one policy."""
+    """One policy's samples of one group, which came at time `came`."""
 
     group: GroupId
     samples: Sequence[CreditedTurn]
@@ -35,14 +35,14 @@ class _Share:
 
 @dataclass(slots=True)
 class _Queue:
-    """Shares of one policy that are in no batch yet."""
+    """Shares of one policy that are not in a batch yet."""
 
     shares: deque[_Share] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PerPolicy:
-    """Every policy's own batches, and the groups that some of their policies have not updated on."""
+    """Steps in which each policy fills its own batches. A group is trained when all its policies have updated on it."""
 
     def __init__(self, parts: Parts, stream: Stream, *, timeout_s: float) -> None:
         self._parts = parts
@@ -50,20 +50,20 @@ class PerPolicy:
         self._timeout_s = timeout_s
         self._queues = {policy: _Queue() for policy in parts.sessions}
         self._owing: dict[GroupId, set[PolicyName]] = {}
-        """Policies that have yet to update on each group; while it is credited, all of them."""
+        """Policies that have not updated on each group yet; while the group is being credited, all policies."""
         self._trained: list[GroupId] = []
-        """Groups of this step that all their policies have updated on."""
+        """Groups of this step on which all their policies have updated."""
         self._progress = asyncio.Event()
         self._awake = asyncio.Event()
         self._held: GroupRecord | None = None
-        """Taken, and not to be handed out before the next step begins."""
+        """The group that was taken from the stream and is not handed out yet; at rest it waits for the next step."""
         self._over = False
-        """No group will come any more."""
+        """True if no more groups will come."""
         self._step = 0
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[None]:
-        """Rollout and every policy's training go on in this block."""
+        """Rollout and the training of every policy run while the block lasts."""
         async with self._stream.playing(), asyncio.TaskGroup() as tasks:
             working = [tasks.create_task(self._hand_out(), name="hand-out")]
             working += [tasks.create_task(self._train(policy), name=f"train/{policy}") for policy in self._queues]
@@ -74,8 +74,9 @@ class PerPolicy:
                 self._stream.give_back(self._held)
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
-        """Waits until as many groups as make a step are trained, or more; with `rest`, until all that were handed out
-        are, in batches that end early.
+        """Waits until at least P groups are trained, and returns them.
+
+        With `rest`, all batches end early, and it waits until every group that was handed out is trained.
         """
         self._step, self._trained = step, []
         self._awake.set()
@@ -95,7 +96,7 @@ class PerPolicy:
         await self._progress.wait()
 
     async def _hand_out(self) -> None:
-        """Gives every group that is taken to its policies."""
+        """Takes groups from the stream, and gives each one to its policies."""
         try:
             while True:
                 self._held = group = await self._stream.next(self._step)
@@ -108,7 +109,7 @@ class PerPolicy:
             self._progress.set()
 
     async def _credit(self, group: GroupRecord) -> None:
-        """Gives every policy its samples of the group; a step that is to end at rest waits for that too."""
+        """Credits a group, and gives every policy its samples. A step that ends at rest waits for that too."""
         self._owing[group.group] = set(self._queues)
         (credited,) = await self._parts.crediting.credit([group])
         if credited.samples:
@@ -134,7 +135,7 @@ class PerPolicy:
         )
 
     async def _train(self, policy: PolicyName) -> None:
-        """One policy's life: a batch fills and is accumulated beside that, then it updates and is served."""
+        """Trains one policy: accumulates each batch while it fills, then updates and serves the policy."""
         session = self._parts.sessions[policy]
         while True:
             await self._first(policy)
@@ -157,7 +158,10 @@ class PerPolicy:
             await queue.changed.wait()
 
     async def _fill(self, policy: PolicyName) -> tuple[Sequence[GroupId], Divisors]:
-        """Makes shares READY until there are enough, or the oldest has waited for too long, or no more are to come."""
+        """Makes shares READY until the batch has P groups, its first share is overdue, no more come, or a rest begins.
+
+        Returns the groups and the divisors of the batch.
+        """
         queue, groups, divisors = self._queues[policy], list[GroupId](), Divisors()
         due = queue.shares[0].came + self._timeout_s
         while len(groups) < self._parts.admission.law.groups:
@@ -173,7 +177,7 @@ class PerPolicy:
         return groups, divisors
 
     async def _more(self, queue: _Queue, due: float) -> bool:
-        """Waits for a change; False when the time is over."""
+        """Waits for a change of the queue. Returns False at the time `due`."""
         queue.changed.clear()
         try:
             async with asyncio.timeout_at(due):

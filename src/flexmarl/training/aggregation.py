@@ -1,7 +1,7 @@
-"""Decides what each sampled token weighs in the loss, and what the sum is divided by.
+"""Decides the weight of each sampled token in the loss, and the divisor of the sum.
 
-Every mode is S / D: S a sum over tokens with fixed weights, D a number known from the global batch alone. So gradients
-of S can be added up over micro-batches, in any order, before D is known. With L the token loss:
+Every mode is S / D. S is a sum over tokens with fixed weights, and D is a number that depends only on the global batch.
+So gradients of S can be added up over micro-batches, in any order, before D is known. L is the loss of a token:
 
 | mode                      | S                            | D           |
 |---------------------------|------------------------------|-------------|
@@ -56,7 +56,7 @@ def token_weights(
 
 
 def divisor(divisors: Divisors, mode: Aggregation) -> float:
-    """The D of a mode; 0 says that there is nothing to learn from."""
+    """The divisor D of a mode; 0 means that there is nothing to learn from."""
     match mode:
         case "token-mean":
             return divisors.num_tokens

@@ -1,4 +1,4 @@
-"""Decides which rows share a forward pass, pads them, and says which of N flat tokens are one row's."""
+"""Decides which rows share a forward pass, pads them, and maps flat tokens to their rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from flexmarl.records import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of B rows, one row after the other; rows may be empty."""
+    """The N tokens of B rows, one row after the other. Rows may be empty."""
 
     of_token: Tensor
     """[N] int64: the number of each token's row, ascending."""
     lengths: Tensor
-    """[B] int64: tokens of each row."""
+    """[B] int64: number of tokens of each row."""
 
     def sum(self, values: Tensor) -> Tensor:
         """[B] sums of values [N]; 0 for an empty row."""
@@ -29,21 +29,22 @@ class Rows:
         return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
 
     def spread(self, of_rows: Tensor) -> Tensor:
-        """[N] for every token the value of its row, from [B]."""
+        """[N] the value of each token's row, from values [B]."""
         return of_rows[self.of_token]
 
 
 PASS_OVERHEAD_TOKENS = 192
-"""What starting one more pass costs on a CPU, in tokens. With 0.8M parameters: flat from 64 to 384, then a slope."""
+"""Cost of starting one more pass on a CPU, in tokens. With 0.8M parameters, values from 64 to 384 are equally fast, and
+larger ones gradually slower."""
 
 
 def plan_passes(
     lengths: NDArray[np.int64], max_tokens: int, overhead: float = PASS_OVERHEAD_TOKENS
 ) -> list[NDArray[np.int64]]:
-    """Row numbers of each pass: rows of like length together, at the least (padded tokens + overhead of the passes).
+    """Row numbers of each pass. Rows of similar length share a pass, so that (padded tokens + overhead) is least.
 
-    `max_tokens` bounds the padded tokens of a pass of two rows or more; a longer row goes alone. `overhead` is that of
-    one pass, in tokens. Exact, by dynamic programming over the rows in order of length.
+    `max_tokens` bounds the padded tokens of a pass of two rows or more; a longer row goes alone. `overhead` is the cost
+    of one pass, in tokens. The plan is optimal, by dynamic programming over the rows in order of length.
 
     >>> [rows.tolist() for rows in plan_passes(np.array([900, 10, 880, 12]), max_tokens=4096)]
     [[1, 3], [2, 0]]
@@ -67,7 +68,7 @@ def plan_passes(
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows for one forward pass. Padding is on the right, where causal attention hides it: no mask is needed."""
+    """Rows for one forward pass. Padding is on the right, where causal attention hides it, so no mask is needed."""
 
     input_ids: NDArray[np.int64]
     """[B, T], without each row's last token, which predicts nothing; T is one less than the longest row."""
@@ -78,7 +79,7 @@ class PaddedRows:
 
 
 def pad(ids: Sequence[IntArray], trained: Sequence[NDArray[np.bool_]]) -> PaddedRows:
-    """Rows of token ids, and which of their tokens are trained; a row's first token cannot be."""
+    """Pads rows of token ids. `trained` marks the trained tokens of each row; its first token cannot be one."""
     lengths = np.array([len(row) for row in ids])
     grid = np.zeros((len(ids), int(lengths.max())), dtype=np.int64)
     is_trained = np.zeros(grid.shape, dtype=np.bool_)
@@ -92,7 +93,7 @@ def pad(ids: Sequence[IntArray], trained: Sequence[NDArray[np.bool_]]) -> Padded
 
 
 def rows_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Rows:
-    """Rows with so many tokens.
+    """Rows with these numbers of tokens.
 
     >>> rows_of([2, 0, 1]).of_token.tolist()
     [0, 0, 2]

@@ -1,18 +1,15 @@
-"""What every off-policy correction is: settings with a formula, free of torch until it is called.
+"""Decides off-policy corrections: what a token's log-probability is compared with, and the weight of its loss.
 
-Decides no correction: the loss's own clipping, against what was recorded, is all.
+In: the version that sampled each token, and its log-probabilities then and now. Out: log-probabilities to compare with,
+and a weight per token.
 
-What every correction by importance weights shares: the veto, what is measured, and the batch's mean weight.
+`none`     no weights: the loss compares with what was recorded, and only its own clipping acts
+`tis`      truncated importance sampling: the weight is how much likelier a token has become, up to a bound
+`icepop`   IcePop (2025): tokens whose probability has changed too much have weight 0
+`mis`      masked or truncated importance sampling by token, by row, or by the geometric mean of a row
 
-Decides truncated importance sampling: a token weighs as much likelier as it has become, up to a bound.
-
-Decides the correction of IcePop (2025): tokens whose probability has changed too much do not count at all.
-
-Decides masked or truncated importance sampling on tokens, whole rows, or the geometric mean of a row.
-
-Off-policy corrections. In: who sampled a token, and how likely it is now. Out: what it is compared with and weighs.
-
-A settings class is the correction. To add one, write its file and add its class to `CorrectionSettings`.
+A settings class is the correction, and this module does not import torch. To add a correction, write its class and add
+it to `CorrectionSettings`.
 """
 
 from __future__ import annotations
@@ -34,42 +31,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """N sampled tokens, as they were and as they are. Tensors are [N] and carry no gradient."""
+    """N sampled tokens with their log-probabilities then and now. Tensors are [N] and carry no gradient."""
 
     current: Tensor
-    """Log-probability under the weights that are trained; a step has one update, so these are its old ones."""
+    """Log-probability under the trained weights. A step has one update, so these are also its old log-probabilities."""
     recorded: Tensor
-    """Under the model of the version that sampled, as its engine recorded it: temperature 1, no filters."""
+    """Log-probability under the version that sampled, as its engine recorded it: temperature 1, no filters."""
     drawn_from: Tensor
-    """Under the distribution that was drawn from, temperature and filters applied."""
+    """Log-probability under the distribution that was sampled from, with temperature and filters."""
     fresh: Tensor
-    """[N] bool: sampled at the version that is trained."""
+    """[N] bool: True if the trained version sampled the token's whole row."""
     rows: Rows
-    """Which tokens are one row's."""
+    """Maps tokens to their rows."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """x = old - mu, of docs/math.md section 10."""
+        """x = old - mu of docs/math.md section 10."""
         return self.current - self.drawn_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """What N tokens weigh, and why. All are [N]."""
+    """Weights of N tokens, and the reasons for them. All are [N]."""
 
     weights: Tensor
-    """Factors of the token losses, after the loss's own clipping."""
+    """Factors of the token losses, applied after the loss's own clipping."""
     clipped: Tensor
-    """Bool: the weight is at a bound."""
+    """Bool: True where the weight is at a bound."""
     masked: Tensor
-    """Bool: the weight is 0, because the ratio left the bounds."""
+    """Bool: True where the weight is 0 because the ratio left the bounds."""
 
 
 class Correction(Settings, ABC):
-    """What a token's loss is compared with, and what it is multiplied by. Divisors keep the original counts."""
+    """Base of all corrections: what a loss compares with, and its weight. Divisors keep the original counts."""
 
     measures: ClassVar[tuple[str, ...]] = ()
-    """Names of what `measured` gives: means over weighted tokens, in the metrics of each update."""
+    """Names of the measures that `measured` gives. Their means over weighted tokens are metrics of each update."""
 
     @abstractmethod
     def old_logprobs(self, tokens: Sampled) -> Tensor:
@@ -77,36 +74,40 @@ class Correction(Settings, ABC):
 
     @abstractmethod
     def weights(self, tokens: Sampled) -> Tensor:
-        """[N] factors of the token losses, after clipping."""
+        """[N] factors of the token losses, applied after clipping."""
 
     def measured(self, tokens: Sampled) -> tuple[Tensor, ...]:
-        """[N] each, in the order of `measures`."""
+        """The measures, [N] each, in the order of `measures`."""
         return ()
 
     @property
     def normalises(self) -> bool:
-        """Whether the step also divides by the mean weight of the batch."""
+        """True if the step also divides by the mean weight of the batch."""
         return False
 
 
 class NoCorrection(Correction):
-    """Tokens of the current version have ratio 1 (docs/math.md section 4), older ones that to their engine's record."""
+    """No weights. Tokens of the current version have ratio 1 (docs/math.md section 4).
+
+    The loss compares older tokens with the log-probabilities that their engine recorded.
+    """
 
     type: Literal["none"] = "none"
 
     def old_logprobs(self, tokens: Sampled) -> Tensor:
-        """The current ones where the token is fresh, exact; the recorded ones elsewhere."""
+        """The current log-probability where the token is fresh, which is exact; the recorded one elsewhere."""
         return tokens.current.where(tokens.fresh, tokens.recorded)
 
     def weights(self, tokens: Sampled) -> Tensor:
-        """1."""
+        """All 1."""
         return tokens.current.new_ones(len(tokens.current))
 
 
 class ImportanceWeights(Correction):
-    """Tokens weigh as much as they have become likelier, within bounds; the loss compares with the trained weights.
+    """Base of corrections that weigh tokens by how much likelier they have become, within bounds.
 
-    So the loss's own clipping does not act: this is PPO with its proximal policy decoupled from the one that sampled.
+    The loss compares with the trained weights, so its own clipping does not act: this is PPO whose proximal policy is
+    decoupled from the one that sampled.
     """
 
     measures: ClassVar[tuple[str, ...]] = (
@@ -133,11 +134,11 @@ class ImportanceWeights(Correction):
         """The weights within their bounds, before the veto."""
 
     def old_logprobs(self, tokens: Sampled) -> Tensor:
-        """The current ones."""
+        """The current log-probabilities."""
         return tokens.current
 
     def weights(self, tokens: Sampled) -> Tensor:
-        """The bounded weights; 0 in rows with a veto."""
+        """The bounded weights, and 0 in rows with a veto."""
         return self.weigh(tokens).weights.masked_fill(self._vetoed(tokens), 0)
 
     def measured(self, tokens: Sampled) -> tuple[Tensor, ...]:
@@ -148,11 +149,11 @@ class ImportanceWeights(Correction):
 
     @property
     def normalises(self) -> bool:
-        """As set."""
+        """True if `batch_normalise` is set."""
         return self.batch_normalise
 
     def _vetoed(self, tokens: Sampled) -> Tensor:
-        """[N] bool: a token of the same row has a veto."""
+        """[N] bool: True if a token of the same row is less likely than the veto allows."""
         if self.veto is None:
             return tokens.fresh.new_zeros(len(tokens.fresh))
         unlikely = (tokens.log_ratio < math.log(self.veto)).to(tokens.current.dtype)
@@ -160,27 +161,27 @@ class ImportanceWeights(Correction):
 
 
 def importance(log_ratio: Tensor) -> Tensor:
-    """exp(x), with x clipped to 20 either way, so that it stays finite."""
+    """exp(x), with x clipped to [-20, 20] so that it stays finite."""
     return log_ratio.clamp(-20, 20).exp()
 
 
 def truncated(ratio: Tensor, low: float | None, high: float | None) -> Weighed:
-    """The ratio, moved to the nearer bound where it is outside."""
+    """Weights: the ratio, moved to the nearer bound where it is outside."""
     weights = ratio if low is None and high is None else ratio.clamp(low, high)
     clipped = weights != ratio
     return Weighed(weights=weights, clipped=clipped, masked=clipped.new_zeros(len(clipped)))
 
 
 def masked(ratio: Tensor, low: float, high: float) -> Weighed:
-    """The ratio, 0 where it is outside; the bounds themselves are inside."""
+    """Weights: the ratio, or 0 where it is outside the bounds. The bounds themselves are inside."""
     outside = (ratio < low) | (ratio > high)
     return Weighed(weights=ratio.masked_fill(outside, 0), clipped=outside.new_zeros(len(outside)), masked=outside)
 
 
 class TruncatedImportanceSampling(ImportanceWeights):
-    """clip(exp(old - mu), low, cap): old under the weights that are trained, mu under what was drawn from.
+    """clip(exp(old - mu), low, cap): old under the trained weights, mu under the distribution that was sampled from.
 
-    Without a cap it is decoupled PPO: exact, with a variance that nothing bounds.
+    Without a cap this is decoupled PPO: exact, with unbounded variance.
     """
 
     type: Literal["tis"] = "tis"
@@ -196,12 +197,12 @@ class TruncatedImportanceSampling(ImportanceWeights):
         return self
 
     def weigh(self, tokens: Sampled) -> Weighed:
-        """Truncated on both sides."""
+        """The ratio, truncated on both sides."""
         return truncated(importance(tokens.log_ratio), self.low, self.cap)
 
 
 class IcePop(ImportanceWeights):
-    """exp(old - mu) where it lies in [low, high], else 0."""
+    """exp(old - mu) if it lies in [low, high], else 0."""
 
     type: Literal["icepop"] = "icepop"
     low: float = Field(default=0.5, ge=0, description="Ratios below weigh 0.")
@@ -214,12 +215,12 @@ class IcePop(ImportanceWeights):
         return self
 
     def weigh(self, tokens: Sampled) -> Weighed:
-        """Masked on both sides."""
+        """The ratio, masked on both sides."""
         return masked(importance(tokens.log_ratio), self.low, self.high)
 
 
 class MultiLevelImportanceSampling(ImportanceWeights):
-    """exp(x), x = old - mu of the token, summed over the row (`sequence`), or its mean over the row (`geometric`)."""
+    """exp(x), where x is old - mu of the token, its sum over the row (`sequence`), or its mean (`geometric`)."""
 
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence", "geometric"] = Field(
@@ -231,7 +232,7 @@ class MultiLevelImportanceSampling(ImportanceWeights):
     high: float = Field(default=2.0, ge=1, description="Bound on the ratio.")
 
     def weigh(self, tokens: Sampled) -> Weighed:
-        """By the level's ratio."""
+        """The ratio of the level, truncated or masked."""
         ratio = importance(self._log_ratio(tokens))
         return truncated(ratio, 0, self.high) if self.mode == "truncate" else masked(ratio, 1 / self.high, self.high)
 

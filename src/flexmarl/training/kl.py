@@ -1,6 +1,7 @@
-"""Decides the divergence from the reference policy: what a token contributes, and how its coefficient adapts.
+"""Decides two terms of the objective: the divergence from the reference policy, and the critic's loss.
 
-Decides the loss of a critic: how far its values are from the returns that credit found.
+The divergence has a value for each token, and a coefficient that may adapt. The critic's loss is the distance of its
+values from the returns that credit found.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Divergence = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 
 class KlSettings(Settings):
-    """How far the policy is kept from its initial weights; d = lp - ref (docs/math.md section 13)."""
+    """Divergence that keeps the policy near its initial weights; d = lp - ref (docs/math.md section 13)."""
 
     type: Divergence = Field(
         default="k3+",
@@ -49,7 +50,7 @@ class KlSettings(Settings):
         return self
 
     def adapted(self, coef: float, kl: float, num_rows: int) -> float:
-        """The coefficient after `num_rows` rows that had the mean divergence `kl` (Ziegler et al. 2019).
+        """The coefficient after `num_rows` rows with the mean divergence `kl` (Ziegler et al. 2019).
 
         >>> KlSettings(where="reward", target=0.1, horizon=100).adapted(1.0, kl=0.3, num_rows=10)
         1.02
@@ -60,7 +61,7 @@ class KlSettings(Settings):
 
 
 def divergence(kind: Divergence, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """[N] what each token contributes, from log-probabilities [N] under the policy and under the reference."""
+    """[N] the divergence of each token, from log-probabilities [N] under the policy and under the reference."""
     difference = logprobs - reference
     match kind:
         case "k1":
@@ -77,13 +78,13 @@ def divergence(kind: Divergence, logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Cut at 20 before the exponential and at 10 after it, so that one token cannot be all of a batch's loss."""
+    """k3, clipped at 20 before the exponential and at 10 after it, so that one token cannot dominate a batch's loss."""
     log_ratio = (-difference).clamp(-20, 20)
     return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
 
 
 class CriticSettings(Settings):
-    """A value per sampled token, from a linear head on the policy's own trunk, trained with the policy."""
+    """A critic: a linear head on the policy's own trunk, trained with it, that gives each sampled token a value."""
 
     learning_rate: float = Field(
         default=1e-5,

@@ -1,4 +1,4 @@
-"""What can be chosen about a LoRA adapter. Imports neither torch nor peft, so that a laptop can check any config."""
+"""Settings of a LoRA adapter. Imports neither torch nor peft, so that a laptop can check any config."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from flexmarl.settings import Settings
 
 
 class LoraSettings(Settings):
-    """LoRA (arXiv 2106.09685): the weights stay, and a linear layer W becomes W + (alpha / rank) B A."""
+    """LoRA (arXiv 2106.09685): the weights W stay fixed, and a linear layer computes with W + (alpha / rank) B A."""
 
     rank: int = Field(default=16, ge=1, description="Rows of A and columns of B: how much an adapter can say.")
     alpha: float = Field(default=32.0, gt=0, description="Scale of the adapter, divided by the rank.")

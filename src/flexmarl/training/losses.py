@@ -1,22 +1,17 @@
-"""What every policy loss is: settings with a formula, free of torch until it is called.
+"""Decides the policy loss of each token, before aggregation (formulas in docs/math.md section 13).
 
-Decides the REINFORCE loss: minus advantage times log-probability.
+In: log-probabilities and advantages of tokens. Out: the loss of each token, and where a bound acted.
 
-Decides the clipped loss of PPO (Schulman et al. 2017), with the wider upper bound of DAPO and the dual clip.
+`reinforce`   minus advantage times log-probability
+`ppo`         the clipped loss (Schulman et al. 2017), with the wider upper bound of DAPO and the dual clip
+`gspo`        Zheng et al. 2025: PPO's clip on the ratio of a whole row
+`cispo`       MiniMax 2025: REINFORCE under a bounded weight, so that no token loses its gradient
+`sapo`        Gao et al. 2025: a sigmoid in place of a clip, so that the gradient fades smoothly
+`gmpo`        Zhao et al. 2025: the geometric mean of a row's clipped token ratios
+`gpg`         Chu et al. 2025: the loss of REINFORCE; GPG's own factor alpha is in the advantage
 
-Decides the loss of GSPO (Zheng et al. 2025): PPO's clip on the ratio of a whole row.
-
-Decides the loss of CISPO (MiniMax 2025): REINFORCE under a bounded weight, so that no token loses its gradient.
-
-Decides the loss of SAPO (Gao et al. 2025): a sigmoid in place of a clip, so that no gradient breaks off.
-
-Decides the loss of GMPO (Zhao et al. 2025): the geometric mean of a row's clipped token ratios.
-
-Decides the loss of GPG (Chu et al. 2025): that of REINFORCE; what is its own, alpha, is in the advantage.
-
-Policy losses. In: log-probabilities and advantages of tokens. Out: the loss of each token, before aggregation.
-
-A settings class is the loss. To add one, write its file and add its class to `LossSettings`.
+A settings class is the loss, and this module does not import torch. To add a loss, write its class and add it to
+`LossSettings`.
 """
 
 from __future__ import annotations
@@ -36,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(Settings, ABC):
-    """Loss of single tokens, and how token losses become one number."""
+    """Base of all policy losses: the loss of single tokens, and how they are aggregated."""
 
     zero_advantage_is_zero_gradient: ClassVar[bool] = True
-    """Rows with advantage 0 need no forward pass. False for a loss with a term that the advantage does not multiply."""
+    """True if rows with advantage 0 need no forward pass; False if the advantage does not multiply all of the loss."""
     one_advantage_per_row: ClassVar[bool] = False
-    """Whether all tokens of a row must have the same advantage."""
+    """True if all tokens of a row must have the same advantage."""
 
     aggregation: Aggregation = Field(
         default="token-mean", description="How token losses are weighted and what their sum is divided by."
@@ -63,14 +58,14 @@ class PolicyLoss(Settings, ABC):
     def per_token(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """Loss [N] of N sampled tokens, and [N] bool: where a bound on the ratio acted.
+        """Loss [N] of N sampled tokens; and [N] bool, True where a bound on the ratio acted.
 
-        The first three are [N]; only `logprobs` carries gradient. `rows` says which tokens are one row's.
+        The first three arguments are [N], and only `logprobs` carries gradient. `rows` maps tokens to their rows.
         """
 
 
 class RowLoss(PolicyLoss):
-    """A loss that is defined for a mean over the tokens of a row, then over rows; other aggregations are errors."""
+    """A loss that is defined as a mean over the tokens of a row, then over rows. Other aggregations are errors."""
 
     aggregation: Aggregation = Field(
         default="seq-mean-token-mean", description="Part of the loss's definition: seq-mean-token-mean."
@@ -87,33 +82,33 @@ class RowLoss(PolicyLoss):
 
 
 def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """rho = pi / pi_old; the log-ratio is clipped to 20 either way, so that the ratio stays finite."""
+    """rho = pi / pi_old. The log-ratio is clipped to [-20, 20] so that the ratio stays finite."""
     return (logprobs - old_logprobs).clamp(-20, 20).exp()
 
 
 def clipped_surrogate(rho: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """max(-A rho, -A clip(rho, low, high)), and where the second is the larger: there it has no gradient."""
+    """max(-A rho, -A clip(rho, low, high)); and True where the second is larger, so that there is no gradient."""
     plain = -advantages * rho
     clipped = -advantages * rho.clamp(low, high)
     return plain.maximum(clipped), (clipped > plain).detach()
 
 
 class Reinforce(PolicyLoss):
-    """-A lp: the plain policy gradient; exact on samples of the current version, biased on older ones."""
+    """-A lp: the plain policy gradient. It is exact on samples of the current version, and biased on older ones."""
 
     type: Literal["reinforce"] = "reinforce"
 
     def per_token(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The loss, which nothing bounds; it looks at neither `old_logprobs` nor `rows`."""
+        """The loss, in which no bound acts. `old_logprobs` and `rows` are not used."""
         return -advantages * logprobs, logprobs.detach() > 0
 
 
 class Ppo(PolicyLoss):
-    """max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); where A < 0, at most -A dual_clip.
+    """max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); if A < 0, at most -A dual_clip.
 
-    On samples of the current version rho is 1 and the gradient is that of -A lp, whatever the bounds.
+    On samples of the current version rho is 1, and the gradient is that of -A lp whatever the bounds are.
     """
 
     type: Literal["ppo"] = "ppo"
@@ -137,10 +132,10 @@ class Ppo(PolicyLoss):
 
 
 class Gspo(RowLoss):
-    """PPO's clipped loss, its ratio the geometric mean of the row's token ratios, with no dual clip.
+    """PPO's clipped loss without dual clip, where the ratio is the geometric mean of the row's token ratios.
 
-    The token form: every token has the row's ratio as its value, and its own log-probability's gradient, so that tokens
-    of a row may have different advantages. Where they have one, it is the gradient of the row's ratio itself.
+    This is the token form: each token has the row's ratio as its value and the gradient of its own log-probability. So
+    tokens of a row may have different advantages. If they are equal, the gradient is that of the row's ratio itself.
     """
 
     type: Literal["gspo"] = "gspo"
@@ -152,13 +147,13 @@ class Gspo(RowLoss):
     ) -> tuple[Tensor, Tensor]:
         """The loss, and the tokens of rows whose ratio left the bounds in the profitable direction."""
         of_row = rows.spread(rows.mean(logprobs.detach() - old_logprobs))
-        # Cut at 10, so that the ratio stays finite: a row's mean is far from it unless something is wrong.
+        # Clipped at 10 so that the ratio stays finite. A row's mean is far below that unless something is wrong.
         rho = (of_row + logprobs - logprobs.detach()).clamp(max=10).exp()
         return clipped_surrogate(rho, advantages, 1 - self.clip_low, 1 + self.clip_high)
 
 
 class Cispo(PolicyLoss):
-    """-clip(rho, 1 - clip_low, 1 + clip_high) A lp, the weight without gradient."""
+    """-clip(rho, 1 - clip_low, 1 + clip_high) A lp, where the clipped weight carries no gradient."""
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, ge=0, le=1, description="The weight's lower bound is 1 - clip_low; 1: none.")
@@ -174,7 +169,7 @@ class Cispo(PolicyLoss):
 
 
 class Sapo(RowLoss):
-    """-A (4 / tau) sigmoid(tau (rho - 1)): slope -A at rho = 1, less on both sides."""
+    """-A (4 / tau) sigmoid(tau (rho - 1)): the slope is -A at rho = 1 and smaller on both sides."""
 
     type: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0, description="How fast the slope fades where A > 0.")
@@ -183,7 +178,7 @@ class Sapo(RowLoss):
     def per_token(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The loss, in which no bound acts; it does not look at `rows`."""
+        """The loss, in which no bound acts. `rows` is not used."""
         positive = (advantages > 0).to(advantages.dtype)
         tau = self.tau_positive * positive + self.tau_negative * (1 - positive)
         gate = (tau * (ratio(logprobs, old_logprobs) - 1)).sigmoid()
@@ -191,9 +186,9 @@ class Sapo(RowLoss):
 
 
 class Gmpo(RowLoss):
-    """-A exp(mean of d') per row, d' the token's log-ratio, clipped to [-clip_low, clip_high] where that is profitable.
+    """-A exp(mean of d') per row: d' is a token's log-ratio, clipped to [-clip_low, clip_high] if that is profitable.
 
-    A row's value stands at each of its tokens, so that their mean is it.
+    Every token of a row gets the row's value, so the token mean equals it.
     """
 
     one_advantage_per_row: ClassVar[bool] = True
@@ -208,20 +203,20 @@ class Gmpo(RowLoss):
         """The loss, and the tokens whose log-ratio was clipped in the profitable direction."""
         log_ratio, sign = logprobs - old_logprobs, advantages.sign()
         plain, bounded = sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high)
-        # Not bounded from below where A > 0 nor above where A < 0: cut at 20, so that the mean's exp stays finite.
+        # The mean has no lower bound if A > 0, and no upper one if A < 0: clipped at 20, so that its exp stays finite.
         mean = rows.mean(sign * plain.minimum(bounded)).clamp(-20, 20)
         return -advantages * rows.spread(mean.exp()), (bounded < plain).detach()
 
 
 class Gpg(PolicyLoss):
-    """-A lp, to go with credit.estimator type gpg, whose advantages it is named after."""
+    """-A lp, for use with credit.estimator type gpg, which computes GPG's advantages."""
 
     type: Literal["gpg"] = "gpg"
 
     def per_token(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The loss, which nothing bounds; it looks at neither `old_logprobs` nor `rows`."""
+        """The loss, in which no bound acts. `old_logprobs` and `rows` are not used."""
         return -advantages * logprobs, logprobs.detach() > 0
 
 

@@ -1,9 +1,10 @@
-"""Decides what one forward pass adds to the loss: S of docs/math.md section 1, and what is measured beside it.
+"""Decides what one forward pass adds to the loss, S of docs/math.md section 1, and which figures it reports.
 
     S = sum of a_i (w_it L_it + beta KL_it - c H_it + k V_it)
 
-over sampled tokens: L the policy loss, w the correction's weight, KL the divergence from the reference, H the entropy,
-V the critic's loss, each if it is set. All share the row's weight a_i and the divisor D.
+The sum is over sampled tokens. L is the policy loss, w the correction's weight, KL the divergence from the reference, H
+the entropy, and V the critic's loss; terms that are not set are left out. All share the row's weight a_i and the
+divisor D.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ _SQUARED = "correction_weight_squared"
 
 
 class Objective:
-    """The loss of a policy, un-normalised; the trainer divides by D when the step ends."""
+    """The un-normalised loss of a policy. The trainer divides by D when the step ends."""
 
     def __init__(self, settings: TrainingSettings) -> None:
         self._settings = settings
@@ -39,29 +40,29 @@ class Objective:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Columns of a call's figures: the loss, how many weighted tokens were measured, and the measures."""
+        """Columns of a call's figures: the loss, the number of weighted tokens, and the measures."""
         return ("loss", TOKENS, *self.measures)
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What is summed up over weighted tokens."""
+        """Names of the figures that are summed over weighted tokens."""
         more = (("kl_to_reference", self._kl), ("value_loss", self._critic))
         return (*MEASURED, *self._correction.measures, *(name for name, is_set in more if is_set is not None))
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether rows that teach nothing have no gradient, and are in no figure that the step needs."""
+        """True if rows with advantage 0 have no gradient and are in no figure that the step needs."""
         every_row = self._kl is not None or bool(self._settings.entropy_coef) or self._correction.normalises
         return self._loss.zero_advantage_is_zero_gradient and not every_row
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a call must be given the reference's log-probabilities."""
+        """True if a call must be given the reference's log-probabilities."""
         return self._kl is not None
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the outputs' entropy must carry gradient."""
+        """True if the outputs' entropy must carry gradient."""
         return bool(self._settings.entropy_coef)
 
     def __call__(
@@ -75,8 +76,8 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """S, a number with gradient; and the figures [B, len(names)] in float64, sums over each row's tokens.
 
-        `weights` [B] are those of each row's tokens in S: rows that weigh 0 are skipped, whatever is in them.
-        `version` is the one that is trained; `reference` [N] its initial weights' log-probabilities.
+        `weights` [B] are the weights of each row's tokens in S. Rows with weight 0 are skipped, whatever they hold.
+        `version` is the trained version. `reference` [N] are the log-probabilities under the initial weights.
         """
         taught = [number for number, weight in enumerate(weights) if weight]
         tokens = _Tokens.of(samples, taught, outputs, reference)
@@ -109,7 +110,7 @@ class Objective:
         return weighted.sum(), every_row
 
     def sums(self, samples: Sequence[Sample], figures: Tensor) -> dict[str, float]:
-        """The figures [B, len(names)] of these samples, added up; what corrections measure for each agent too."""
+        """Sums of the figures [B, len(names)] over the samples. Measures of corrections are also summed per agent."""
         table, by_name = figures.cpu().numpy(), {name: place for place, name in enumerate(self.names)}
         sums = {name: float(table[:, place].sum()) for name, place in by_name.items()}
         if self._correction.measures:
@@ -120,7 +121,7 @@ class Objective:
         return sums
 
     def total(self, sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        """Sums of several calls, added up; of none, all that a call gives as 0."""
+        """Total of the sums of several calls. Without any call, every name has 0."""
         total = dict.fromkeys(self.names, 0.0)
         for of_call in sums:
             for name, value in of_call.items():
@@ -128,9 +129,9 @@ class Objective:
         return total
 
     def divisor(self, divisors: Divisors, reports: Iterable[LossReport]) -> float:
-        """What the summed gradient is divided by: D; times the batch's mean correction weight, where that is set.
+        """Divisor of the summed gradient: D, times the batch's mean correction weight if the correction normalises.
 
-        The mean is over all that was accumulated, so it is as exact as D, and as late.
+        The mean is over everything that was accumulated, so it is as exact as D, and known as late.
         """
         total = divisor(divisors, self._settings.loss.aggregation)
         if not self._correction.normalises:
@@ -138,7 +139,7 @@ class Objective:
         return total * (self.means(reports).get("correction_weight", 1.0) or 1.0)
 
     def means(self, reports: Iterable[LossReport]) -> dict[str, float]:
-        """What was measured, per weighted token of all that was accumulated."""
+        """The measures per weighted token, over everything that was accumulated."""
         totals = self.total(report.sums for report in reports)
         means: dict[str, float] = {}
         for of_whom in [name.removeprefix(TOKENS) for name in totals if name.startswith(TOKENS)]:
@@ -151,7 +152,7 @@ class Objective:
         return means
 
     def _value_losses(self, tokens: "_Tokens") -> Tensor:
-        """[N]; 0 where credit has found no return."""
+        """[N] the critic's loss; 0 where credit has found no return."""
         assert self._critic is not None
         assert tokens.values is not None, "the trainer of a critic has a value head"
         has_return = tokens.per_token([s.returns is not None for s in tokens.samples], torch.bool)
@@ -166,7 +167,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The sampled tokens of those rows that count: N of B rows."""
+    """The N sampled tokens of the rows that have a weight."""
 
     samples: Sequence[Sample]
     rows: Rows
@@ -179,7 +180,7 @@ class _Tokens:
     def of(
         cls, samples: Sequence[Sample], taught: Sequence[int], outputs: TokenOutputs, reference: Tensor | None
     ) -> "_Tokens":
-        """Those of the rows `taught`. The others are left out, not multiplied by 0: NaN times 0 is NaN."""
+        """The tokens of the rows `taught`. The others are left out, not multiplied by 0: NaN times 0 is NaN."""
         device = outputs.logprobs.device
         of_row = rows_of([s.num_tokens for s in samples], device)
         counts = torch.zeros(len(samples), dtype=torch.bool)
@@ -196,7 +197,7 @@ class _Tokens:
         )
 
     def per_token(self, of_rows: Sequence[float] | Sequence[bool], dtype: torch.dtype | None = None) -> Tensor:
-        """[N] for every token the value of its row."""
+        """[N] the value of each token's row."""
         values = torch.tensor(of_rows, dtype=dtype or self.logprobs.dtype, device=self.logprobs.device)
         return self.rows.spread(values)
 
@@ -206,7 +207,7 @@ class _Tokens:
         return joined.to(self.logprobs.device, self.logprobs.dtype)
 
     def sampled(self, version: Version) -> Sampled:
-        """As corrections see them."""
+        """The tokens in the form that corrections take."""
         return Sampled(
             current=self.logprobs.detach(),
             recorded=self.joined([s.turn.raw_logprobs for s in self.samples]),
@@ -217,7 +218,7 @@ class _Tokens:
 
 
 def _effective_size(mean_weight: float, mean_square: float) -> float:
-    """(sum w)^2 / (n sum w^2): what share of the tokens, weighing the same, would tell as much."""
+    """(sum w)^2 / (n sum w^2): the share of the tokens that would carry as much information with equal weights."""
     return mean_weight**2 / mean_square if mean_square else 0.0
 
 

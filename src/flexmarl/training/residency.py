@@ -1,14 +1,14 @@
-"""What a policy's training processes can do as one: hold devices with the policy's state on them, or neither.
-
-Runs the swaps of training state: at most `at_once` policies hold devices, the others' state is set aside.
+"""Runs the swaps of training state: at most `at_once` policies hold devices, and the others' state is set aside.
 
   sessions   expect ──► hold ............ train, train ──► expect (open step) or leave (published)
   residency        └─ resume ──► wakes ─┘                      └─ suspend, for another one's resume
 
-consumes       what sessions need: `hold`, `expect`, `leave`; and what their micro-batches took
+consumes       calls of sessions: `hold`, `expect`, `leave`; and the durations of their micro-batches
 waits for      process groups that resume and suspend
 produces       a policy on its devices, whose session is woken; a `Swapped` for each swap
 unblocked by   a session that needs nothing more, or leaves; a swap that has ended
+
+A `ProcessGroup` is the interface to the training processes of a policy, which are all on devices or all off them.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from flexmarl.training.swapping import Direction, Need, Standing, Swap, Where, g
 
 
 class ProcessGroup(Protocol):
-    """The training processes of one policy. Called by `Residency`, one call at a time.
+    """The training processes of one policy. `Residency` calls them, one call at a time.
 
-    Between `suspend` and `resume` the policy holds no device memory; what it trained so far, gradient sums included,
-    is as it was (law 9).
+    Between `suspend` and `resume` the policy holds no device memory. Its training state, gradient sums included, does
+    not change (law 9).
     """
 
     @property
     def policy(self) -> PolicyName:
-        """Whose they are."""
+        """The policy that they train."""
         ...
 
     async def resume(self, lease: Lease) -> None:
         """Brings weights, optimiser state and gradient sums onto the devices of the leased place.
 
-        They are the group's own until `suspend` returns. Raises TrainingError.
+        The devices belong to the group until `suspend` returns. Raises TrainingError.
         """
         ...
 
     async def suspend(self) -> None:
-        """Sets them aside in host memory and frees the leased devices. Raises TrainingError."""
+        """Sets that state aside in host memory and frees the leased devices. Raises TrainingError."""
         ...
 
 
@@ -58,7 +58,7 @@ class Swapped:
     place: int
     because: str
     began: float
-    """By the event loop's clock, as is `ended`."""
+    """Time by the event loop's clock, as is `ended`."""
     ended: float
 
 
@@ -67,11 +67,11 @@ def _ignore(swapped: Swapped) -> None:
 
 
 class Residency:
-    """Who is on training devices. It swaps inside `async with residency.open():`.
+    """Shares training devices between policies. It swaps inside `async with residency.open():`.
 
-    A policy without a process group is always there.
+    A policy without a process group is always on devices.
 
-    A swap that fails is raised by every later call, whose session is woken to make it.
+    If a swap fails, all sessions are woken, and later calls raise its error.
 
     >>> Residency({}, ProcessGroupSettings()).hold(PolicyName("solver"), ready=4)
     True
@@ -84,10 +84,10 @@ class Residency:
         *,
         on_swap: Callable[[Swapped], None] = _ignore,
     ) -> None:
-        """All policies are away at first."""
+        """At first all policies are off devices."""
         self._groups, self._settings = groups, settings
         self.on_swap = on_swap
-        """Told of every swap that has ended."""
+        """Called with every swap that has ended."""
         self._places = Places(min(settings.at_once or len(groups), len(groups)))
         self._standings = {policy: Standing(policy=policy) for policy in groups}
         self._wakes: dict[PolicyName, Callable[[], None]] = {}
@@ -98,7 +98,7 @@ class Residency:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
-        """Swaps inside the block; leaving it cancels the swaps under way."""
+        """Swaps inside the block. Leaving the block cancels the swaps under way."""
         async with task_block() as self._tasks:
             try:
                 yield self
@@ -107,14 +107,15 @@ class Residency:
                     swap.cancel()
 
     def join(self, policy: PolicyName, wake: Callable[[], None]) -> None:
-        """Whom to wake when the policy has devices."""
+        """Registers `wake`, which is called when the policy gets devices."""
         self._wakes[policy] = wake
 
     def hold(self, policy: PolicyName, ready: int, *, keep: bool = False, busy: bool = False) -> bool:
-        """Asks for devices for this many ready rows; True: the policy has them, until it expects more or leaves.
+        """Requests the policy's devices for `ready` rows. Returns True if it holds them now, until `expect` or `leave`.
 
-        False: its session is woken when it has. A policy that has them may be told False too, when another one's turn
-        has come, but not if it wants to `keep` them; one that is `busy` has them until it asks again.
+        False means that it must wait; its session is then woken when it holds them. A holder also gets False when
+        another policy's turn has come, unless it passes `keep`. With `busy` it still has its devices until it asks
+        again.
         """
         self._check()
         standing = self._standings.get(policy)
@@ -129,7 +130,7 @@ class Residency:
         return self._standings[policy].need is Need.HOLDING
 
     def expect(self, policy: PolicyName, ready: int, micro_batch: int) -> None:
-        """Nothing is due: the policy needs no devices before `micro_batch` rows are ready, of which some may be."""
+        """States that the policy needs no devices before `micro_batch` rows are ready; `ready` of them are."""
         self._check()
         standing = self._standings.get(policy)
         if standing is None:
@@ -141,24 +142,27 @@ class Residency:
             self._rest(standing)
 
     def trained(self, policy: PolicyName, num_samples: int, duration_s: float) -> None:
-        """What a micro-batch of the policy took."""
+        """Records the duration of a micro-batch of the policy."""
         if num_samples and (standing := self._standings.get(policy)):
             standing.sample_s = duration_s / num_samples
 
     def updated(self, policy: PolicyName) -> None:
-        """The policy's update is made, and its new weights are still to be published."""
+        """Called after the policy's update, before it is published. If `leave` is 'updated', it leaves the devices."""
         if self._settings.leave == "updated":
             self.leave(policy)
 
     def leave(self, policy: PolicyName) -> None:
-        """The policy's step is over: it needs no devices."""
+        """Ends the policy's step: it needs no devices."""
         self._check()
         if standing := self._standings.get(policy):
             standing.ready, standing.done = 0, True
             self._rest(standing)
 
     async def suspend_all(self) -> None:
-        """Sets every policy aside; returns when none holds a device. Called between the steps of all sessions."""
+        """Suspends every policy. Returns when none holds a device. Called between the steps of all sessions.
+
+        Raises TrainingError if a policy still needs its devices, or if a swap fails.
+        """
         for standing in self._standings.values():
             if standing.need is not Need.NOTHING:
                 raise TrainingError(
@@ -188,7 +192,7 @@ class Residency:
         self._settle()
 
     def _settle(self) -> None:
-        """Gives devices to those who wait on them, and begins what the rule says."""
+        """Lets policies that wait and are on devices hold them, and begins the swaps that the rule decides."""
         standings = list(self._standings.values())
         for standing in standings:
             if standing.where is Where.HERE and standing.need is Need.WAITING:

@@ -10,7 +10,7 @@ from flexmarl.records import Sample, SampleId, Turn
 
 
 class RowReader(Protocol):
-    """Where a trainer gets its rows from."""
+    """Source of a trainer's rows."""
 
     async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
         """The rows of these ids as training sees them, in this order. Raises StoreError for an unknown id."""
@@ -37,18 +37,18 @@ class StoreRows:
 
 
 class HeldRows:
-    """Samples in memory, by their ids; for tests and benchmarks of trainers without a store."""
+    """Samples in memory, by their ids. It serves tests and benchmarks of trainers without a store."""
 
     def __init__(self, samples: Sequence[Sample] = ()) -> None:
         self._samples: dict[SampleId, Sample] = {}
         self.hold(samples)
 
     def hold(self, samples: Sequence[Sample]) -> None:
-        """Adds samples, or exchanges those of the same ids."""
+        """Adds samples. A sample replaces an earlier one with the same id."""
         self._samples |= {sample.turn.sample_id: sample for sample in samples}
 
     async def read(self, ids: Sequence[SampleId]) -> tuple[Sample, ...]:
-        """Takes them from memory."""
+        """Reads them from memory."""
         if missing := [sample_id for sample_id in ids if sample_id not in self._samples]:
             raise StoreError(f"no row '{missing[0]}' is held; there are {len(self._samples)} rows")
         return tuple(self._samples[sample_id] for sample_id in ids)

@@ -9,7 +9,7 @@ from flexmarl.settings import Settings
 
 
 class ScheduleSettings(Settings):
-    """Warm-up from 0 to the learning rate, then constant, or decay to `min_ratio` of it along a line or a cosine."""
+    """Warm-up from 0 to the full learning rate; then constant, or linear or cosine decay to `min_ratio` times it."""
 
     type: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Updates before the full learning rate is reached.")
@@ -31,7 +31,7 @@ class ScheduleSettings(Settings):
         return self
 
     def factor(self, update: int) -> float:
-        """Share of the learning rate that update number `update`, counted from 0, uses.
+        """Share of the learning rate for update number `update`, counted from 0.
 
         >>> [ScheduleSettings(type="linear", warmup_steps=2, decay_steps=6).factor(i) for i in range(7)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]

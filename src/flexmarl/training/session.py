@@ -1,4 +1,4 @@
-"""Runs one policy's training life for one step: claim, accumulate, step.
+"""Runs one policy's training for one step: claim rows, accumulate their gradients, update.
 
   controller   claim a ─ send ─ claim b ─ send ─────── settle a ─ claim c ─ send ─── settle b ...
   trainer                  ▐██ a ████████████████████▌▐██ b █████████████████████████▌▐██ c ...
@@ -7,7 +7,7 @@ consumes       READY rows of the policy, from the experience store
 waits for      `notify_ready` and `close_step`, which the collect loop calls; devices, where policies share them
 produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it; lines, which
                close the sums of open credit groups
-unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection; a policy that gives way
+unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection; a policy that leaves devices
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def _ignore(accumulated: Accumulated) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """Why a claimed row ends FILTERED."""
+    """Reason why a claimed row ends FILTERED."""
 
     group: str
     """Name of the credit group that was dropped."""
@@ -36,16 +36,16 @@ class _Drop:
 
 
 class TrainingSession:
-    """One policy's trainer in the pipeline. For every step: `accumulate` beside the collect loop, `finish`, `leave`.
+    """One policy's trainer in the pipeline. A step calls `accumulate` during collection, then `finish` and `leave`.
 
-    It holds devices while micro-batches are due; once the step is closed it keeps them until it leaves. Sessions that
-    share devices must not wait for one another between their closing and their leaving.
+    The session holds devices while micro-batches are due. Once the step is closed, it keeps them until it leaves. So
+    sessions that share devices must not wait for one another between `close_step` and `leave`.
 
-    When the trainer fails, the rows that it has not accumulated are READY again and the error goes up; what was
-    accumulated before stays in the trainer's cache and in the store.
+    If the trainer fails, the rows that it has not accumulated become READY again, and the error is raised. Rows that it
+    accumulated before stay in its cache and in the store.
 
-    With `ahead`, the trainer is sent one micro-batch ahead of the one it works on. Where it lives in another process it
-    then need not wait for two commits of the store and two crossings in between.
+    With `ahead`, the trainer is sent the next micro-batch while it works on one. A trainer in another process then does
+    not wait for two commits of the store and two crossings between micro-batches.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainingSession:
         on_report: Callable[[Accumulated], None] = _ignore,
         residency: Residency | None = None,
     ) -> None:
-        """`residency` shares devices out; without one, the policy has its own."""
+        """`residency` shares devices between policies; without it, the policy has its own."""
         self._policy = policy
         self._store = store
         self._trainer = trainer
@@ -72,18 +72,18 @@ class TrainingSession:
         self._residency = residency or Residency({}, ProcessGroupSettings())
         self._residency.join(policy, self._wake.set)
         self._under_way: list[asyncio.Task[None]] = []
-        """Micro-batches that the trainer has, the oldest first."""
+        """Micro-batches that were sent to the trainer and have not ended, the oldest first."""
         self._closed = False
         self._claims = 0
         self._claiming = asyncio.Lock()
-        """No row is claimed while it is held."""
+        """Held while rows are claimed, given back, or lose their group."""
         self._claimed = set[SampleId]()
-        """In this step."""
+        """Rows that were claimed in this step."""
         self._accumulated: list[SampleId] = []
         self._dropped: dict[SampleId, _Drop] = {}
         """Rows of groups that were dropped after the rows had been claimed."""
         self._lines: dict[str, CreditLine | None] = {}
-        """Of credit groups that were closed since the trainer was last told."""
+        """Lines of credit groups that were closed, by name, until they are sent to the trainer."""
         self._num_tokens = 0.0
 
     @property
@@ -93,18 +93,19 @@ class TrainingSession:
 
     @property
     def cache(self) -> str:
-        """Name of the gradient cache that this step's rows go into."""
+        """Name of the gradient cache for this step's rows."""
         return f"{self._policy}/{self._version}"
 
     def notify_ready(self) -> None:
-        """Rows of the policy have become READY."""
+        """Wakes the loop: rows of the policy have become READY."""
         self._wake.set()
 
     async def close_group(self, name: str, ids: Sequence[SampleId], line: CreditLine | None, because: str = "") -> None:
-        """A credit group is complete, some of whose rows, these, became READY before it was.
+        """Closes the credit group `name`, whose rows `ids` became READY before it was complete.
 
-        With a line, rows that the trainer reads from now on have their advantage already; it makes one of the scores of
-        the others. Without, the rows end FILTERED: those that the trainer has, when it is done with their micro-batch.
+        `line` turns the scores of rows that were already accumulated into advantages. Rows that the trainer reads from
+        now on already carry theirs. Without a line, the group was dropped for the reason `because`, and its rows end
+        FILTERED; rows that the trainer is working on end so after their micro-batch.
         """
         async with self._claiming:
             claimed = [sample_id for sample_id in ids if sample_id in self._claimed]
@@ -117,14 +118,15 @@ class TrainingSession:
             self._lines[name] = line
 
     def close_step(self) -> None:
-        """No more rows will become READY in this step: what there is may be trained in a smaller micro-batch."""
+        """Ends the collection: no more rows become READY in this step, so the last micro-batch may be smaller."""
         self._closed = True
         self._wake.set()
 
     async def accumulate(self) -> None:
-        """Feeds READY rows to the trainer; returns when the step is closed and none is left.
+        """Feeds READY rows to the trainer. Returns when the step is closed and no row is left.
 
-        A failure goes up when what is under way beside it has ended, be it accumulated or READY again.
+        If a micro-batch fails, the error is raised once the others under way have ended. Their rows are then
+        accumulated, or READY again.
         """
         try:
             while not await self._advance():
@@ -139,9 +141,10 @@ class TrainingSession:
             self._under_way = []
 
     async def finish(self, divisors: Divisors) -> UpdateReport | None:
-        """Updates the policy from what `accumulate` gathered, and opens the next step; returns what the update was.
+        """Updates the policy from the accumulated rows and opens the next step. Returns the report of the update.
 
-        A step without weighted tokens makes no update: its rows end TRAINED at the version there was.
+        A step without weighted tokens makes no update and returns None; its rows end TRAINED at the present version.
+        Raises TrainingError if the trainer fails, or if `divisors` do not count the accumulated tokens.
         """
         update = None
         if self._lines:
@@ -168,7 +171,7 @@ class TrainingSession:
         return update
 
     def leave(self) -> None:
-        """The new version is published: others may have the devices, unless the next step's rows are on them."""
+        """Frees the devices after the new version is published, unless rows of the next step are already on them."""
         if not self._under_way:
             self._residency.leave(self._policy)
 
@@ -178,7 +181,7 @@ class TrainingSession:
             self._wake.clear()
 
     async def _advance(self) -> bool:
-        """Does what can be done now; returns whether all of the step's rows are accumulated."""
+        """Sends all micro-batches that can be sent now. Returns True if all rows of the step are accumulated."""
         under_way = self._under_way
         while True:
             while under_way and under_way[0].done():
@@ -195,20 +198,20 @@ class TrainingSession:
                 under_way.append(task)
 
     def _rests(self, ready: int, closed: bool) -> bool:
-        """Nothing is due; returns whether that is the end of the step."""
+        """Called when no micro-batch is due. Returns True if the step has ended."""
         if not closed and not self._under_way:
             self._residency.expect(self._policy, ready, self._micro_batch)
         return closed and not self._under_way
 
     async def _send(self) -> asyncio.Task[None] | None:
-        """Claims rows and has them accumulated; wakes the loop when they are. None if no row was left to claim."""
+        """Claims rows and starts to accumulate them; the loop is woken at the end. None if no row was left to claim."""
         batch_id = f"{self.cache}/{self._claims}"
         async with self._claiming:
             ids = await self._store.claim(self._policy, self._micro_batch, holder=_holder(batch_id))
             self._claimed.update(ids)
-        if not ids:  # Their group was dropped since they were counted.
+        if not ids:  # Their group was dropped after they were counted.
             return None
-        # An id is never used again, even if the call fails: other rows under it would be taken for accumulated.
+        # An id is never used again, even if the call fails: other rows under it would count as accumulated already.
         self._claims += 1
         task = asyncio.create_task(self._accumulate_one(batch_id, ids), name=f"accumulate-{batch_id}")
         task.add_done_callback(lambda _: self._wake.set())
@@ -224,9 +227,9 @@ class TrainingSession:
             raise
         ended = asyncio.get_running_loop().time()
         await self._store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache=self.cache))
-        # Decided now: what is dropped from here on is accumulated already, and `close_group` ends it.
+        # Decided at this moment: `close_group` itself ends rows that are dropped later, for they are accumulated.
         dropped = {sample_id: self._dropped[sample_id] for sample_id in ids if sample_id in self._dropped}
-        # The trainer may have been told of the drop before it got these rows, which opened the group again.
+        # The trainer may have closed the group before it got these rows, which opened it again: close it once more.
         self._lines |= {drop.group: None for drop in dropped.values()}
         self._accumulated += [sample_id for sample_id in ids if sample_id not in dropped]
         self._num_tokens += report.num_tokens
@@ -236,7 +239,7 @@ class TrainingSession:
         self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
 
     async def _give_back(self, batch_id: str, ids: Sequence[SampleId]) -> None:
-        """Rows that were not accumulated are READY again, unless their group was dropped: then they end FILTERED."""
+        """Makes rows that were not accumulated READY again. If their group was dropped, they end FILTERED instead."""
         async with self._claiming:
             await self._store.release(holder=_holder(batch_id))
             self._claimed.difference_update(ids)
@@ -245,15 +248,15 @@ class TrainingSession:
                     await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=drop.because))
 
     async def _tell_lines(self) -> None:
-        """What was closed meanwhile; the trainer takes it after the micro-batches that it was sent before."""
+        """Sends the lines of closed groups. The trainer applies them after the micro-batches sent before."""
         lines, self._lines = self._lines, {}
         if lines:
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: closing credit groups"):
                 num_tokens = await self._trainer.close_groups(lines)
-            # Not `+= await`: that adds to what the count was before, and a micro-batch may end meanwhile.
+            # Not `+= await`: that reads the count before the wait, and a micro-batch may end during it.
             self._num_tokens += num_tokens
 
 
 def _holder(batch_id: str) -> str:
-    """Who holds the rows of a micro-batch: what one of them gives back, the next one keeps."""
+    """Name that holds the rows of one micro-batch, so that giving one back does not release the next one's rows."""
     return f"trainer/{batch_id}"

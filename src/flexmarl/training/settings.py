@@ -1,4 +1,4 @@
-"""What can be chosen about training. Imports neither torch nor transformers, so that a laptop can check any config."""
+"""Settings of training. Imports neither torch nor transformers, so that a laptop can check any config."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,16 +15,16 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 def _said_in_yaml(value: object) -> object:
-    """YAML reads on and off as true and false."""
+    """Turns booleans back into on and off, which YAML reads as true and false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 Sharing = Annotated[Literal["auto", "on", "off"], BeforeValidator(_said_in_yaml)]
-"""Whether forward passes go along prefix trees."""
+"""Use of prefix trees in forward passes."""
 
 
 class AdamWSettings(Settings):
-    """AdamW (Loshchilov and Hutter 2019), decoupled weight decay."""
+    """AdamW (Loshchilov and Hutter 2019), with decoupled weight decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak rate; 1e-3 to 2e-3 for models of a few million.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
@@ -34,7 +34,7 @@ class AdamWSettings(Settings):
 
 
 class UpdateSettings(Settings):
-    """How one gradient becomes one change of the weights."""
+    """Settings of one update of the weights: optimiser, learning rate and clipping."""
 
     optimizer: AdamWSettings = Field(default=AdamWSettings(), description="The optimiser.")
     schedule: ScheduleSettings = Field(default=ScheduleSettings(), description="Learning rate over the updates.")
@@ -115,12 +115,12 @@ class TrainingSettings(UpdateSettings):
 
     @property
     def needs_appraisal(self) -> bool:
-        """Whether credit needs what only the trainer can say of a turn: its values, or the reference's opinion."""
+        """True if credit needs data from the trainer: the critic's values, or the reference's log-probabilities."""
         return self.critic is not None or (self.kl is not None and self.kl.where == "reward")
 
 
 class SupervisedSettings(UpdateSettings):
-    """Cold start on demonstrations."""
+    """Supervised training on demonstrations, as a cold start."""
 
     optimizer: AdamWSettings = Field(default=AdamWSettings(learning_rate=2e-3), description="The optimiser.")
     epochs: int = Field(default=1, gt=0, description="Passes over the demonstrations.")
@@ -132,7 +132,7 @@ class SupervisedSettings(UpdateSettings):
 
 
 class ProcessGroupSettings(Settings):
-    """How many policies hold training devices at once, and when their state is swapped (FlexMARL section 6)."""
+    """Number of policies that hold training devices at once, and when their state is swapped (FlexMARL section 6)."""
 
     at_once: int | None = Field(
         default=None, ge=1, description="Policies whose trainers are on devices at the same time; null: all of them."

@@ -1,8 +1,9 @@
 """Decides whether a policy's rows may be trained before their advantages are known (docs/math.md, Streaming credit).
 
-Two gradient sums per credit group stand for all advantages A = scale c + offset if a row's gradient is A times what it
-is for A = 1. On-policy every loss of the table has that: the ratio is 1, so no bound acts, and the gradient is that of
--A lp. Of what the trainer reports, the loss has to be linear too: `sapo` weighs the signs of A differently.
+Two gradient sums per credit group can replace all advantages A = scale c + offset, if a row's gradient is A times its
+gradient for A = 1. On-policy, every loss of the table satisfies this: the ratio is 1, so no bound acts, and the
+gradient is that of -A lp. The reported loss must be linear in A too, and that of `sapo` is not: it weighs the signs of
+A differently.
 """
 
 from flexmarl.training.settings import TrainingSettings
@@ -11,7 +12,7 @@ LINEAR_LOSSES = frozenset({"reinforce", "gpg", "ppo", "gspo", "cispo", "gmpo"})
 
 
 def obstacle(training: TrainingSettings) -> str:
-    """Which setting keeps streaming credit from being exact, and what would work; "": none does."""
+    """The setting that keeps streaming credit from being exact, and what would work; empty if there is none."""
     loss = getattr(training.loss, "type", "")
     if loss not in LINEAR_LOSSES:
         return f"loss.type is '{loss}', whose value is not linear in the advantage; use {_any_of(LINEAR_LOSSES)}"

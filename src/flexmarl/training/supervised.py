@@ -22,16 +22,16 @@ from flexmarl.training.batching import pad, plan_passes
 from flexmarl.training.settings import SupervisedSettings
 
 WINDOW_BATCHES = 64
-"""Rows are sorted by length inside windows of so many batches: little padding, and still a new mix in every epoch."""
+"""Rows are sorted by length inside windows of this many batches: little padding, and a new mix in every epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Token ids of one row, and which of them the model is to learn to say."""
+    """Token ids of one row, with marks on those that the model is to learn."""
 
     ids: IntArray
     trained: NDArray[np.bool_]
-    """[len(ids)]; the first token cannot be trained, since nothing predicts it."""
+    """[len(ids)] True for trained tokens. The first token cannot be trained, since nothing predicts it."""
 
 
 def _ignore(update: int, loss: float) -> None:
@@ -46,9 +46,10 @@ def train_supervised(
     seed: int,
     progress: Progress = _ignore,
 ) -> float:
-    """Minimises minus the mean log-probability of the trained tokens, in place; returns the last update's loss.
+    """Trains in place on minus the mean log-probability of the trained tokens; returns the last update's loss.
 
-    Deterministic for a seed, device and number of threads. Blocks; call it from a script or on a device thread.
+    Deterministic for a seed, device and number of threads. It blocks: call it from a script or on a device thread.
+    Raises TrainingError for a demonstration without trained tokens, or with marks that do not fit its ids.
     """
     for index, row in enumerate(demonstrations):
         if len(row.ids) != len(row.trained) or row.trained[:1].any() or not row.trained.any():
@@ -67,14 +68,14 @@ def train_supervised(
 
 
 def num_updates(demonstrations: Sequence[Demonstration], settings: SupervisedSettings) -> int:
-    """How many updates `train_supervised` will make: the natural `decay_steps`."""
+    """Number of updates that `train_supervised` makes: the natural value of `decay_steps`."""
     return settings.epochs * -(-len(demonstrations) // settings.batch)
 
 
 def batches(
     demonstrations: Sequence[Demonstration], settings: SupervisedSettings, seed: int
 ) -> Iterator[list[Demonstration]]:
-    """Every demonstration once per epoch, in batches of like length that come in random order."""
+    """Every demonstration once per epoch, in batches of similar length that come in random order."""
     random = np.random.default_rng(seed)
     lengths = np.array([len(row.ids) for row in demonstrations])
     window = WINDOW_BATCHES * settings.batch

@@ -1,9 +1,9 @@
-"""Decides which policy's training state comes onto devices, which is set aside for it, and when (FlexMARL section 6).
+"""Decides when a policy's training state comes onto devices, and when it is set aside (FlexMARL section 6).
 
     away ──resume──► coming ──► here ──suspend──► going ──► away
 
-Of the policies that wait, the next is the one with most ready work per second of swap and training, times its response
-ratio (waited + served) / served. That grows with the wait while those who come later begin at 1, so nobody starves.
+Of the policies that wait, the next is the one with the most ready rows per second of swap and training, times its
+response ratio (waited + served) / served. The ratio is 1 for a newcomer and grows with the wait, so no policy starves.
 """
 
 import math
@@ -15,11 +15,11 @@ from flexmarl.records import PolicyName
 from flexmarl.training.settings import ProcessGroupSettings
 
 SHORTEST_S = 1e-3
-"""What is not yet measured counts as this: a policy that was never swapped is tried, and then known."""
+"""Least time in a rate. A policy without measured times thus looks quick, is tried, and is measured."""
 
 
 class Where(StrEnum):
-    """Where a policy's state is."""
+    """Place of a policy's training state."""
 
     AWAY = "away"
     COMING = "coming"
@@ -28,17 +28,17 @@ class Where(StrEnum):
 
 
 class Need(StrEnum):
-    """What a policy wants devices for."""
+    """Need of a policy for devices."""
 
     NOTHING = "nothing"
     WAITING = "waiting"
-    """A micro-batch is due, or the update."""
+    """A micro-batch or the update is due."""
     HOLDING = "holding"
-    """It has them, and nobody may take them."""
+    """It has devices, and they may not be taken from it."""
 
 
 class Direction(StrEnum):
-    """Of a swap."""
+    """Direction of a swap."""
 
     RESUME = "resume"
     SUSPEND = "suspend"
@@ -46,30 +46,32 @@ class Direction(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Standing:
-    """What the rule knows of one policy."""
+    """State of one policy, as far as the rule needs it."""
 
     policy: PolicyName
     where: Where = Where.AWAY
     need: Need = Need.NOTHING
     since: float = 0.0
-    """When it began to need what it needs."""
+    """Time at which its present need began."""
     ready: int = 0
-    """Rows that its trainer could have now, or that wait for a micro-batch to be full."""
+    """Rows that its trainer could have now, or that wait for a full micro-batch."""
     micro_batch: int = 1
     done: bool = False
-    """Its step is over: it needs no devices before the next one's rows are ready."""
+    """True when its step is over: it needs no devices before rows of the next step are ready."""
     resume_s: float = 0.0
-    """What this took last; so do the next two."""
+    """Seconds of the last resume."""
     suspend_s: float = 0.0
+    """Seconds of the last suspend."""
     sample_s: float = 0.0
+    """Seconds of training per row, in the last micro-batch."""
 
     @property
     def back_s(self) -> float:
-        """Seconds of the way off the devices and back."""
+        """Seconds to leave the devices and come back."""
         return self.suspend_s + self.resume_s
 
     def rate(self, now: float) -> float:
-        """Ready rows per second of swap and training, times the response ratio; an update counts as one row."""
+        """Ready rows per second of swap and training, times the response ratio. An update counts as one row."""
         rows = max(self.ready, 1)
         served_s = max(self.back_s + rows * self.sample_s, SHORTEST_S)
         return rows / served_s * (1 + (now - self.since) / served_s)
@@ -77,7 +79,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """What to do with one policy's state, and why."""
+    """Decision to swap one policy's state, with its reason."""
 
     policy: PolicyName
     direction: Direction
@@ -85,7 +87,7 @@ class Swap:
 
 
 def next_swap(standings: Sequence[Standing], free: int, settings: ProcessGroupSettings, now: float) -> Swap | None:
-    """What to begin now, with so many free places; None: nothing. Ask again after each answer."""
+    """The swap to begin now with `free` places, or None. Call it again after each swap that has begun."""
     waiting = [s for s in standings if s.where is Where.AWAY and s.need is Need.WAITING]
     idle = [s for s in standings if s.where is Where.HERE and s.need is Need.NOTHING]
     going = sum(s.where is Where.GOING for s in standings)
@@ -101,7 +103,7 @@ def next_swap(standings: Sequence[Standing], free: int, settings: ProcessGroupSe
 
 
 def gives_way(holder: Standing, standings: Sequence[Standing], free: int, now: float) -> str:
-    """Why a policy that holds devices and could train on should leave them to another one; empty: it need not."""
+    """Reason why `holder`, which could continue training, should leave its devices to another policy; empty if none."""
     waiting = [s for s in standings if s.where is Where.AWAY and s.need is Need.WAITING]
     if len(waiting) <= free + sum(s.where is Where.GOING for s in standings):
         return ""
@@ -123,14 +125,14 @@ def _first(waiting: Sequence[Standing], now: float) -> Standing:
 
 
 def _make_room(idle: Sequence[Standing], first: Standing) -> Swap:
-    """Who is done goes, or else whoever is back soonest, as all must be before the step ends; of several, the one with
-    fewest rows on the way, then the one that has rested longest."""
+    """Chooses which idle policy leaves. One whose step is over goes first. Then the one that can be back soonest, since
+    all must be back before the step ends; then the one with the fewest rows ready, then the one idle longest."""
     goes = min(idle, key=lambda s: (not s.done, s.back_s, s.ready, s.since))
     return _suspend(goes, f"'{first.policy}' needs its devices, {goes.ready} rows are ready for it")
 
 
 def _prefetch(standings: Sequence[Standing], idle: Sequence[Standing], free: int, going: int) -> Swap | None:
-    """Before a micro-batch is full: devices that nobody holds, or whose policy has nothing at all on the way."""
+    """Swap before a micro-batch is full. It uses free devices, or those of a policy without ready rows."""
     expected = [s for s in standings if s.where is Where.AWAY and s.need is Need.NOTHING and s.ready]
     if not expected:
         return None
@@ -138,7 +140,7 @@ def _prefetch(standings: Sequence[Standing], idle: Sequence[Standing], free: int
     because = f"{nearest.ready} of {nearest.micro_batch} rows are ready"
     if free:
         return Swap(policy=nearest.policy, direction=Direction.RESUME, because=f"{because}, and devices are free")
-    # Putting somebody out for it whose way back is longer gains nothing.
+    # Suspending a policy that takes longer to come back gains nothing.
     longest_s = nearest.back_s or math.inf
     unused = [s for s in idle if not s.ready and (s.done or s.back_s <= longest_s)]
     if len(expected) > going and unused:

@@ -51,7 +51,7 @@ class TurnWeighted(RowOutcome):
     max_turns: int = Field(default=8, ge=1)
     """K: number of turns."""
     clip: bool = True
-    """Turns beyond K count no more than turn K."""
+    """Turns after turn K count no more than turn K."""
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""
@@ -117,7 +117,7 @@ class Shaped(RowOutcome):
     max_turns: int = Field(default=8, ge=1)
     """K: number of turns."""
     clip: bool = True
-    """Turns beyond K count no more than turn K."""
+    """Turns after turn K count no more than turn K."""
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""

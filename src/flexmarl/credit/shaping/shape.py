@@ -2,7 +2,7 @@
 
   reward     = outcome' + the workflow's other parts + terms that add
   outcome    = outcome', the outcome after a term reshaped it; filters look at it
-  parts      = {outcome, the workflow's other parts, each term by its type}: they add up to the reward
+  parts      = {the given outcome, the workflow's other parts, the change by each term}: they add up to the reward
   objectives = {outcome', the workflow's other parts}, and
   prices     = {each term that adds}: together they add up to the reward, too
   act_reward, call_reward: the shares of the reward that belong to the act and to the call itself

@@ -1,4 +1,4 @@
-"""Forward passes and updates on a Hugging Face causal LM, as reinforcement and supervised training share them."""
+"""Forward passes and updates on a Hugging Face causal LM, for reinforcement learning and supervised training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,10 +24,10 @@ DTYPES: dict[Dtype, torch.dtype] = {
 
 
 def load_model(source: str | Path, dtype: Dtype = "float32") -> PreTrainedModel:
-    """A causal LM, on the CPU, from a Hugging Face folder or name.
+    """Loads a causal LM onto the CPU, from a Hugging Face folder or name.
 
-    Raises ConfigError naming the tensors that are missing, not finite, of another shape, or not the model's:
-    transformers would complete, or leave out, what differs.
+    Raises ConfigError that names the tensors that are missing, not finite, of another shape, or not the model's.
+    Transformers itself would fill in or leave out such tensors.
     """
     model = _loaded(source, dtype=DTYPES[dtype])
     if names := unbounded(dict(model.named_parameters())):
@@ -40,13 +40,16 @@ def load_model(source: str | Path, dtype: Dtype = "float32") -> PreTrainedModel:
 
 
 def check_model_files(source: str | Path) -> PreTrainedModel:
-    """As `load_model`, by the names and shapes in the files alone: a model without memory. Raises ConfigError."""
+    """Checks names and shapes in the files as `load_model` does, and returns a model without memory.
+
+    Raises ConfigError as `load_model` does, but does not look for numbers that are not finite.
+    """
     return _loaded(source, device_map="meta")
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' bars and its report of what differs, which is in our error."""
+    """Hides transformers' progress bars, and its report of differing tensors, which our error contains."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -59,7 +62,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _loaded(source: str | Path, **options: Any) -> PreTrainedModel:
-    """The model, with exactly the tensors that its files hold; tied ones and buffers need not be in them."""
+    """The model, if its files hold exactly its tensors. Tied tensors and buffers may be missing."""
     with boundary(ConfigError, f"loading the model '{source}'"), _quietly():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -80,7 +83,7 @@ def _loaded(source: str | Path, **options: Any) -> PreTrainedModel:
 
 
 def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bool) -> None:
-    """Training mode with dropout off for good: the trainer must see the distribution that the engine sampled from."""
+    """Sets training mode, with all dropout at 0: the trainer must see the distribution that the engine sampled from."""
     module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -89,22 +92,22 @@ def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bo
             module.attention_dropout = 0.0
     model.train()
     if activation_checkpointing:
-        # PyTorch leaves function modes when it enters backward, so the recomputation must be given its own.
+        # PyTorch leaves function modes when it enters backward, so the recomputation needs its own.
         contexts = {"context_fn": lambda: (nullcontext(), precision(model))}
-        # Transformers 5.18 gave it the first name and keeps the second as a deprecated alias.
+        # Transformers 5.18 introduced the first name and keeps the second as a deprecated alias.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, **contexts})
 
 
 class DoubleStays(TorchFunctionMode):
-    """In the block, float64 tensors are not cast to float32.
+    """Keeps float64 tensors from being cast to float32 inside the block.
 
-    Models cast inside their norms, so that low precision does no harm there; in double precision that cast would be
-    the harm, and updates would depend on the order of the rows in the seventh digit.
+    Models cast to float32 inside their norms to protect low precision. In double precision that cast loses digits, and
+    updates would depend on the order of the rows in the seventh digit.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leaves out the casts, calls everything else."""
+        """Skips such casts and calls everything else."""
         wanted = (*args[1:], *(kwargs or {}).values())
         lowers = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in wanted)
         if lowers and args[0].dtype == torch.float64:
@@ -113,17 +116,17 @@ class DoubleStays(TorchFunctionMode):
 
 
 def precision(model: PreTrainedModel) -> AbstractContextManager[object]:
-    """What forward and backward passes of the model must run in."""
+    """Context in which forward and backward passes of the model must run."""
     return DoubleStays() if model.dtype == torch.float64 else nullcontext()
 
 
 def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:
     """Logits [N, V] that predict the trained tokens, and those tokens [N].
 
-    The hidden states are gathered in front of the head, so that no logits exist at prompts and padding, while whatever
-    the model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed:
-    both defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed
-    on to the model.
+    The hidden states are gathered before the head, so no logits are made for prompts and padding. Everything that the
+    model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed: both
+    defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed to
+    the model.
     """
     positions = torch.from_numpy(rows.positions).to(model.device)
     head = model.get_output_embeddings()
@@ -143,8 +146,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [N] of each target, at temperature 1, and the entropy [N] of its distribution.
 
-    Target i has the logits at `places[i]`, or at i. The entropy's gradient keeps another tensor of the logits' size
-    until backward, so it is there only if asked for.
+    Target i has the logits at `places[i]`, or at i without `places`. The entropy has a gradient only if
+    `entropy_gradient` is set, because that keeps another tensor of the logits' size until backward.
     """
     logprobs = logits.log_softmax(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -155,7 +158,7 @@ def token_logprobs(
 
 
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The state dict without its tied duplicates: of tensors that are one, the first name counts."""
+    """The state dict without tied duplicates. A tensor with several names is yielded under the first."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -165,9 +168,9 @@ def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def unbounded(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that hold a NaN or an infinity, or numbers so large that their L2 norm has none.
+    """Names of tensors that hold a NaN or an infinity, or numbers too large for a finite L2 norm.
 
-    One fused reduction that reads each number once: a third of the time of a fused AdamW step.
+    It is one fused reduction that reads each number once, in a third of the time of a fused AdamW step.
     """
     numbers = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
     norms = torch._foreach_norm(list(numbers.values()))
@@ -177,15 +180,15 @@ def unbounded(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:
-    """A list for an error: the first names, and how many more there are."""
+    """Text for an error: the first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Updater:
-    """AdamW on a model's parameters; a bfloat16 parameter has a float32 master, in which small updates survive.
+    """AdamW on a model's parameters. A bfloat16 parameter has a float32 master copy, in which small updates survive.
 
-    We cast once per update rather than autocast every operation: the forward pass then runs on exactly the bfloat16
-    weights that the engine gets.
+    Weights are cast once per update instead of in every operation (autocast), so that the forward pass runs on exactly
+    the bfloat16 weights that the engine gets.
     """
 
     def __init__(
@@ -196,9 +199,9 @@ class Updater:
         beside: Mapping[str, nn.Parameter] = {},
         beside_rate: float | None = None,
     ) -> None:
-        """`beside` are parameters that are trained with the model and are no part of it, by name.
+        """`beside` are parameters, by name, that are trained with the model but are not part of it.
 
-        They have the peak rate `beside_rate`; None: that of the model.
+        `beside_rate` is their peak learning rate; None means that of the model.
         """
         self._settings = settings
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(beside)
@@ -222,7 +225,7 @@ class Updater:
         )
 
     def take_gradients(self) -> list[Tensor]:
-        """The gradients since the last call, zeros where there are none; the parameters keep none."""
+        """Takes the gradients since the last call out of the parameters, with zeros for parameters that have none."""
         gradients = [
             torch.zeros_like(master) if parameter.grad is None else parameter.grad
             for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True)
@@ -234,8 +237,8 @@ class Updater:
     def apply(self, gradients: Sequence[Tensor], update: int, where: str) -> tuple[float, float]:
         """Clips, steps and refreshes the parameters; returns (gradient norm before clipping, learning rate).
 
-        Raises TrainingError for a gradient that is not finite, with the weights as they were; and for weights that are
-        not finite afterwards, which are then lost.
+        Raises TrainingError if a gradient is not finite, and then the weights do not change. Raises it also if weights
+        are not finite after the update, and then they are lost.
         """
         norm = torch.nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
@@ -266,7 +269,7 @@ class Updater:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the masters into the parameters that are not their own master."""
+        """Copies master weights into the parameters that have a separate master."""
         for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
             if parameter is not master:
                 parameter.copy_(master)

@@ -1,6 +1,7 @@
-"""Value head on a policy's trunk: one linear output beside the vocabulary's, from the same hidden states.
+"""Forward passes of a Hugging Face causal LM over samples: which samples go together, and what comes out of them.
 
-Forward passes of a Hugging Face causal LM over samples: which rows go together, and what comes out of them.
+`plan` divides samples into passes, along prefix trees or as padded rows. `run` makes one pass. `ValueHead` is the
+critic's part of the network.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,14 @@ from flexmarl.training.tree.merge import PrefixTree, cut, merge, sort_rows
 
 
 class ValueHead(nn.Module):
-    """What the critic expects from each place of a row.
+    """The critic: a linear layer with one output, on the same hidden states as the model's head.
 
-    It is no part of the model: it is trained and saved with it, and neither published nor exported. It begins at 0,
-    so that a new critic expects nothing and the trunk hears nothing of it before it has learned something.
+    It is trained and saved with the model but is not part of it; it is neither published nor exported. It starts at 0,
+    so a new critic expects 0 and sends no gradient into the trunk before it has learned something.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """On the model's device; in float32 or the model's float64, for values of any size must keep their digits."""
+        """Puts the head on the model's device, in float32, or float64 as the model: values must keep their digits."""
         super().__init__()
         embeddings = model.get_input_embeddings()
         width = int(model.config.get_text_config().hidden_size)
@@ -47,7 +48,7 @@ class ValueHead(nn.Module):
 
 @contextmanager
 def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """In the block, collects what the model's head is given, one tensor per forward pass."""
+    """Collects the inputs of the model's head inside the block, one tensor per forward pass."""
     head, seen = model.get_output_embeddings(), list[Tensor]()
     assert head is not None, "a causal LM has a head"
 
@@ -63,23 +64,23 @@ class Pass:
     """Samples that go through the model together."""
 
     rows: NDArray[np.int64]
-    """Their places among the samples that were planned."""
+    """Indices of the samples among those that were planned."""
     tree: PrefixTree | None = None
-    """The same samples merged, in this order; None: they go as padded rows."""
+    """The same samples merged, in this order; None if they go as padded rows."""
     tokens_saved: int = 0
-    """Tokens of the samples that are not computed, since others share them."""
+    """Tokens of the samples that are not computed because other samples share them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """Of N sampled tokens: those of the samples, in their order."""
+    """Outputs for N sampled tokens: those of the samples, in their order."""
 
     logprobs: Tensor
-    """[N] at temperature 1, with gradient."""
+    """[N] log-probabilities at temperature 1, with gradient."""
     entropy: Tensor
-    """[N] of the distribution at each token, at temperature 1; with gradient only if asked for."""
+    """[N] entropy of the distribution at each token, at temperature 1; with gradient only if asked for."""
     values: Tensor | None = None
-    """[N] what the value head expects in front of each token, with gradient."""
+    """[N] output of the value head before each token, with gradient."""
 
 
 def plan(
@@ -89,10 +90,10 @@ def plan(
     *,
     overhead: float = PASS_OVERHEAD_TOKENS,
 ) -> list[Pass]:
-    """Every sample once, in passes of at most `max_tokens_per_forward` tokens.
+    """Divides samples into passes of at most `max_tokens_per_forward` tokens; each sample is in one pass.
 
-    `shape` is that of a model that can run along trees (`use_prefix_trees`). With `tree: auto` the samples of a tree
-    that would not pay go as rows. `overhead` is what one more pass costs in tokens (`ModelShape.overhead_tokens`).
+    `shape` is given for a model that can run along trees (`use_prefix_trees`). With `tree: auto`, samples whose tree
+    would not pay go as rows. `overhead` is the cost of one more pass in tokens (`ModelShape.overhead_tokens`).
     """
     trees = list(_trees(samples, settings, shape)) if shape is not None and samples else []
     in_tree = {row for together in trees for row in together.rows.tolist()}
@@ -109,9 +110,9 @@ def run(
     value_head: ValueHead | None = None,
     entropy_gradient: bool = False,
 ) -> TokenOutputs:
-    """One pass. Every sample must have sampled tokens; `tree` is theirs, on a model that can run along it.
+    """Makes one pass. Every sample must have sampled tokens. `tree` merges them, for a model that can run along it.
 
-    A node of the tree goes through the head once, whatever number of rows it predicts a token of.
+    A node of the tree goes through the head once, however many rows it predicts a token of.
     """
     rows, places, options = (_padded(samples), None, {}) if tree is None else _merged(model, samples, tree)
     with hidden_states(model) as hidden:
@@ -132,7 +133,7 @@ def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelSh
         rows = order[part]
         as_rows = np.inf if always else _cost_of_rows(lengths[rows], settings, shape)
         common = np.append(0, shared[part][1:])
-        # Merging takes a tenth of the time of tiny rows in tiny models: not where it cannot pay.
+        # For tiny rows in tiny models, merging takes a tenth of a pass's time: skip it where a tree cannot pay.
         least = shape.least_cost_of_tree(lengths[rows], common)
         if not (always or (shares_enough(lengths[rows], common) and pays(least, as_rows))):
             continue
@@ -147,12 +148,12 @@ def _cost_of_rows(lengths: NDArray[np.int64], settings: TrainingSettings, shape:
 
 
 def _inputs(sample: Sample) -> IntArray:
-    """What a row has to be computed for: its last token predicts nothing."""
+    """Tokens of a row that must be computed: all but the last, which predicts nothing."""
     return np.concatenate((sample.turn.prompt_ids, sample.turn.response_ids[:-1]))
 
 
 def _merged(model: PreTrainedModel, samples: Sequence[Sample], tree: PrefixTree) -> tuple[PaddedRows, Tensor, Any]:
-    """The tree as one row; which of the nodes in front of the head predicts each token; what else the model is told."""
+    """The tree as one row; [N] which gathered node predicts each token; the model's other arguments."""
     ids, options = along(tree, model.device, model.dtype)
     nodes, places = np.unique(tree.predictors, return_inverse=True)
     targets = np.concatenate([s.turn.response_ids for s in samples]).astype(np.int64)

@@ -1,10 +1,8 @@
-"""Gradient sums on a device: what the micro-batches since the last update add up to.
+"""Gradient sums on a device: the passes that make them, and the cache that holds them until the next update.
 
 rows with an advantage ───────────────────────────────► sums
 rows of an open credit group ──► two sums of its own ──► scale x (sum of c g) + offset x (sum of g), or nothing
                                                          (docs/math.md, Streaming credit)
-
-Gradients of a network: forward and backward through one pass of samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +22,21 @@ from flexmarl.training.tree.cost import ROW_TOKENS, SAVED
 
 @dataclass(slots=True, kw_only=True)
 class OpenSums:
-    """What was accumulated of one credit group that is not complete."""
+    """Gradient sums of one credit group that is not complete."""
 
     plain: list[Tensor]
-    """Sum of g_i: the gradient that a row has with advantage 1."""
+    """Sum of g_i, the gradient of row i with advantage 1."""
     scored: list[Tensor]
-    """Sum of c_i g_i."""
+    """Sum of c_i g_i, where c_i is the score of row i."""
     num_samples: int
     num_tokens: float
     sums: dict[str, float] = field(default_factory=dict)
-    """As a LossReport has them, with advantage 1."""
+    """Sums of a LossReport, with advantage 1."""
     scored_loss: float = 0.0
     """The loss with advantage c_i."""
 
     def add(self, more: Self) -> None:
-        """Takes the other one over."""
+        """Adds other sums of the same group."""
         torch._foreach_add_(self.plain, more.plain)
         torch._foreach_add_(self.scored, more.scored)
         self.num_samples += more.num_samples
@@ -47,13 +45,13 @@ class OpenSums:
         self.scored_loss += more.scored_loss
 
     def gradients(self, line: CreditLine) -> list[Tensor]:
-        """scale x scored + offset x plain, in the memory of `scored`."""
+        """scale x scored + offset x plain, computed in the memory of `scored`."""
         torch._foreach_mul_(self.scored, line.scale)
         torch._foreach_add_(self.scored, self.plain, alpha=line.offset)
         return self.scored
 
     def report(self, name: str, line: CreditLine) -> LossReport:
-        """What a micro-batch of the same rows would have reported, had their advantages been known."""
+        """The report of a micro-batch of the same rows, as if their advantages had been known."""
         loss = line.scale * self.scored_loss + line.offset * self.sums["loss"]
         return LossReport(
             micro_batch_id=f"line/{name}",
@@ -64,22 +62,22 @@ class OpenSums:
 
 
 class GradientCache:
-    """One sum per parameter, in the parameters' order; None while nothing has a gradient."""
+    """One gradient sum per parameter, in the parameters' order. `sums` is None while there is no gradient."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] | None = None
         self.open: dict[str, OpenSums] = {}
-        """By the name of the credit group: two sums per parameter each."""
+        """Sums of open credit groups, by name: two per parameter each."""
 
     def add(self, gradients: list[Tensor]) -> None:
-        """Takes the tensors over: the caller may not use them afterwards."""
+        """Adds gradients. It takes the tensors over, and the caller may not use them afterwards."""
         if self.sums is None:
             self.sums = gradients
         else:
             torch._foreach_add_(self.sums, gradients)
 
     def add_open(self, more: Mapping[str, OpenSums]) -> None:
-        """Takes over what a micro-batch had of open credit groups."""
+        """Adds a micro-batch's sums of open credit groups, and takes them over."""
         for name, of_group in more.items():
             if name in self.open:
                 self.open[name].add(of_group)
@@ -87,7 +85,7 @@ class GradientCache:
                 self.open[name] = of_group
 
     def close(self, name: str, line: CreditLine | None) -> LossReport | None:
-        """Adds what the line makes of an open group's sums, or drops them; None: there is nothing to report."""
+        """Closes an open group: adds its sums by `line`, or drops them if `line` is None. None if nothing was added."""
         of_group = self.open.pop(name, None)
         if of_group is None or line is None:
             return None
@@ -96,34 +94,34 @@ class GradientCache:
         return report
 
     def clear(self) -> None:
-        """Forgets the sums."""
+        """Drops all sums."""
         self.sums = None
         self.open.clear()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that it holds."""
+        """All tensors of the cache."""
         open_sums = [tensor for of_group in self.open.values() for tensor in (*of_group.plain, *of_group.scored)]
         return [*(self.sums or ()), *open_sums]
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """State for a checkpoint."""
         names = [each.name for each in fields(OpenSums)]
         open_sums = {group: {name: getattr(sums, name) for name in names} for group, sums in self.open.items()}
         return {"sums": self.sums, "open": open_sums}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
+        """Restores what `state` returned."""
         self.sums = state["sums"]
         self.open = {name: OpenSums(**of_group) for name, of_group in state["open"].items()}
 
 
 Weighted = tuple[Sample, float]
-"""A sample, and what each of its tokens weighs in S."""
+"""A sample, and the weight of each of its tokens in S."""
 
 
 class Backward:
-    """Leaves gradients of kappa S in the network's parameters, or takes them out where they are of an open group."""
+    """Makes gradients of kappa S. They stay in the network's parameters, but those of open groups are taken out."""
 
     def __init__(self, network: Network, objective: Objective, updater: Updater, *, scale: float) -> None:
         """`scale` is kappa, `training.accumulation_scale`."""
@@ -133,7 +131,7 @@ class Backward:
         self._scale = scale
 
     def add(self, trained: Sequence[Weighted], together: Pass, version: Version) -> dict[str, float]:
-        """Adds one pass over some of `trained` to the gradients; its sums, as a LossReport has them."""
+        """Adds one pass over some of `trained` to the gradients. Returns its sums for a LossReport."""
         objective, network = self._objective, self._network
         samples, weights = _of(trained, together)
         reference = network.reference_logprobs(samples, together.tree) if objective.needs_reference else None
@@ -144,9 +142,10 @@ class Backward:
         return objective.sums(samples, figures) | _computed(samples, together)
 
     def open_sums(self, members: Sequence[Weighted], together: Pass, version: Version) -> OpenSums:
-        """Of one pass over some rows of one open credit group; no gradients stay behind.
+        """Sums of one pass over some rows of one open credit group. No gradients stay in the parameters.
 
-        One forward pass; a second backward pass only where scores differ: then sum of c g is no multiple of g's.
+        It takes one forward pass. A second backward pass is needed only if scores differ: if they are equal, the sum of
+        c g is a multiple of the sum of g.
         """
         samples, weights = _of(members, together)
         scores = [sample.advantage for sample in samples]

@@ -25,18 +25,19 @@ from flexmarl.training.backends.causal_lm import unique_tensors
 from flexmarl.training.lora import LoraSettings
 
 NAME = "default"
-"""Of the adapter among those that peft could hold; we have one per model."""
+"""Name of the adapter. peft could hold several per model, and we have one."""
 BASE = ".base_layer"
-"""What peft puts into the name of a layer that it has wrapped."""
+"""Part that peft inserts into the parameter names of a layer that it has wrapped."""
 
 
 class Adapter:
-    """The adapter of one model. It begins as no change at all: A is random, B is 0."""
+    """The adapter of one model. At first it changes nothing: A is random, B is 0."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:
-        """Wraps the model's linear layers in place and freezes all else; equal seeds give equal adapters.
+        """Wraps the model's linear layers in place and freezes everything else. Equal seeds give equal adapters.
 
-        Raises ConfigError where `target_modules` fits no linear layer, or one whose weight is another's too.
+        Raises ConfigError if `target_modules` fits no layer, a layer that is not linear, or a head whose weight is also
+        that of the embeddings.
         """
         self._model, self.settings = model, settings
         self._base: Checksum | None = None
@@ -55,7 +56,7 @@ class Adapter:
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
-        """The model without its adapter, as a `Reference`: it computes what the initial weights would."""
+        """The model without its adapter, inside the block. It computes what the initial weights would (`Reference`)."""
         self._enable(False)
         try:
             yield self._model
@@ -63,9 +64,9 @@ class Adapter:
             self._enable(True)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that the adapted model amounts to, by the base's names, without tied duplicates.
+        """The weights of the base and the adapter together, under the base's names, without tied duplicates.
 
-        Merged tensors are new ones: the base is only read, so that a thousand updates leave no rounding in it.
+        Merged tensors are new: the base is only read, so that a thousand updates leave no rounding in it.
         """
         layers = {f"{name}{BASE}.weight": layer for name, layer in self._layers()}
         for name, tensor in unique_tensors(self._model):
@@ -87,7 +88,7 @@ class Adapter:
         )
 
     def overflowing(self) -> list[str]:
-        """Layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
+        """Names of layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
         most = torch.finfo(self._model.dtype).max
         scaling = self.settings.alpha / self.settings.rank
         found: list[str] = []

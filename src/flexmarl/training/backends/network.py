@@ -1,11 +1,9 @@
-"""Reference policy in the trainer's process: the initial weights of the run, which never change.
-
-Network of a policy on one device: a Hugging Face causal LM, and what the settings attach to it.
+"""Network of a policy on one device: a Hugging Face causal LM, and what the settings attach to it.
 
          ┌── adapter      the part that is trained, if not all (LoRA)
-model ───┼── value head   what a critic expects
-         ├── reference    the initial weights, for a divergence
-         └── shape        what runs along prefix trees cost, if it can run along them
+model ───┼── value head   the critic's expectation at each token
+         ├── reference    the initial weights of the run, which never change, for a divergence
+         └── shape        the cost of passes along prefix trees, if the model can run along them
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +34,7 @@ from flexmarl.training.tree.merge import PrefixTree
 
 
 class Reference(Protocol):
-    """Gives the reference policy for the length of a block, in which nothing may be trained."""
+    """Access to the reference policy inside a block, in which nothing may be trained."""
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
@@ -45,10 +43,10 @@ class Reference(Protocol):
 
 
 class FrozenCopy:
-    """A second copy of the weights, as they are when it is made: before a checkpoint is loaded over them."""
+    """A second copy of the weights at the time when it is made. Make it before a checkpoint is loaded over them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Takes the memory of the weights once more, and no gradients or optimiser state."""
+        """Needs the memory of the weights once more, but no gradients or optimiser state."""
         self._copy = deepcopy(model).requires_grad_(False)
 
     @contextmanager
@@ -58,10 +56,10 @@ class FrozenCopy:
 
 
 class Network:
-    """The model belongs to it from here on: it is cast, moved and updated in place.
+    """Network of one policy. It takes the model over: the model is cast, moved and updated in place.
 
     Its methods take samples that go through the model together, all with sampled tokens, and their tree if they are
-    merged; a Tensor [N] is about their N sampled tokens, in order.
+    merged. A Tensor [N] holds one number for each of their N sampled tokens, in order.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Network:
         seed: int,
         deterministic: bool = False,
     ) -> None:
-        """`seed` is of what a new adapter begins with; `deterministic`: equal passes give equal bits."""
+        """`seed` sets the first weights of a new adapter. With `deterministic`, equal passes give equal bits."""
         self.model = model
         self._deterministic = deterministic
         self._settings = settings
@@ -90,44 +88,44 @@ class Network:
 
     @property
     def has_reference(self) -> bool:
-        """Whether `reference_logprobs` may be called."""
+        """True if `reference_logprobs` may be called."""
         return self._reference is not None
 
     @property
     def has_values(self) -> bool:
-        """Whether `values` may be called."""
+        """True if `values` may be called."""
         return self._value_head is not None
 
     @property
     def beside(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that are trained and not the model's."""
+        """Trained parameters that are not part of the model, by name."""
         return {} if self._value_head is None else dict(self._value_head.named_parameters(prefix="value_head"))
 
     def plan(self, samples: Sequence[Sample]) -> list[Pass]:
-        """Which samples go through the model together."""
+        """Divides samples into passes through the model."""
         return plan(samples, self._settings, self._shape, overhead=self._overhead)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What forward and backward passes must run in."""
+        """Context in which forward and backward passes must run."""
         with precision(self.model), deterministic_kernels(self.model.device, wanted=self._deterministic):
             yield
 
     def outputs(
         self, samples: Sequence[Sample], tree: PrefixTree | None, *, entropy_gradient: bool = False
     ) -> TokenOutputs:
-        """With gradient; to be called, and its gradients taken, in `computing`."""
+        """Outputs with gradient. Call it, and its backward, inside `computing`."""
         return run(self.model, samples, tree=tree, value_head=self._value_head, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
-        """Under the weights as they are."""
+        """Log-probabilities under the current weights."""
         with self.computing():
             return run(self.model, samples, tree=tree).logprobs
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
-        """What the critic expects."""
+        """Values of the critic."""
         with self.computing():
             values = run(self.model, samples, tree=tree, value_head=self._value_head).values
         assert values is not None, "asked of a network with a critic only"
@@ -135,13 +133,13 @@ class Network:
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
-        """Under the initial weights."""
+        """Log-probabilities under the initial weights."""
         assert self._reference is not None, "asked of a network with a reference only"
         with self._reference.model() as model, self.computing():
             return run(model, samples, tree=tree).logprobs
 
     def published(self) -> dict[str, Tensor]:
-        """The weights that engines serve, by the model's own names, without tied duplicates; or the adapter alone."""
+        """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone."""
         if self._adapter is not None and self._settings.publish == "adapter":
             return self._adapter.published().as_tree()
         return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self.model))

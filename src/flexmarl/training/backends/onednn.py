@@ -1,7 +1,7 @@
-"""oneDNN under a model's linear layers: what torch ships, but does not take for float32 on x86.
+"""oneDNN for a model's linear layers: torch ships it, but does not use it for float32 on x86.
 
-There torch takes MKL, which uses AVX-512 on Intel's processors only: on an AMD EPYC that is 100 GFLOP/s a core, forward
-and backward, against 180 to 240 of oneDNN, and matrix products are most of what a small model's CPU time goes into.
+Torch uses MKL there, which uses AVX-512 on Intel's processors only. On an AMD EPYC, MKL reaches 100 GFLOP/s a core,
+forward and backward, and oneDNN 180 to 240. Matrix products take most of a small model's CPU time.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 MIN_ROWS = 16
-"""With fewer rows, oneDNN's fixed cost of some 10 us a call is more than it spares."""
+"""Least rows for oneDNN. With fewer, its fixed cost of about 10 us a call is more than it saves."""
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Puts the model's plain linear layers on oneDNN, in place; names, parameters and everything else stay."""
+    """Puts the model's plain linear layers on oneDNN, in place. Names, parameters and everything else do not change."""
     if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
         for module in model.modules():
             if type(module) is nn.Linear:
@@ -23,7 +23,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 class OneDnnLinear(nn.Linear):
-    """Linear layer whose float32 products on a CPU are oneDNN's; others (GPUs, other types, few rows) are torch's."""
+    """Linear layer that uses oneDNN for float32 on a CPU, and torch for the rest: GPUs, other types, few rows."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Product with the weight, plus bias."""
@@ -34,7 +34,7 @@ class OneDnnLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b with its gradients, each of them one product."""
+    """x W^T + b with its gradients. The gradients of x and W are one product each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,5 +57,5 @@ class _Product(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., I] times [O, I] transposed: the operator that torch's own compiler calls for linear layers on CPUs."""
+    """[..., I] times [O, I] transposed, by the operator that torch's own compiler calls for linear layers on CPUs."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,7 +1,7 @@
-"""Transformers' attention interface for prefix trees: how a model learns of a tree, and which models can.
+"""Transformers' attention interface for prefix trees: how a model is given a tree, and which models can use one.
 
-A model that runs on it attends as before, unless a forward pass brings a tree: `model(..., prefix_tree=...)`. The tree
-travels with the call, not beside it, so that activation checkpointing repeats a pass along the same tree.
+A model on this interface attends as before, unless a forward pass brings a tree: `model(..., prefix_tree=...)`. The
+tree is an argument of the call, so activation checkpointing repeats a pass along the same tree.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from flexmarl.training.tree.pieces import attention_pieces
 from flexmarl.training.tree.piecewise import PiecewiseAttention
 
 NAME = "prefix_tree"
-"""The attention implementation of a model that can."""
+"""Name of the attention implementation that accepts a tree."""
 
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Attention of one tree: queries, keys, values [1, H, T, D] and the scale."""
+"""Attention of one tree. It takes queries, keys and values [1, H, T, D], and the scale."""
 
 
 def attend(
@@ -39,7 +39,7 @@ def attend(
     prefix_tree: Attention | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What every attention layer calls: along the tree if there is one, else as `sdpa` does."""
+    """Called by every attention layer. It attends along the tree if there is one, else as `sdpa` does."""
     if prefix_tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = options.get("scaling")
@@ -48,23 +48,24 @@ def attend(
 
 
 def along(tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Input ids [1, T], on a GPU padded to whole blocks, and what else a model must be told to run along the tree."""
+    """Input ids [1, T], on a GPU padded to whole blocks, and the model's other arguments for a pass along the tree."""
     if device.type == "cuda":
         attention = FlexAttention(tree.ends, device)
         padding = attention.num_nodes - tree.num_tokens
     else:
         attention, padding = PiecewiseAttention(attention_pieces(tree), dtype), 0
     positions = torch.from_numpy(np.pad(tree.depths, (0, padding)))[None].to(device)
-    # With a mask of ones nothing is made of the positions, which otherwise look like rows that were packed together.
+    # Without a mask of ones, transformers would take these positions for rows that were packed together.
     mask = torch.ones_like(positions, dtype=torch.bool)
     options = {"position_ids": positions, "attention_mask": mask, "prefix_tree": attention}
     return np.pad(tree.tokens, (0, padding))[None], options
 
 
 def use_prefix_trees(model: PreTrainedModel, wanted: str) -> ModelShape | None:
-    """Puts a model on this attention, in place; None, and nothing done, if trees are off or the model cannot.
+    """Puts a model on this attention, in place, and returns its shape.
 
-    `wanted` is `training.tree`. Raises ConfigError if it is "on" and the model cannot.
+    Returns None and changes nothing if trees are off or the model cannot use them. `wanted` is `training.tree`. Raises
+    ConfigError if it is "on" and the model cannot.
     """
     if wanted == "off":
         return None
@@ -80,7 +81,7 @@ def use_prefix_trees(model: PreTrainedModel, wanted: str) -> ModelShape | None:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The reason why a model cannot run along a tree, as far as it says so itself."""
+    """Reason why a model cannot run along a tree, as far as its config and class say so; None if there is none."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"}:
@@ -100,7 +101,7 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """What the cost of the model's passes depends on."""
+    """Properties of the model that the cost of its passes depends on."""
     config = model.config.get_text_config()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {id(p) for module in ends if module is not None for p in module.parameters()}
@@ -115,14 +116,17 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 @torch.no_grad()
 def _wrong_on_trial(model: PreTrainedModel) -> str | None:
-    """Three short rows, along their tree and one by one: what else a model's attention does shows here."""
+    """Runs three short rows along their tree and one by one. Returns how the outputs differ; None if they agree.
+
+    They differ if the model's attention does more than look at the tokens before.
+    """
     rows = [np.array(row) for row in ([1, 2, 3, 4], [1, 2, 0, 3], [1, 2])]
     tree = merge(rows, [len(row) for row in rows])
     ids, options = along(tree, model.device, model.dtype)
     try:
         on_tree = model(input_ids=torch.from_numpy(ids).to(model.device), use_cache=False, **options).logits[0]
     except Exception as error:
-        # On a GPU the first pass compiles: no compiler, or heads too small for the kernel, shows here.
+        # On a GPU the first pass compiles. A missing compiler, or heads too small for the kernel, fails here.
         return f"{type(model).__name__} fails on a tree: {type(error).__name__}: {error}"
     found = on_tree[torch.from_numpy(tree.predictors).to(model.device)]
     alone = [model(input_ids=torch.from_numpy(row)[None].to(model.device), use_cache=False).logits[0] for row in rows]

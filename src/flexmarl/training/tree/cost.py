@@ -1,11 +1,11 @@
-"""Decides whether a forward pass along a tree pays, from how much it has to compute and how fast each part of it is.
+"""Decides whether a forward pass along a prefix tree pays, from the amount of each kind of work and its speed.
 
-The rates are constants of the kind of device: a choice by the clock would make two runs of one seed differ in their
-last bits. Only their ratios matter, and the choice is not close to where they would: sharing that pays at all mostly
-pays many times. A CPU's were measured once (benchmarks/tree.py). CUDA's are derived from what an H100 is known to do,
+The rates are constants of the device type: a choice by the clock would make two runs of one seed differ in their last
+bits. Only the ratios of rates matter, and the choice is rarely close: where sharing pays at all, it mostly pays many
+times over. The CPU's rates were measured once (benchmarks/tree.py). CUDA's are derived from known numbers of an H100,
 and no GPU has checked them; benchmarks/gpu/run.py measures what they should be.
 
-Decides what trees saved, as figures of a micro-batch and of an update.
+`tree_figures` reports what trees saved in a micro-batch or an update.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,60 +23,60 @@ from flexmarl.training.tree.pieces import attention_pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a kind of device is at each part, in operations of a linear layer."""
+    """Costs of a device type, in operations of a linear layer."""
 
     attention: float
-    """An attention operation."""
+    """Cost of an attention operation."""
     call: float = 0.0
-    """One more attention call of a layer, there and back."""
+    """Cost of one more attention call of a layer, forward and backward."""
     layer: float = 0.0
-    """Least that a layer of a pass takes, there and back: its kernels must be started, however little they do."""
+    """Least cost of a layer in a pass, forward and backward: its kernels must be started, however little they do."""
     tree: float = 0.0
-    """What a pass along a tree costs in addition."""
+    """Additional cost of a pass along a tree."""
 
 
 RATES: Mapping[str, Rates] = {
-    # Attention 75, linear layers 235 GFLOP/s on a core with AVX-512; a call some 60 us.
+    # On a core with AVX-512, attention does 75 GFLOP/s and linear layers 235; a call takes about 60 us.
     "cpu": Rates(attention=3.0, call=1.5e7),
-    # Products at 400 TFLOP/s in bfloat16, attention in blocks at half of it. A layer there and back is some 80 kernels
-    # of 5 us: 0.4 ms, which is what 1 800 tokens of a model of 0.5B parameters take; below that a tree saves nothing.
-    # The block mask is made on the host: 1.5 ms.
+    # Matrix products run at 400 TFLOP/s in bfloat16, attention in blocks at 200. A layer, forward and backward,
+    # is about 80 kernels of 5 us: 0.4 ms, the time of 1 800 tokens in a model of 0.5B parameters; below that a tree
+    # saves nothing. The block mask is made on the host: 1.5 ms.
     "cuda": Rates(attention=2.0, layer=1.6e11, tree=6e11),
 }
-"""By the type of device."""
+"""Rates by device type."""
 MARGIN = 0.9
-"""A tree must be this much cheaper: the estimate's own error must not cost anything. Rows of 30 to 125 tokens that
-share nothing seem 6% cheaper without padding, and with 0.4M parameters took up to 15% longer."""
+"""Largest cost of a tree as a share of the rows' cost: the estimate has errors. Without padding, rows of 30 to 125
+tokens that share nothing seem 6% cheaper; with 0.4M parameters they took up to 15% longer."""
 LEAST_SHARED = 0.05
-"""Share of the rows' tokens that a tree must save. Without it a tree saves padding alone, and 32 rows of up to 400
+"""Share of the rows' tokens that a tree must save. A tree that saves only padding does not pay: 32 rows of up to 400
 tokens took as long as padded ones, or 10% longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the work for a token depends on."""
+    """Properties of a model that the work for a token depends on."""
 
     linear_parameters: int
-    """Weights that a token is multiplied with, the head aside: it is the same work either way."""
+    """Weights that a token is multiplied with, without the head, whose work is the same either way."""
     num_layers: int
     attention_width: int
-    """Query heads times their size."""
+    """Number of query heads times their size."""
     device: str = "cpu"
-    """Type of the device that it is on: a key of RATES."""
+    """Type of the device that the model is on: a key of RATES."""
 
     @property
     def rates(self) -> Rates:
-        """Of its device."""
+        """Rates of its device."""
         return RATES[self.device]
 
     @property
     def overhead_tokens(self) -> float:
-        """What one more pass costs, in tokens: where a pass takes a least time, as many as it could have had in it."""
+        """Cost of one more pass, in tokens. If a pass has a least time, it is the number of tokens that fit into it."""
         floor = self.rates.layer * self.num_layers
         return floor / (6.0 * self.linear_parameters) if floor else PASS_OVERHEAD_TOKENS
 
     def cost(self, *, tokens: float, pairs: float, calls: float) -> float:
-        """Of one pass and its backward: 6 operations per weight, and 14 per pair and unit of width.
+        """Cost of one pass and its backward: 6 operations per token and weight, and 14 per pair and unit of width.
 
         A GPU computes while its next kernels are started, so a pass takes the longer of the two.
         """
@@ -86,7 +86,7 @@ class ModelShape:
         return max(floor, linear + self.num_layers * attention)
 
     def cost_of_tree(self, tree: PrefixTree) -> float:
-        """Of a pass along a tree: a CPU goes piece by piece, a GPU by whole blocks."""
+        """Cost of a pass along a tree. A CPU computes it piece by piece, a GPU by whole blocks."""
         if self.device == "cpu":
             pieces = attention_pieces(tree)
             return self.cost(tokens=tree.num_tokens, pairs=pieces.num_pairs, calls=pieces.num_calls)
@@ -95,21 +95,21 @@ class ModelShape:
         return self.rates.tree + self.cost(tokens=len(ends), pairs=blocks * BLOCK**2, calls=1)
 
     def least_cost_of_tree(self, lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> float:
-        """No tree of sorted rows costs less: each node and each visible pair once, in one call.
+        """Lower bound on the cost of any tree of sorted rows: each node and each visible pair once, in one call.
 
-        `shared[i]` is what row i has in common with row i - 1. A node at depth d sees d + 1 nodes.
+        `shared[i]` is the number of tokens that row i shares with row i - 1. A node at depth d sees d + 1 nodes.
         """
         pairs = lengths * (lengths + 1) - shared * (shared + 1)
         return self.cost(tokens=int((lengths - shared).sum()), pairs=int(pairs.sum()) / 2, calls=1)
 
     def cost_of_rows(self, lengths: NDArray[np.int64]) -> float:
-        """Of a pass over rows of these lengths, padded."""
+        """Cost of a pass over padded rows of these lengths."""
         padded, longest = len(lengths) * int(lengths.max()), int(lengths.max())
         return self.cost(tokens=padded, pairs=padded * longest / 2, calls=1)
 
 
 def shares_enough(lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> bool:
-    """Whether sorted rows have so much in common that more than their padding is at stake.
+    """True if sorted rows share enough tokens that a tree saves more than padding.
 
     >>> shares_enough(np.array([90, 100]), np.array([0, 20])), shares_enough(np.array([90, 100]), np.array([0, 2]))
     (True, False)
@@ -118,7 +118,7 @@ def shares_enough(lengths: NDArray[np.int64], shared: NDArray[np.int64]) -> bool
 
 
 def pays(tree: float, rows: float) -> bool:
-    """Whether a pass along a tree, at that cost, is to be preferred.
+    """True if a pass along a tree, at cost `tree`, is to be preferred to padded rows at cost `rows`.
 
     >>> pays(tree=9e8, rows=3e9), pays(tree=9.9e8, rows=1e9)
     (True, False)
@@ -127,11 +127,11 @@ def pays(tree: float, rows: float) -> bool:
 
 
 ROW_TOKENS, SAVED = "row_tokens", "tokens_saved"
-"""Sums of a LossReport: tokens of all rows, were each computed alone, and how many of them were shared."""
+"""Names of sums in a LossReport: tokens of all rows if each is computed alone, and how many of them were shared."""
 
 
 def tree_figures(reports: Iterable[LossReport]) -> dict[str, float]:
-    """`tokens_saved`, and `tree_token_ratio`: tokens of rows over tokens computed, 1 where nothing was shared.
+    """`tokens_saved`, and `tree_token_ratio`: tokens of rows over tokens computed, 1 if nothing was shared.
 
     >>> sums = {"row_tokens": 40.0, "tokens_saved": 30.0}
     >>> tree_figures([LossReport(micro_batch_id="m", num_samples=2, num_tokens=3.0, sums=sums)])

@@ -1,13 +1,14 @@
-"""Decides how rows become one tree: each distinct (prefix, token) once, in depth-first order.
+"""Decides how rows become prefix trees: each distinct (prefix, token) once, in depth-first order.
 
-    rows        a b c d          segments   [a b]──[c d]        tokens    a b c d e f
-                a b c                          └───[e]──[f]     depths    0 1 2 3 2 3
+    rows        a b c d          segments   [a b]──[c]──[d]     tokens    a b c d e f
+                a b c                          └───[e f]        depths    0 1 2 3 2 3
                 a b e f                                         ends      6 6 4 4 6 6
 
-Rows are sorted, so that what neighbours share is what any two rows share; the tree then grows by one branch a row.
-A segment is a stretch of tokens without a fork; a row that ends inside a path leaves a mark, not a cut in the work.
+`merge` makes one tree. It sorts the rows. Two sorted rows share what all neighbours between them share, so the tree
+grows by one branch per row. A segment is a stretch of tokens without a fork; where a row ends and a longer one
+continues, a new segment begins too.
 
-Decides which rows make one tree: subtrees stay together, and a cut costs its depth again.
+`cut` decides which rows make one tree. A cut repeats the prefix that it crosses, so subtrees stay together.
 """
 
 from collections.abc import Sequence
@@ -25,34 +26,36 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Rows merged. Nodes are tokens, numbered in depth-first order: a subtree is a range of nodes."""
+    """Rows merged into a tree. Nodes are tokens, numbered in depth-first order, so a subtree is a range of nodes."""
 
     tokens: Indices
     """[T] token ids."""
     depths: Indices
-    """[T] how many tokens come before each in its rows: its position."""
+    """[T] number of tokens before each node in its rows: its position."""
     starts: Indices
-    """[S] first node of each segment, rising; segments are in depth-first order, too."""
+    """[S] first node of each segment, ascending. Segments are in depth-first order, too."""
     stops: Indices
-    """[S] behind its last node."""
+    """[S] number after each segment's last node."""
     subtree_stops: Indices
-    """[S] behind the last node of its subtree. A segment's largest child comes right behind it."""
+    """[S] number after the last node of each segment's subtree. A segment's largest child follows it directly."""
     predictors: Indices
-    """[N] the node that predicts each label, row after row, in the order of the rows that were merged."""
+    """[N] node that predicts each label, row after row, in the order of the rows that were merged."""
 
     @property
     def num_tokens(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return len(self.tokens)
 
     @property
     def ends(self) -> Indices:
-        """[T] behind each node's subtree: node q sees node k if and only if k <= q < ends[k]."""
+        """[T] number after the last node of each node's subtree. Node q sees node k if and only if k <= q < ends[k]."""
         return np.repeat(self.subtree_stops, self.stops - self.starts)
 
 
 def sort_rows(rows: Sequence[IntArray]) -> tuple[Indices, Indices]:
-    """Row numbers in lexicographic order, a prefix before what extends it; and what each shares with the one before.
+    """Row numbers in lexicographic order, and the number of tokens that each row shares with the one before.
+
+    A prefix comes before the rows that extend it.
 
     >>> [a.tolist() for a in sort_rows([np.array([1, 2, 9]), np.array([1]), np.array([1, 2, 4])])]
     [[1, 2, 0], [0, 1, 2]]
@@ -65,9 +68,9 @@ def sort_rows(rows: Sequence[IntArray]) -> tuple[Indices, Indices]:
 
 
 def merge(rows: Sequence[IntArray], num_labels: Sequence[int]) -> PrefixTree:
-    """The tree of the rows, none of them empty; the last `num_labels[i]` tokens of row i predict one label each.
+    """The tree of the rows, none of which is empty. The last `num_labels[i]` tokens of row i predict one label each.
 
-    A row's last label is no part of it: nothing has to be computed for a token that predicts nothing.
+    A row does not contain its last label, since a token that predicts nothing need not be computed.
 
     >>> tree = merge([np.array([7, 8, 9]), np.array([7, 8]), np.array([7, 5])], [1, 1, 2])
     >>> tree.tokens.tolist(), tree.depths.tolist(), tree.predictors.tolist()
@@ -87,23 +90,23 @@ def _common(first: IntArray, second: IntArray) -> int:
 
 
 class _Branches:
-    """The segments while sorted rows are added: parallel lists, since a fork cuts a segment in two."""
+    """The segments while sorted rows are added. They are parallel lists, since a fork cuts a segment in two."""
 
     def __init__(self, rows: Sequence[IntArray]) -> None:
         self._rows = rows
         self._begins: list[int] = []
-        """Depth of each segment's first token; `_ends`: behind its last."""
+        """Depth of each segment's first token. `_ends` is the depth after its last token."""
         self._ends: list[int] = []
         self._ranks: list[int] = []
-        """A row that each one's tokens are from."""
+        """Rank of a row that holds each segment's tokens."""
         self._parents: list[int] = []
         self._path: list[int] = []
-        """From the root to where the latest row ends."""
+        """Segments from the root to the end of the latest row."""
         self._leaves: list[int] = []
-        """Where each row ends."""
+        """Segment in which each row ends."""
 
     def add(self, rank: int, shared: int) -> None:
-        """The next row, which has `shared` tokens in common with the one before."""
+        """Adds the next row, which shares `shared` tokens with the one before."""
         path, length = self._path, len(self._rows[rank])
         while path and self._begins[path[-1]] >= shared:
             path.pop()
@@ -116,7 +119,7 @@ class _Branches:
         self._leaves.append(path[-1])
 
     def numbered(self, ranks: Indices, num_labels: Sequence[int]) -> PrefixTree:
-        """The tree, its nodes numbered; row i is the one of rank `ranks[i]`."""
+        """The tree with numbered nodes. Row i has rank `ranks[i]`."""
         order, sizes = self._depth_first()
         begins, ends = np.array(self._begins)[order], np.array(self._ends)[order]
         stops = np.cumsum(ends - begins)
@@ -143,9 +146,9 @@ class _Branches:
         return len(self._begins) - 1
 
     def _depth_first(self) -> tuple[list[int], list[int]]:
-        """Segments in order, and the nodes of each one's subtree. The largest child first: long paths stay ranges."""
+        """Segments in order, and the size of each one's subtree. The largest child is first: long paths stay ranges."""
         sizes = [end - begin for begin, end in zip(self._begins, self._ends, strict=True)]
-        children: list[list[int]] = [[] for _ in range(len(sizes) + 1)]  # the last: segments without a parent
+        children: list[list[int]] = [[] for _ in range(len(sizes) + 1)]  # the last list: segments without a parent
         for segment in sorted(range(len(sizes)), key=self._begins.__getitem__, reverse=True):
             parent = self._parents[segment]
             children[parent].append(segment)
@@ -156,7 +159,7 @@ class _Branches:
             segment = waiting.pop()
             if segment >= 0:
                 order.append(segment)
-            # By content among equals: the order in which rows came must not matter.
+            # Equal sizes are ordered by content, so that the order of the rows does not matter.
             waiting += sorted(children[segment], key=lambda child: (sizes[child], -self._ranks[child]))
         return order, sizes
 
@@ -178,16 +181,16 @@ def cut(
 ) -> list[slice]:
     """Cuts sorted rows into trees of at most `max_tokens` nodes; a longer row is a tree of its own.
 
-    `shared[i]` is what row i has in common with row i - 1. Rows that lie next to each other are merged, so a tree has
-    the nodes of its first row and what every other one adds. Of all cuts, one with the least (nodes + `overhead` of
-    each pass), by dynamic programming; the earliest of equals.
+    `shared[i]` is the number of tokens that row i shares with row i - 1. A tree merges neighbouring rows, so it has the
+    nodes of its first row and those that every other row adds. Dynamic programming finds a cut with the least (nodes +
+    `overhead` of each pass), and the earliest among equals.
 
     >>> cut(np.array([90, 100, 80, 95]), np.array([0, 70, 10, 60]), max_tokens=130)
     [slice(0, 2, None), slice(2, 4, None)]
     """
     added = np.cumsum(lengths - shared)
     if len(added) and added[-1] + shared[0] <= max_tokens:
-        return [slice(0, len(lengths))]  # Any cut would compute a path and start a pass once more.
+        return [slice(0, len(lengths))]  # Any cut would repeat a path and start one more pass.
     best = np.zeros(len(lengths) + 1)
     first = np.zeros(len(lengths), dtype=np.int64)
     for last in range(len(lengths)):

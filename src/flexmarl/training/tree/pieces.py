@@ -1,12 +1,13 @@
-"""Decides which attention calls a tree takes: each pair of a node and an ancestor in one of them, and few calls.
+"""Decides the attention calls of a tree: each pair of a node and an ancestor is in one of them, and they are few.
 
-A path that always goes to the largest child is a chain, and a range of nodes. So every node's ancestors are prefixes of
-a few chains (at most log2 T), and all that a chain's prefix is seen by, beside the chain itself, are ranges of nodes:
+A chain is a path that always goes to the largest child; it is a range of nodes. A node's ancestors are prefixes of a
+few chains (at most log2 T). The nodes that see a prefix of a chain, besides the chain itself, are ranges of nodes too:
 
     chain  ├─────────────┬───────────┤          own      the chain sees itself, causally
-                         └ side subtrees ┤      side     every node of them sees the chain up to the fork: no mask
+                         └ side subtrees ┤      side     all their nodes see the chain up to the fork: no mask
 
-Subtrees of a few nodes see themselves under a mask, neighbours together, so that a bushy tree is no heap of tiny calls.
+Subtrees of few nodes see themselves under a mask that neighbours share, so that a bushy tree does not make many tiny
+calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 from flexmarl.training.tree.merge import PrefixTree
 
 TILE = 64
-"""Most nodes under one mask. A node pays for at most so many pairs that it does not see, which is 4% of the linear
-layers of a model of width 256; half as many make twice the calls."""
+"""Most nodes under one mask. A node computes at most this many pairs that it does not see, which is 4% of the work of
+the linear layers in a model of width 256. Half as many nodes would make twice the calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """`count` chains of `length` nodes each, one behind the other from `start` on: each sees itself, causally."""
+    """`count` chains of `length` nodes each, one after the other from `start` on. Each sees itself, causally."""
 
     start: int
     length: int
@@ -34,7 +35,7 @@ class Chains:
 
     @property
     def num_pairs(self) -> int:
-        """What is computed, about."""
+        """Number of pairs that are computed, approximately."""
         return self.count * self.length * (self.length + 1) // 2
 
 
@@ -45,17 +46,17 @@ class Tile:
     start: int
     stop: int
     visible: NDArray[np.bool_]
-    """[stop - start, stop - start]: whether the row's node sees the column's."""
+    """[stop - start, stop - start] True if the row's node sees the column's node."""
 
     @property
     def num_pairs(self) -> int:
-        """What is computed, unseen pairs included."""
+        """Number of pairs that are computed, including those that the mask hides."""
         return (self.stop - self.start) ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Nodes `start` to `stop` all see the nodes `seen_start` to `seen_stop`."""
+    """Nodes `start` to `stop`, all of which see the nodes `seen_start` to `seen_stop`."""
 
     start: int
     stop: int
@@ -64,31 +65,31 @@ class Side:
 
     @property
     def num_pairs(self) -> int:
-        """What is computed."""
+        """Number of pairs that are computed."""
         return (self.stop - self.start) * (self.seen_stop - self.seen_start)
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The calls. What a node sees is spread over one of `own` and any number of `sides`."""
+    """The attention calls of a tree. One call of `own` and any number of `sides` cover what a node sees."""
 
     own: tuple[Chains | Tile, ...]
-    """Cover each node once."""
+    """Calls of nodes that see themselves; each node is in exactly one."""
     sides: tuple[Side, ...]
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that are computed."""
+        """Number of pairs that are computed."""
         return sum(piece.num_pairs for piece in (*self.own, *self.sides))
 
     @property
     def num_calls(self) -> int:
-        """How many there are."""
+        """Number of calls."""
         return len(self.own) + len(self.sides)
 
 
 def attention_pieces(tree: PrefixTree, tile: int = TILE) -> Pieces:
-    """The calls of a tree; at most `tile` nodes are under one mask.
+    """The attention calls of a tree, with at most `tile` nodes under one mask.
 
     >>> from flexmarl.training.tree.merge import merge
     >>> attention_pieces(merge([np.arange(200), np.arange(300)], [1, 1]))
@@ -101,7 +102,7 @@ def attention_pieces(tree: PrefixTree, tile: int = TILE) -> Pieces:
     for segment in range(len(starts)):
         if stops[segment] < below[segment]:
             continue
-        leaf = segment  # the chain of `head` ends here; what comes next begins one
+        leaf = segment  # the chain of `head` ends here, and the next segment begins another
         if not units or units[-1].stop <= starts[head]:
             if below[head] - starts[head] <= tile:
                 units.append(_Unit(starts[head], below[head], is_chain=leaf == head or below[head] == stops[leaf]))
@@ -125,7 +126,7 @@ class _Unit(NamedTuple):
 
 
 def _own(units: Sequence[_Unit], ends: NDArray[np.int64], tile: int) -> Iterator[Chains | Tile]:
-    """Runs of equal chains in one call each, small neighbours under one mask, anything else alone."""
+    """Calls of the units: one per run of equal chains, one mask for small neighbours, one call for any other unit."""
     together: list[_Unit] = []
     for _, group in groupby(units, key=lambda unit: (unit.is_chain, unit.stop - unit.start)):
         run = list(group)
@@ -151,7 +152,7 @@ def _tiles(units: Sequence[_Unit], ends: NDArray[np.int64], tile: int) -> Iterat
 
 
 def _visible(units: Sequence[_Unit], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Who sees whom within each unit; what a unit sees of another one, a chain whose side subtree it is, is a side."""
+    """Attention mask inside each unit. `sides` cover what a unit sees of the chains above it."""
     start, stop = units[0].start, units[-1].stop
     nodes = np.arange(start, stop)
     number = np.repeat(np.arange(len(units)), [unit.stop - unit.start for unit in units])

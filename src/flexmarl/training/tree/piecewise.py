@@ -14,24 +14,24 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class PiecewiseAttention:
-    """Attention of one tree on a CPU, the same for all layers."""
+    """Attention of one tree on a CPU. All layers share it."""
 
     def __init__(self, pieces: Pieces, dtype: torch.dtype) -> None:
-        """`dtype` is that of the queries."""
+        """`dtype` is the dtype of the queries."""
         self.own = [(piece, _additive(piece, dtype)) for piece in pieces.own]
         self.sides = pieces.sides
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[1, H, T, D]; keys and values may have fewer heads. Returns [1, H, T, D]."""
+        """Takes [1, H, T, D] and returns [1, H, T, D]. Keys and values may have fewer heads than queries."""
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         return _Piecewise.apply(query, key, value, self, scale)  # pyright: ignore[reportReturnType]
 
 
 class _Piecewise(torch.autograd.Function):
-    """A softmax in pieces. Each gives its output and the log of its sum; weighted by the sums, the outputs add up.
+    """A softmax in pieces. Each piece gives its output and the log of its sum; weighted by the sums, outputs add up.
 
-    Backward of a piece is given the output and the log-sum of all pieces together. Its probabilities are then those of
+    The backward of a piece gets the output and the log-sum of all pieces together. Its probabilities are then those of
     the whole softmax, and the gradients of the pieces add up (as between blocks in FlashAttention-2, arXiv 2307.08691).
     """
 
@@ -79,7 +79,7 @@ class _Piecewise(torch.autograd.Function):
 
 
 def _of(piece: Chains | Tile, tensor: Tensor) -> Tensor:
-    """The nodes of a piece: [1, H, T, ...] -> [count, H, length, ...], a view."""
+    """View of the nodes of a piece: [1, H, T, ...] -> [count, H, length, ...]."""
     if isinstance(piece, Tile):
         return tensor[:, :, piece.start : piece.stop]
     nodes = tensor[0, :, piece.start : piece.start + piece.length * piece.count]
@@ -87,7 +87,7 @@ def _of(piece: Chains | Tile, tensor: Tensor) -> Tensor:
 
 
 def _additive(piece: Chains | Tile, dtype: torch.dtype) -> Tensor | None:
-    """The mask of a piece, to be added to its scores; None: causal."""
+    """Mask that is added to the scores of a piece; None if it is causal."""
     if isinstance(piece, Chains):
         return None
     hidden = torch.from_numpy(~piece.visible)
