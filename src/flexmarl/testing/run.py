@@ -147,6 +147,24 @@ class ScriptedResidents:
         return {}
 
 
+def _small_run(agents: Mapping[str, str], sections: Mapping[str, Any]) -> RunSettings:
+    policies: Mapping[str, Any] = sections.get("policies", {})
+    small = {
+        "steps": 1,
+        "batch": {"groups": 2, "episodes": 2},
+        "credit": {"filter": None},
+        "evaluate": {"tasks": 0},
+        "checkpoint": {"every": 0},
+        "tasks": {"type": "generator", "name": "counted"},
+        "team": {
+            "agents": {agent: {"policy": policy} for agent, policy in agents.items()},
+            "workflow": {"type": "custom", "name": "scripted"},
+        },
+    }
+    named = {name: {"model": "scripted", **policies.get(name, {})} for name in agents.values()}
+    return RunSettings.model_validate(small | dict(sections) | {"policies": named})
+
+
 class ScriptedRun:
     """One run in virtual time. Its parts may be replaced before it is played, and inspected afterwards."""
 
@@ -170,23 +188,7 @@ class ScriptedRun:
         filter, evaluation and checkpoints. Checkpoints need a `folder`. If there are some in it, the run resumes from
         the newest. With the `store` of a run that was ended, it resumes even before the first checkpoint.
         """
-        policies: Mapping[str, Any] = sections.pop("policies", {})
-        self.settings = RunSettings.model_validate(
-            {
-                "steps": 1,
-                "batch": {"groups": 2, "episodes": 2},
-                "credit": {"filter": None},
-                "evaluate": {"tasks": 0},
-                "checkpoint": {"every": 0},
-                "tasks": {"type": "generator", "name": "counted"},
-                "policies": {name: {"model": "scripted", **policies.get(name, {})} for name in agents.values()},
-                "team": {
-                    "agents": {agent: {"policy": policy} for agent, policy in agents.items()},
-                    "workflow": {"type": "custom", "name": "scripted"},
-                },
-                **sections,
-            }
-        )
+        self.settings = _small_run(agents, sections)
         renderer = character_renderer()
         trained = [PolicyName(name) for name in sorted(self.settings.trained)]
         team = TeamSpec.build(self.settings.team, {PolicyName(name): renderer for name in agents.values()}, trained)

@@ -95,16 +95,7 @@ async def check_trainer(
         assert await accumulate(trainer, batch) == report, "accumulating an id again must return its first report"
     await _refuses(TrainingError, trainer.step(Divisors()), "a step with divisors of zero")
 
-    logprobs = await trainer.logprobs(batches[0])
-    for sample, values in zip(batches[0].samples, logprobs, strict=True):
-        assert values.dtype == np.float32
-        assert values.shape == (sample.num_tokens,), "one log-probability for every sampled token"
-
-    appraised = await trainer.appraise([sample.turn.sample_id for sample in batches[0].samples])
-    for sample, opinion in zip(batches[0].samples, appraised, strict=True):
-        for said in (opinion.values, opinion.reference, opinion.divergence):
-            assert said is None or said.shape == (sample.num_tokens,), "one number for every sampled token, or None"
-
+    await _check_figures(trainer, batches[0])
     await trainer.save(folder / "with_cache")
     assert (await trainer.step(divisors)).version == 1, "the first update makes version 1"
     await _refuses(TrainingError, trainer.step(divisors), "a second step from sums that the first has used")
@@ -130,6 +121,16 @@ async def check_trainer(
     assert any((folder / "export").iterdir()), "an export is a folder with files"
     if streams:
         await _check_dropped(make_trainer, batches[0], folder / "dropped")
+
+
+async def _check_figures(trainer: Trainer, batch: MicroBatch) -> None:
+    for sample, values in zip(batch.samples, await trainer.logprobs(batch), strict=True):
+        assert values.dtype == np.float32
+        assert values.shape == (sample.num_tokens,), "one log-probability for every sampled token"
+    appraised = await trainer.appraise([sample.turn.sample_id for sample in batch.samples])
+    for sample, opinion in zip(batch.samples, appraised, strict=True):
+        for figures in (opinion.values, opinion.reference, opinion.divergence):
+            assert figures is None or figures.shape == (sample.num_tokens,), "a number for every sampled token, or None"
 
 
 async def accumulate(trainer: Trainer, batch: MicroBatch) -> LossReport:

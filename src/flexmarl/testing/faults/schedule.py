@@ -175,14 +175,7 @@ def _sections(random: Random, mode: str, steps: int, groups: int, instances: Map
             "call_timeout_s": 4.0,
             "group_retries": random.randint(0, 1),
         },
-        "pool": {
-            "routing": random.choice(["least_tokens", "least_requests", "round_robin"]),
-            "max_running": random.choice([None, None, 1, 2]),
-            "on_move": random.choice(["continue", "drain"]),
-            "load_timeout_s": 8.0,
-            "start_timeout_s": 30.0,
-            "replacements": random.choice([0, 3, 3]),
-        },
+        "pool": _pool(random),
         "balance": {
             "rule": random.choice(["none", "queue_gap", "queue_gap_literal", "drain_time"]),
             "poll_s": 0.5,
@@ -198,6 +191,17 @@ def _sections(random: Random, mode: str, steps: int, groups: int, instances: Map
         "evaluate": {"tasks": random.choice([0, 0, 1])},
         "checkpoint": {"every": random.choice([1, 1, 2])},
         "policies": policies,
+    }
+
+
+def _pool(random: Random) -> dict[str, Any]:
+    return {
+        "routing": random.choice(["least_tokens", "least_requests", "round_robin"]),
+        "max_running": random.choice([None, None, 1, 2]),
+        "on_move": random.choice(["continue", "drain"]),
+        "load_timeout_s": 8.0,
+        "start_timeout_s": 30.0,
+        "replacements": random.choice([0, 3, 3]),
     }
 
 
