@@ -1,4 +1,4 @@
-"""Settings -> all of a run that needs no weights: tasks, renderers, team. `flexmarl check` makes no more than this."""
+"""Makes from settings the parts of a run that need no weights: tasks, renderers, team. `flexmarl check` stops here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import check_model_files
 
 TOKENIZER_FILE = "tokenizer_config.json"
-"""What every `save_pretrained` of a tokenizer writes."""
+"""Files that every `save_pretrained` of a tokenizer writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """All of a run that needs no weights."""
+    """The parts of a run that need no weights."""
 
     settings: RunSettings
     source: TaskSource
@@ -32,7 +32,7 @@ class Blueprint:
 
 
 def draw_up(settings: RunSettings) -> Blueprint:
-    """Opens the tasks, seats the team, and looks at the models' files. Raises ConfigError naming the key."""
+    """Opens the tasks, builds the team, and checks the models' files. Raises ConfigError that names the key."""
     check_device(settings.cluster)
     if settings.cluster.backend != "simulated":
         for policy in settings.policies:
@@ -41,7 +41,7 @@ def draw_up(settings: RunSettings) -> Blueprint:
 
 
 def check_device(cluster: ClusterSettings) -> None:
-    """Raises ConfigError if this machine lacks the device; that of a Ray cluster is asked when the run starts."""
+    """Raises ConfigError if this machine lacks the device. A Ray cluster is asked for its devices at the start."""
     if cluster.backend != "inline" or cluster.device == "cpu":
         return
     if not torch.cuda.is_available():
@@ -74,7 +74,7 @@ def open_tasks(settings: RunSettings) -> TaskSource:
 
 
 def seat_team(settings: RunSettings) -> TeamSpec:
-    """The team, with a chat renderer for each policy's own tokenizer; a simulated one needs no model."""
+    """Builds the team, with a chat renderer on each policy's own tokenizer; a simulated team needs no model."""
     renderers = {PolicyName(name): load_renderer(settings, name) for name in settings.policies}
     trained = [PolicyName(name) for name in settings.trained]
     adapters = [name for name in trained if settings.policies[name].training.lora is not None]
@@ -84,19 +84,19 @@ def seat_team(settings: RunSettings) -> TeamSpec:
 
 
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
-    """Chat on a policy's own tokenizer; in the simulated world on characters, if its model is not in a folder here."""
+    """Makes a renderer on a policy's tokenizer; in a simulation without the model's folder, on characters."""
     if settings.cluster.backend == "simulated" and not has_folder(settings, policy):
         return character_renderer()
     return ChatRenderer(load_tokenizer(settings, policy))
 
 
 def has_folder(settings: RunSettings, policy: str) -> bool:
-    """Whether the policy's model is in a folder of this machine."""
+    """Says whether the policy's model is in a folder of this machine."""
     return (settings.path(settings.policies[policy].model) / "config.json").is_file()
 
 
 def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
-    """A policy's tokenizer, from its model's folder or name."""
+    """Loads a policy's tokenizer from its model's folder or name."""
     source, key = model_source(settings, policy), f"policies.{policy}.model"
     if Path(source).is_dir() and not (Path(source) / TOKENIZER_FILE).is_file():
         # Without it transformers guesses one from the kind of model, with no words in it or with other rules.
@@ -134,7 +134,7 @@ def check_model(settings: RunSettings, policy: str) -> None:
 
 
 def model_source(settings: RunSettings, policy: str) -> str:
-    """Where a policy's model is: a folder, or a name on the Hugging Face hub. Raises ConfigError."""
+    """Finds a policy's model: a folder, or a name on the Hugging Face hub. Raises ConfigError."""
     model = settings.policies[policy].model
     folder = settings.path(model)
     if has_folder(settings, policy):

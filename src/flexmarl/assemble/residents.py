@@ -44,19 +44,19 @@ RESUME = "go on from the last checkpoint with --resume"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Materials:
-    """What residents are made of, picklable where they live in processes of their own."""
+    """The materials of residents. They can be pickled if residents live in processes of their own."""
 
     settings: RunSettings
     objects: ObjectStore
     device: str
-    """As torch names it where the resident lives."""
+    """Torch's name of the device in the resident's process."""
     store: ExperienceStore | Path
-    """The run's store, or its file, which a process of its own joins."""
+    """The run's store, or the path of its file, which a resident in another process opens."""
     thread: DeviceThread | None = None
-    """The one thread for torch of this process; None: each resident has a process, and a thread, of its own."""
+    """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
     def make_engine(self, policy: PolicyName) -> InferenceEngine:
-        """An engine with its model. Raises EngineError, or ConfigError naming what is wrong with the model."""
+        """Makes an engine with its model. Raises EngineError, or ConfigError that names the fault of the model."""
         with boundary(EngineError, f"policies.{policy}.engine: making an engine on {self.device}"):
             self._begin()
             parts = EngineParts(
@@ -74,7 +74,7 @@ class Materials:
             return engine
 
     def make_trainer(self, policy: PolicyName) -> SingleProcessTrainer:
-        """A trainer with its model, beside a client of the store. Raises TrainingError or ConfigError."""
+        """Makes a trainer with its model and a client of the store. Raises TrainingError or ConfigError."""
         settings = self.settings
         with boundary(TrainingError, f"policies.{policy}.training: making a trainer"):
             self._begin()
@@ -108,23 +108,23 @@ class Materials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealResidents:
-    """Engines and trainers that compute."""
+    """Specifies engines and trainers that compute."""
 
     materials: Materials
     open_cluster: Callable[[int], AbstractAsyncContextManager[Cluster]]
-    """Given how many residents live at a time."""
+    """Opens the cluster for a number of residents."""
 
     @property
     def objects(self) -> ObjectStore:
-        """Where weights are."""
+        """The object store, which holds the weights."""
         return self.materials.objects
 
     def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
-        """Ray, or this process."""
+        """Opens the cluster: Ray, or this process."""
         return self.open_cluster(residents)
 
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
-        """One inference instance."""
+        """Specifies one inference instance."""
         return ResidentSpec(
             name=f"{ResidentKind.ENGINE}/{instance}",
             kind=ResidentKind.ENGINE,
@@ -136,7 +136,7 @@ class RealResidents:
         )
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
-        """The trainer of a policy."""
+        """Specifies the trainer of a policy."""
         return ResidentSpec(
             name=f"{ResidentKind.TRAINER}/{policy}",
             kind=ResidentKind.TRAINER,
@@ -149,11 +149,11 @@ class RealResidents:
         )
 
     def replacement_s(self, policy: PolicyName) -> float:
-        """Starting takes what it takes."""
+        """Returns 0: a real start takes the time that it takes."""
         return 0.0
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """Every trainer has its own device."""
+        """Returns none: every trainer has its own device."""
         return {}
 
     @property
@@ -167,7 +167,7 @@ class RealResidents:
 
 @contextmanager
 def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealResidents]:
-    """Everything in this process: for debugging, and where there is only one device."""
+    """Opens residents in this process: for debugging, and for a single device."""
     settings, cluster = blueprint.settings, blueprint.settings.cluster
     if cluster.threads is not None:
         torch.set_num_threads(cluster.threads)
@@ -184,7 +184,7 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
 
 @contextmanager
 def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
-    """Each in a process of its own on this machine, weights in the shared memory between them."""
+    """Opens residents on Ray, each in its own process of this machine; weights cross in shared memory."""
     settings = blueprint.settings
     ray_cluster = ray_or_refuse()
     with RunLeases(settings.name) as leases:
@@ -199,7 +199,10 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
 
 
 def ray_or_refuse() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
-    """What opens a cluster on Ray; imported only here, so that runs without Ray work. Raises ConfigError without it."""
+    """Returns the function that opens a cluster on Ray, imported here so that other runs work without Ray.
+
+    Raises ConfigError if Ray is not installed.
+    """
     try:
         return pkgutil.resolve_name("flexmarl.cluster.backends.ray:ray_cluster")
     except ModuleNotFoundError as error:
@@ -210,7 +213,7 @@ def ray_or_refuse() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
 
 
 def settle_memory() -> None:
-    """Leaves what has been loaded out of every later garbage collection.
+    """Excludes all that has been loaded from later garbage collections.
 
     A full one would walk all that torch and transformers loaded: 0.1 s in which nothing is dispatched.
     """

@@ -1,6 +1,4 @@
-"""Scheduling priority of a worker's process, where processes outnumber cores.
-
-Host of one resident: makes what lives there and answers calls, in any process; calls and replies are bytes.
+"""Host of one resident on an event loop of any process: it makes the hosted object and answers calls, as bytes.
 
 controller                     process of the resident
 proxy ── call ───────────────► Host ─► one method of what lives there
@@ -21,14 +19,14 @@ from typing import Any
 from flexmarl.errors import FlexmarlError
 
 NICENESS = 5
-"""A third of an engine's weight. Linux's idle class hides more of training behind rollout, but starves it where the
-machine has other work to do."""
+"""Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
+training where the machine has other work."""
 
 
 def give_way() -> None:
-    """From now on this process, with the threads it will start, goes after the others of the run.
+    """Lowers the scheduling priority of this process and of the threads that it will start.
 
-    A step waits for its slowest episode, so engines go first and training fills the gaps.
+    A step waits for its slowest episode, so engines run first and training fills the gaps.
     """
     os.nice(NICENESS)
 
@@ -49,14 +47,14 @@ class OpenStream:
 
 @dataclass(slots=True)
 class StreamNews:
-    """What one stream has brought since the last collection."""
+    """Items of one stream since the last collection."""
 
     number: int
     items: list[Any] = field(default_factory=list)
     """In the order of the iterator."""
     ended: bool = False
     error: Exception | None = None
-    """What the iterator raised at its end."""
+    """The exception that ended the iterator, if one did."""
 
 
 class Host:
@@ -74,21 +72,21 @@ class Host:
         if threads is not None:
             os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
         self.hosted: Any = None
-        """What lives here."""
+        """The object that lives here."""
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._gathered: dict[int, StreamNews] = {}
         self._has_news = asyncio.Event()
 
     async def process_id(self) -> int:
-        """Process that this is."""
+        """Returns the id of this process."""
         return os.getpid()
 
     async def hold_on(self) -> None:
-        """Never returns: it fails when the process dies, and so whoever waits for it learns of the death."""
+        """Never returns. The call fails when the process dies, so a caller that waits for it notices the death."""
         await asyncio.Event().wait()
 
     async def make_hosted(self, make: bytes) -> bytes:
-        """Makes what lives here: the first of the packed arguments is called with the others."""
+        """Makes the hosted object: calls the first of the packed arguments with the others."""
         return await replied(lambda: self._make(*pickle.loads(make)[0]))
 
     async def call_method(self, method: str, arguments: bytes) -> bytes:
@@ -96,15 +94,15 @@ class Host:
         return await replied(lambda: self._call(method, *pickle.loads(arguments)))
 
     async def open_streams(self, streams: bytes) -> bytes:
-        """Begins to read streams (one `OpenStream` for each packed argument); their items are collected."""
+        """Begins to read streams, one for each packed `OpenStream`, and gathers their items."""
         return await replied(lambda: self._open(*pickle.loads(streams)[0]))
 
     async def shut_streams(self, numbers: bytes) -> bytes:
-        """Stops reading streams, whose iterators are closed by that; nothing of them is collected any more."""
+        """Stops reading these streams, which closes their iterators, and drops the items that were gathered."""
         return await replied(lambda: self._shut(*pickle.loads(numbers)[0]))
 
     async def collect_streams(self, nothing: bytes) -> bytes:
-        """Waits until a stream has news or none is open; brings what all of them have: a list of `StreamNews`."""
+        """Waits until a stream has items or none is open; returns the `StreamNews` of all streams."""
         return await replied(self._collect)
 
     def _make(self, make: Callable[..., Any], *args: Any) -> None:
@@ -130,7 +128,7 @@ class Host:
         while not self._gathered and self._readers:
             self._has_news.clear()
             await self._has_news.wait()
-            await asyncio.sleep(0)  # What else comes in this turn of the event loop goes along, ends of streams too.
+            await asyncio.sleep(0)  # Items and ends that come in this turn of the event loop cross together.
         gathered, self._gathered = self._gathered, {}
         return list(gathered.values())
 
@@ -145,7 +143,7 @@ class Host:
         news.ended, news.error = True, error
 
     def _news_of(self, number: int) -> StreamNews:
-        """The news of a stream, which are about to grow."""
+        """Returns the news of a stream, to which the caller is about to add."""
         self._has_news.set()
         return self._gathered.setdefault(number, StreamNews(number))
 
@@ -156,7 +154,7 @@ def packed(*args: Any, **kwargs: Any) -> bytes:
 
 
 def answer(reply: bytes, *, whose: str = "") -> Any:
-    """The result in a reply; raises the error in it, with the traceback of its process as a note."""
+    """Returns the result in a reply, or raises its error, with the traceback of its process as a note."""
     result, error, origin = pickle.loads(reply)
     if error is None:
         return result
@@ -165,7 +163,7 @@ def answer(reply: bytes, *, whose: str = "") -> Any:
 
 
 async def replied(work: Callable[[], Any]) -> bytes:
-    """Result or error of the work, async or not, as `answer` reads it."""
+    """Runs the work, async or not, and packs its result or error as `answer` reads it."""
     try:
         result = work()
         if inspect.isawaitable(result):
@@ -176,7 +174,7 @@ async def replied(work: Callable[[], Any]) -> bytes:
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if it survives pickling, else the nearest thing to it that does."""
+    """Returns the error itself if it survives pickling, else the most similar error that does."""
     for candidate in (error, Bare(error)):
         try:
             back = pickle.loads(pickle.dumps(candidate))
@@ -189,7 +187,7 @@ def portable(error: Exception) -> Exception:
 
 
 class Bare(Exception):
-    """Pickles as another error that is rebuilt without its `__init__`, for one with arguments of its own."""
+    """Pickles as another error, which is rebuilt without its `__init__`: that one may take other arguments."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -200,7 +198,7 @@ class Bare(Exception):
 
 
 def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """An error of this class with these arguments and attributes, its `__init__` not called."""
+    """Makes an error of this class with these arguments and attributes, without calling its `__init__`."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error

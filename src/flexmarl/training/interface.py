@@ -1,4 +1,4 @@
-"""What every trainer of one policy can do."""
+"""The contract of a trainer of one policy, and the records that it returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ FloatArray64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimiser update was."""
+    """One optimiser update."""
 
     version: Version
-    """The version it made."""
+    """The version that the update made."""
     num_samples: int
     num_tokens: float
     """Weighted sampled tokens of the batch."""
@@ -30,34 +30,34 @@ class UpdateReport:
     """L2 norm of the divided gradient, before clipping."""
     learning_rate: float
     means: Mapping[str, float] = field(default_factory=dict)
-    """`clipped`, `kl_to_sampler`, `entropy`, and what a correction measures: per weighted token of the rows that went
-    through the model."""
+    """`clipped`, `kl_to_sampler`, `entropy`, and the figures of the correction, each a mean per weighted token of the
+    rows that went through the model."""
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A micro-batch that is in the gradient cache, as its session saw it."""
+    """A micro-batch that is in the gradient cache, with the times that its session measured."""
 
     policy: PolicyName
     report: LossReport
     ended: float
-    """When the report was there, by the event loop's clock."""
+    """When the session received the report, by the event loop's clock."""
 
     @property
     def duration_s(self) -> float:
-        """What the trainer was busy with it; one that was sent ahead has waited for its turn before."""
+        """Seconds of work of the trainer, without the time that a micro-batch sent ahead waited for its turn."""
         return self.report.duration_s
 
     @property
     def began(self) -> float:
-        """When the trainer began with it."""
+        """When the trainer began to work on it."""
         return self.ended - self.duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appraised:
-    """What a trainer can say of one turn, of R sampled tokens, before it is credited."""
+    """Figures of one turn of R sampled tokens that only a trainer can compute, asked for before it is credited."""
 
     values: FloatArray | None
     """[R] float32: the critic's value in front of each sampled token; None without a critic."""
@@ -81,44 +81,44 @@ class Trainer(Protocol):
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
         """Reads these rows where the trainer lives, and adds their gradient sums to the cache.
 
-        Idempotent by micro-batch id since the last `step`. A call may be made while the last one is under way: its rows
-        are read meanwhile, and it is worked on after that one. A call that raises has added nothing. Raises
-        TrainingError, or StoreError if the rows cannot be read.
+        Idempotent by micro-batch id since the last `step`. A call may be made while the previous one runs: its rows are
+        read at once, and its work begins after that call. A call that raises has added nothing. Raises TrainingError,
+        or StoreError if the rows cannot be read.
         """
         ...
 
     @alters
     async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
-        """Open credit groups are complete: their samples were accumulated as two sums, of c g and of g.
+        """Closes open credit groups, whose samples were accumulated as two sums: of c g and of g.
 
-        Adds scale x (sum of c g) + offset x (sum of g) by each group's line to the cache, or drops the sums where it is
-        None. Returns the weighted tokens that are in the cache by this. A group without sums is no error. Once nothing
-        is open and nothing weighted is in the cache, the ids of micro-batches may be used again: a step whose groups
-        were all dropped ends without an update. Raises TrainingError.
+        For each group with a line, adds scale x (sum of c g) + offset x (sum of g) to the cache; for None, drops both
+        sums. Returns the weighted tokens that this adds to the cache. Groups without sums are ignored. When no group is
+        open and the cache holds no weighted token, the ids of micro-batches may be used again: a step whose groups were
+        all dropped ends without an update. Raises TrainingError.
         """
         ...
 
     @alters
     async def step(self, divisors: Divisors) -> UpdateReport:
-        """One optimiser update from the cached sums, which are then cleared; returns what it was.
+        """Makes one optimiser update from the cached sums, clears them, and returns the report of the update.
 
-        Raises TrainingError, with the weights as they were, if there is nothing to divide by, a credit group is open,
-        or a gradient is not finite.
+        Raises TrainingError and leaves the weights as they were if there is nothing to divide by, a credit group is
+        open, or a gradient is not finite.
         """
         ...
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Sets the current weights in the object store; `version` must be the trainer's own."""
+        """Sets the current weights in the object store. `version` must be the trainer's own."""
         ...
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
-        """Raw log-probabilities of the sampled tokens under the current weights, one [R] float32 array per sample."""
+        """Returns raw log-probabilities of the sampled tokens under the current weights: [R] float32 for each sample."""
         ...
 
     async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
-        """Reads these rows where the trainer lives; returns what critic and initial weights say of each, in order.
+        """Reads these rows where the trainer lives; returns the figures of critic and initial weights, in order.
 
-        Changes nothing. Called before credit, also while `accumulate` of other rows is under way. Raises TrainingError,
+        Changes nothing. Called before credit, also while `accumulate` of other rows runs. Raises TrainingError,
         or StoreError if the rows cannot be read.
         """
         ...

@@ -47,19 +47,19 @@ T = TypeVar("T")
 
 
 class SavesPretrained(Protocol):
-    """A tokenizer, as far as an export needs one."""
+    """The part of a tokenizer that an export needs."""
 
     def save_pretrained(self, save_directory: str) -> object:
-        """Writes it into a folder."""
+        """Writes the tokenizer into a folder."""
         ...
 
 
 class SingleProcessTrainer:
-    """One policy on one device. The model belongs to the trainer from here on: it is cast, moved and updated in place.
+    """The trainer of one policy on one device. It owns the model: it casts, moves and updates it in place.
 
     Log-probabilities are those of the model at temperature 1, to be compared with `Turn.raw_logprobs`: sampling at
-    another temperature or with filters is then off-policy. What the ratio is to, and what else a token's loss is
-    multiplied by, is the correction's decision.
+    another temperature or with filters is off-policy. The correction decides the denominator of the ratio and the
+    weight of each token.
 
     Memory per parameter in float32: weight 4, gradients of the micro-batch 4, gradient cache 4, AdamW 8 bytes. The two
     gradients are apart, so that a micro-batch that fails half-way leaves the cache as it was. With `lora` only the
@@ -81,7 +81,7 @@ class SingleProcessTrainer:
         deterministic: bool = False,
         rows: RowReader | None = None,
     ) -> None:
-        """`rows` is where `accumulate` reads; without it, batches are given to `accumulate_batch`.
+        """`accumulate` and `appraise` read from `rows`; without it, only `accumulate_batch` and `appraise_turns` work.
 
         A new adapter begins from `seed`. With `deterministic`, equal rows give equal bits, on CUDA too.
         """
@@ -101,9 +101,9 @@ class SingleProcessTrainer:
         self._reports: dict[str, LossReport] = {}
         self._rows = rows
         self._turn = asyncio.Lock()
-        """Held by the one call that is worked on; the others get it in their order."""
+        """Held by the call that is being executed; waiting calls get it in their order."""
         self._ruined = ""
-        """Why the weights are no longer those of any version; empty while they are."""
+        """The reason why the weights belong to no version any more; empty while they do."""
 
     @property
     def version(self) -> Version:
@@ -111,7 +111,7 @@ class SingleProcessTrainer:
         return self._version
 
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
-        """Reads the rows, also while others are worked on, and accumulates them."""
+        """Reads the rows at once, even while another call runs, and accumulates them in its turn."""
         if self._rows is None:
             raise TrainingError(f"{self._where}: it has no rows to read {micro_batch_id} from; give it `rows`")
         reading = asyncio.create_task(self._rows.read(ids), name=f"read-{micro_batch_id}")
@@ -125,14 +125,14 @@ class SingleProcessTrainer:
             reading.cancel()
 
     async def accumulate_batch(self, batch: MicroBatch) -> LossReport:
-        """As `accumulate`, of rows that are here already."""
+        """Accumulates rows that are in memory already."""
         async with self._turn:
             return await self._accumulate(batch)
 
     async def _accumulate(self, batch: MicroBatch) -> LossReport:
         """Adds the batch's gradient sums to the cache, one forward pass after the other.
 
-        Each pass is its own piece of work for the device thread: an engine's decode steps get in between.
+        Each pass is one piece of work of the device thread, so that decode steps of an engine run between passes.
         """
         self._require_sound()
         if batch.policy != self._policy:
@@ -158,7 +158,7 @@ class SingleProcessTrainer:
             return await self._run(self._commit, batch, gradients, opened, sums, started)
 
     async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
-        """Two sums per parameter become one, and join the others."""
+        """Combines the two sums of each group into one, and adds it to the cache."""
         async with self._turn:
             return await self._run(self._close_groups, lines)
 
@@ -189,7 +189,7 @@ class SingleProcessTrainer:
         return await self.appraise_turns(await self._rows.turns(ids))
 
     async def appraise_turns(self, turns: Sequence[Turn]) -> list[Appraised]:
-        """Forward passes of the weights as they are for values, of the initial ones for the reference."""
+        """Computes values with the current weights, and the reference's log-probabilities with the initial ones."""
         samples = [Sample(turn=turn, advantage=0.0) for turn in turns]
         network, nothing = self._network, [None] * len(samples)
         async with self._turn:
@@ -254,7 +254,7 @@ class SingleProcessTrainer:
         return await self._thread.run(work, *args, **kwargs) if self._thread else work(*args, **kwargs)
 
     async def _open_sums(self, rows: Sequence[Weighted]) -> Mapping[str, OpenSums]:
-        """What rows of open credit groups add to the two sums of their group, each group in passes of its own."""
+        """Computes the two sums of each open credit group from its rows; no pass mixes two groups."""
         found: dict[str, OpenSums] = {}
         for name in dict.fromkeys(sample.open_group for sample, _ in rows):
             members = [row for row in rows if row[0].open_group == name]
@@ -334,7 +334,7 @@ class SingleProcessTrainer:
     async def _per_sample(
         self, samples: Sequence[Sample], of_tokens: Callable[[Sequence[Sample], PrefixTree | None], Tensor]
     ) -> list[FloatArray]:
-        """[R] float32 for each sample, from what `of_tokens` says of the tokens of some samples, in order."""
+        """Returns [R] float32 for each sample; `of_tokens` computes the tokens of some samples, in order."""
         found = [np.zeros(0, dtype=np.float32) for _ in samples]
         filled = [i for i, sample in enumerate(samples) if sample.num_tokens]
         for together in self._network.plan([samples[i] for i in filled]):

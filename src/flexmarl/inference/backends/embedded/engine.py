@@ -48,7 +48,7 @@ class EmbeddedEngine:
         version: Version = FIRST_VERSION,
         verify: Verify = "full",
     ) -> None:
-        """The model is the engine's own from here on; `decode` (ids to text) is needed for stop strings only."""
+        """The engine owns the model from here on. `decode` (ids to text) is needed for stop strings only."""
         core = EngineCore(
             make_model(),
             settings,
@@ -131,7 +131,7 @@ class EmbeddedEngine:
         )
 
     async def capabilities(self) -> EngineCapabilities:
-        """All of them; deterministic if it was made so."""
+        """Claims everything; `deterministic` as it was made."""
         return self._capabilities
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
@@ -146,21 +146,21 @@ class EmbeddedEngine:
         return held
 
     async def sleep(self) -> None:
-        """Between two turns; the turns that come now only take requests and aborts."""
+        """Sleeps between two turns. Later turns only take requests and aborts, until `wake`."""
         await self._thread.run(self._open_core().sleep)
 
     async def wake(self) -> None:
-        """Goes on with what stood still."""
+        """Resumes the requests that `sleep` paused."""
         await self._thread.run(self._open_core().wake)
         self._go_on()
 
     async def close(self) -> None:
-        """Ends what runs with finish `abort` and lets the model go."""
+        """Ends running requests with finish `abort`, and releases the model."""
         if not self._closed:
             self._closed = f"the engine of '{self._policy}' is closed"
             self._go_on()
         if self._pump_task is not None:
-            await asyncio.wait([self._pump_task])  # Not the task itself: who is cancelled here would cancel it.
+            await asyncio.wait([self._pump_task])  # `wait`, because awaiting the task would cancel it with the caller.
         self._core = None
 
     def _open_core(self) -> EngineCore:
@@ -214,7 +214,7 @@ class EmbeddedEngine:
 def _turn(
     core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
 ) -> tuple[list[Generation], EngineUse]:
-    """On the device thread: takes the commands, then a few steps; stops early to deliver when nobody waits."""
+    """Takes the commands and decodes a few steps, on the device thread; stops early to deliver when no request waits."""
     done = [refused for request in inbox if (refused := core.add(request)) is not None]
     if aborts:
         done += core.abort(aborts)
@@ -228,7 +228,7 @@ def _turn(
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Torch's threads inside the block; a trainer on the same device thread keeps its own number."""
+    """Sets torch's number of threads inside the block; a trainer on the same device thread keeps its own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -238,7 +238,7 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 def _drain(core: EngineCore, inbox: Sequence[GenerationRequest]) -> list[Generation]:
-    """On the device thread: ends everything."""
+    """Ends every request, on the device thread."""
     refused = [generation for request in inbox if (generation := core.add(request)) is not None]
     return refused + core.abort()
 
