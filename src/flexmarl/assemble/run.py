@@ -1,4 +1,4 @@
-"""One command's life: train, evaluate or export, from settings to what is left on disk."""
+"""Runs one command: train, evaluate or export, from settings to the files that it leaves."""
 
 import asyncio
 import signal
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where everything is that the run leaves behind."""
+        """The folder of everything that the run leaves."""
         return self._folder.path
 
     def train(self, console: Console) -> Summary:
@@ -153,7 +153,7 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
 @contextmanager
 def failure_told(journal: Journal) -> Iterator[None]:
-    """What ends the block too early is in the journal."""
+    """Records an exception that ends the block in the journal."""
     try:
         yield
     except BaseException as error:
@@ -163,14 +163,14 @@ def failure_told(journal: Journal) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest checkpoint of a run with all its files, by a look at their sizes."""
+    """Returns the newest checkpoint of a run that has all its files in their recorded sizes, or None."""
     checkpoints = Checkpoints(folder.checkpoints, keep=1)
     intact = [one.step for one in checkpoints.held() if not one.damage]
     return folder.checkpoints / checkpoints.path(intact[-1]).name if intact else None
 
 
 def finished(folder: RunFolder) -> Summary | None:
-    """The summary of a run that has ended: one that failed, or was killed, wrote none."""
+    """Returns the summary of a run that ended, or None: a run that failed or was killed wrote none."""
     if not folder.summary.is_file():
         return None
     with boundary(CheckpointError, f"{folder.summary} is damaged; remove it to go on from the newest checkpoint"):
@@ -184,7 +184,7 @@ async def until_lost(
     lost: "asyncio.Future[None]",
     journal: Journal,
 ) -> None:
-    """Awaits the run, with the monitor beside it; raises at once when `lost` does."""
+    """Awaits the run while the monitor watches; raises as soon as `lost` does."""
     run = asyncio.create_task(running, name="orchestrator")
     watching = asyncio.create_task(beside, name="monitor")
     try:
@@ -201,14 +201,14 @@ async def until_lost(
 
 
 def run_clock() -> Callable[[], float]:
-    """Seconds since now, by the running event loop."""
+    """Returns a clock that counts seconds from now, by the running event loop."""
     time = asyncio.get_running_loop().time
     started = time()
     return lambda: time() - started
 
 
 def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
-    """A new run in a folder of its own, or the one in `going_on`, resumed."""
+    """Assembles a new run in a folder of its own, or resumes the run in the folder `going_on`."""
     if settings.cluster.backend == "simulated":
         raise ConfigError(
             "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
@@ -232,7 +232,7 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
 
 
 def new_run_folder(settings: RunSettings) -> RunFolder:
-    """A run folder of its own in `out`. Raises ConfigError if it cannot be made, or if another user planted `out`."""
+    """Makes a new run folder in `out`. Raises ConfigError if it cannot, or if another user planted `out`."""
     with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
         check_not_planted(settings.out, "out")
         settings.out.mkdir(parents=True, exist_ok=True)
@@ -307,7 +307,7 @@ async def _export_policies(blueprint: Blueprint, folder: Path, out: Path) -> lis
 
 @asynccontextmanager
 async def scratch_world(blueprint: Blueprint) -> AsyncIterator[World]:
-    """A world whose store is gone afterwards."""
+    """Opens a world whose store is discarded afterwards."""
     with TemporaryDirectory(prefix="flexmarl-") as folder:
         path = Path(folder) / "experience.sqlite"
         async with open_world(blueprint, open_store(blueprint, path), path) as world:
@@ -315,7 +315,7 @@ async def scratch_world(blueprint: Blueprint) -> AsyncIterator[World]:
 
 
 def open_store(blueprint: Blueprint, path: Path | None) -> ExperienceStore:
-    """The store of a run: in a file, which a resumed run has already, or without a path in memory."""
+    """Opens the store of a run: the file at `path`, which a resumed run already has, or memory without a path."""
     agents = list(blueprint.team.agents)
     if path is None:
         return SqliteStore(agents=agents, columns=TURN_COLUMNS)

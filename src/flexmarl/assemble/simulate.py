@@ -31,10 +31,10 @@ from flexmarl.simulator.virtual_time import run_virtual
 Say = Callable[[str], None]
 
 MOST_LIVES = 100
-"""Of one run: a plan that ends every one of them must not play for ever."""
+"""Lives of one run at most: a plan of faults that ends every life must not play without end."""
 
 OBJECTS_PER_COLLECTION = 100_000
-"""Made and kept since the garbage collector looked last: those of two thousand turns. Python's own number is 700."""
+"""Objects made and kept before the next garbage collection: those of two thousand turns. Python's default is 700."""
 
 
 def _ignore(text: str) -> None:
@@ -42,18 +42,18 @@ def _ignore(text: str) -> None:
 
 
 class Disturbance(Protocol):
-    """What befalls a simulated run; see flexmarl.testing.faults.planned."""
+    """Faults that a simulated run suffers; see flexmarl.testing.faults.planned."""
 
     def blueprint(self, blueprint: Blueprint) -> Blueprint:
-        """The run, with tasks and a workflow that can go wrong."""
+        """Returns the run with tasks and a workflow that can fail."""
         ...
 
     def residents(self, residents: Residents) -> Residents:
-        """Engines and trainers that can go wrong, around these."""
+        """Wraps engines and trainers in ones that can fail."""
         ...
 
     def store(self, store: ExperienceStore) -> ExperienceStore:
-        """A store that can go wrong, around this one."""
+        """Wraps the store in one that can fail."""
         ...
 
     def begin(self, journal: Journal, die: Callable[[], None], checkpoints: Path) -> None:
@@ -61,7 +61,7 @@ class Disturbance(Protocol):
         ...
 
     async def watch(self, world: World) -> None:
-        """Strikes while the run is played."""
+        """Runs the faults while the run is played."""
         ...
 
 
@@ -85,7 +85,7 @@ def simulate(settings: RunSettings, *, say: Say = _ignore, disturbance: Disturba
 
 
 def as_simulated(settings: RunSettings) -> RunSettings:
-    """The same run on modelled devices."""
+    """Returns the settings of the same run on modelled devices."""
     cluster = settings.cluster.model_copy(update={"backend": "simulated"})
     saves = "every" in settings.checkpoint.model_fields_set
     checkpoint = settings.checkpoint if saves else settings.checkpoint.model_copy(update={"every": 0})
@@ -93,15 +93,15 @@ def as_simulated(settings: RunSettings) -> RunSettings:
 
 
 def _as_yaml(settings: RunSettings) -> str:
-    """In C where PyYAML was built with it: of a hundred policies, it saves seconds."""
+    """Writes YAML in C if PyYAML was built with it: with a hundred policies this saves seconds."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(settings.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """The garbage collector looks less often: nearly all that a simulation makes stays, and to look through it again
-    and again took a quarter of its time."""
+    """Makes garbage collections rarer in the block. Nearly all objects of a simulation stay alive, and searching them
+    again and again took a quarter of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(OBJECTS_PER_COLLECTION, *usual[1:])
     try:
@@ -138,7 +138,7 @@ async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say, disturban
 
 
 class _Life:
-    """What the lives of one simulated run share: each is a world of its own around the same store and folder."""
+    """The lives of one simulated run. Each is a world of its own; all share one store and folder."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Life:
         self._checkpoints, self._saved, self._say = checkpoints, saved, say
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
-        """Plays one life; False if it was lost, and can go on. Raises what no resumption heals."""
+        """Plays one life; returns False if it was lost and can be resumed. Raises errors that no resumption heals."""
         dead = asyncio.Event()
         playing = asyncio.create_task(self.play(resumed=resumed, disturbance=disturbance), name="life")
 
@@ -204,15 +204,15 @@ class _Life:
 
 
 class _Told:
-    """Sink that says when each step ended."""
+    """Sink that prints when each step ended."""
 
     def __init__(self, say: Say, steps: int, clock: Callable[[], float]) -> None:
         self._say, self._steps, self._clock = say, steps, clock
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Says how far the run is; of the evaluation before its first step, nothing."""
+        """Prints the progress of the run, but nothing for the evaluation before its first step."""
         if step:
             self._say(f"step {step} of {self._steps} ended at {self._clock():.6g} s")
 
     def close(self) -> None:
-        """Nothing to write out."""
+        """Does nothing: there is nothing to write."""

@@ -1,4 +1,4 @@
-"""The live parts of a run: residents of a cluster, and what the controller has around them. One world for all runs.
+"""The world of a run: the residents of its cluster, and the controller's objects around them. All runs have this one.
 
 residents     what lives outside the controller, and in which cluster: inline or ray below, modelled devices in
               `simulator/residents.py`, scripts in `testing/run.py`
@@ -35,51 +35,51 @@ from flexmarl.training.rows import StoreRows
 
 
 class Residents(Protocol):
-    """What a world is made of."""
+    """The kinds of residents that a world is made of."""
 
     @property
     def objects(self) -> ObjectStore:
-        """Where weights are."""
+        """The object store, which holds the weights."""
         ...
 
     def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
-        """Where residents live, with room for so many at a time."""
+        """Opens the cluster, with room for so many residents at a time."""
         ...
 
     def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
-        """One inference instance, named `{policy}/{number}`."""
+        """Specifies one inference instance, named `{policy}/{number}`."""
         ...
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
-        """The trainer of a policy."""
+        """Specifies the trainer of a policy."""
         ...
 
     def replacement_s(self, policy: PolicyName) -> float | None:
-        """Modelled seconds until an instance starts in place of a lost one; None: lost ones are not replaced."""
+        """Returns the modelled seconds until a lost instance is replaced; None if lost ones are not replaced."""
         ...
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """What shares training devices; empty where every trainer has its own."""
+        """Returns the process groups that share training devices; empty if every trainer has its own."""
         ...
 
 
 @dataclass(slots=True)
 class Processes:
-    """Every process that the run has had, by name."""
+    """Every process that the run has had, by its name."""
 
     places: dict[str, ResidentPlace] = field(default_factory=dict)
     on_started: Callable[[str, ResidentPlace], None] = lambda name, place: None
-    """Called for every one that is added."""
+    """Called with every process that is added."""
 
     def add(self, resident: Resident[Any]) -> None:
-        """A resident runs now."""
+        """Adds the process of a resident that has started."""
         self.places[resident.name] = resident.place
         self.on_started(resident.name, resident.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What holds weights, devices or experience."""
+    """The parts of a run that hold weights, devices or experience."""
 
     objects: ObjectStore
     store: ExperienceStore
@@ -87,9 +87,9 @@ class World:
     trainers: Mapping[PolicyName, Trainer]
     cluster: Cluster
     residency: Residency | None = None
-    """Who is on training devices, where they change hands."""
+    """Decides which policies hold training devices, if they share any."""
     processes: Processes = field(default_factory=Processes)
-    """Its residents; empty where they are objects of this process."""
+    """Processes of its residents; empty if they are objects of this process."""
 
 
 @asynccontextmanager
@@ -179,7 +179,7 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
 async def respawn(
     cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: str
 ) -> InferenceEngine:
-    """An instance in place of one that was lost."""
+    """Starts an instance in place of a lost one."""
     if seconds := residents.replacement_s(policy):
         await asyncio.sleep(seconds)
     (resident,) = await cluster.spawn([residents.engine(policy, instance)])

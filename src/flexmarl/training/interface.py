@@ -112,7 +112,7 @@ class Trainer(Protocol):
         ...
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
-        """Returns raw log-probabilities of the sampled tokens under the current weights: [R] float32 for each sample."""
+        """Returns raw log-probabilities of sampled tokens under the current weights: [R] float32 for each sample."""
         ...
 
     async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:

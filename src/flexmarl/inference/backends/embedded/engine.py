@@ -214,7 +214,7 @@ class EmbeddedEngine:
 def _turn(
     core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
 ) -> tuple[list[Generation], EngineUse]:
-    """Takes the commands and decodes a few steps, on the device thread; stops early to deliver when no request waits."""
+    """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits."""
     done = [refused for request in inbox if (refused := core.add(request)) is not None]
     if aborts:
         done += core.abort(aborts)
