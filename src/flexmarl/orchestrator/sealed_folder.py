@@ -83,7 +83,7 @@ def _manifest(folder: Path) -> dict[str, SealedFile]:
         if not sealed:
             raise ValueError("it names no file")
         for name in sealed:
-            (folder / name).is_file()  # Raises OSError or ValueError for a name that no file can have.
+            (folder / name).is_file()  # Raises OSError for a name that no file can have.
         return {name: SealedFile(bytes=told["bytes"], blake2b=told["blake2b"]) for name, told in sealed.items()}
 
 
