@@ -26,7 +26,7 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
     lag = 1 if one_step_off else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
-        # In decimals 0.4 * 15 is 6. In floats it may be a little more, and round up to 7.
+        # In decimals 0.1 * 3 * 10 is 3. In floats it is a little more, and would round up to 4.
         Mode.ASYNC: math.ceil(Decimal(str(pipeline.window)) * (lag + 1) * groups),
         Mode.FIFO: 1,
         Mode.GREEDY: None,
