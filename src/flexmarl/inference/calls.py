@@ -45,7 +45,7 @@ class Instance:
     checksum: Checksum | None = None
     """The checksum that its engine returned for `holds`."""
     loading: asyncio.Future[None] | None = None
-    """Its latest load, running or done; None before the first one."""
+    """Its latest load of a publication while it was live, running or done; None before the first one."""
     tasks: set[asyncio.Future[None]] = field(default_factory=set)
     """Tasks that wait for it. They are cancelled when it is lost."""
     running: set[str] = field(default_factory=set)
