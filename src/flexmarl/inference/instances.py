@@ -188,8 +188,8 @@ class Instances:
     async def take_in(self, moved: Instance, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
         """Makes a moved engine an instance of this policy, live once it holds the newest weights.
 
-        Returns its new name and "". If it fails, the second text says why. If `unless()` is true after the load, the
-        instance does not become live, and both texts are "".
+        Returns its new name and "". If loading fails, the instance is lost and replaced, and the second text says why.
+        If `unless()` is true after the load, the instance does not become live, and both texts are "".
         """
         instance = Instance(f"{self.policy}/{next(self._numbers)}", moved.engine, moved.capabilities)
         if failure := await self._join(instance, unless):
@@ -305,7 +305,7 @@ class Instances:
         self._observers.on_lost(name, because)
 
     def _settle(self) -> None:
-        """Wakes the tasks that wait for an instance, unless one may still come."""
+        """Wakes the tasks that wait for an instance, unless none is live and one may still come."""
         if self.expected:
             self._settled.clear()
         else:
