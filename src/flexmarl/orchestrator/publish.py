@@ -72,7 +72,7 @@ class NewWeights:
     key: ObjectKey
     checksum: Checksum
     began: float
-    """When publishing began, by the journal's clock."""
+    """Time at which publishing began, by the journal's clock."""
 
 
 class Publisher:
