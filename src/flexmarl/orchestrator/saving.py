@@ -60,7 +60,10 @@ class Saver:
             await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
 
     async def save(self, state: RunState, *, last: bool) -> None:
-        """Saves a checkpoint. A failure is a warning, or raises CheckpointError if `_failed` says so."""
+        """Saves a checkpoint. If that fails, it warns if an older one is intact and a later save will come.
+
+        Otherwise it raises CheckpointError: the run must end, because its work would be lost.
+        """
         began = self._journal.now()
         try:
             saved = await self._checkpoints.save(state, self._trainers)
