@@ -5,7 +5,7 @@ Loop of `Saver`: the end of a step becomes a checkpoint. Then rows that no check
 consumes    the state of a run at a step boundary
 waits for   each trainer, then the disk
 produces    a checkpoint; journal events for what was saved, dropped or failed
-unblocked by the disk; if it is full, the run continues with a warning, provided that an older checkpoint is intact
+unblocked by the disk; if it is full, the run only warns, provided that an older checkpoint is intact and a save follows
 
 Loop of `resume`: trainers and store return to one step boundary, that of the newest intact checkpoint.
 
