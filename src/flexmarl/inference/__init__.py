@@ -1,1 +1,1 @@
-"""Tokens in, tokens out. In: generation requests and published weights. Out: generations, in completion order."""
+"""Serves tokens from live engines. In: generation requests and published weights. Out: generations, as they end."""

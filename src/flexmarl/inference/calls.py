@@ -1,8 +1,9 @@
-"""One instance, as the pool sees it: its engine, what that holds, and who waits for it.
+"""Instances and calls, as the pool sees them.
 
-Calls of the pool, from request to answer, and the line in which those wait that no instance has yet.
-
-Decides how a request goes on at another instance, and what its caller gets of the parts.
+`Instance`             one engine, the weights that it holds, and the tasks that wait for it
+`Call`                 one request on its way to its answer
+`Line`                 the calls of a policy that no instance has yet
+`rest_of`, `joined`    decide how a request continues at another instance, and join the parts of its answer
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from flexmarl.records import Generation, GenerationRequest, Version, VersionRun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """What every instance must hold."""
+    """A published version that every instance of the policy must hold. Without `expected`, no checksum is compared."""
 
     version: Version
     key: ObjectKey
@@ -31,24 +32,26 @@ class Weights:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One replica, and the tasks that wait for it."""
+    """One inference replica of a policy, and the tasks that wait for it."""
 
     name: str
     engine: InferenceEngine
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
-    """Its engine's, once the pool has asked it."""
+    """Capabilities of its engine, after the pool has asked for them."""
     version: Version = FIRST_VERSION
-    """The newest that it has acknowledged."""
+    """The newest version that it has acknowledged."""
     holds: Weights | None = None
+    """The weights that it loaded last; None before its first load."""
     checksum: Checksum | None = None
-    """Its own, of what it holds."""
+    """The checksum that its engine returned for `holds`."""
     loading: asyncio.Future[None] | None = None
+    """Its latest load of a publication while it was live, running or done; None before the first one."""
     tasks: set[asyncio.Future[None]] = field(default_factory=set)
-    """Cancelled when it is lost."""
+    """Tasks that wait for it. They are cancelled when it is lost."""
     running: set[str] = field(default_factory=set)
     """Ids of the requests that it was given and has not answered."""
     hands_over: bool = False
-    """Its requests go on elsewhere, as soon as they have ended here."""
+    """True if its aborted requests continue at another instance."""
     lost: bool = False
 
     @property
@@ -57,14 +60,14 @@ class Instance:
         return cast(WeightedEngine, self.engine)
 
     def watch(self, task: asyncio.Future[None]) -> None:
-        """The task waits for this instance."""
+        """Adds a task that waits for this instance, until it is done."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def acknowledged(self, answer: Generation) -> None:
-        """Returns when the instance has acknowledged the version of its answer (law 10).
+        """Returns when the instance has acknowledged the newest version in its answer (law 10).
 
-        An answer can overtake the acknowledgement of a load. Raises EngineError if there is no such load.
+        An answer can arrive before the acknowledgement of a load. Raises EngineError if no load acknowledges it.
         """
         newest = max(run.version for run in answer.versions)
         if newest > self.version and self.loading is not None:
@@ -75,40 +78,42 @@ class Instance:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request on its way, and who waits for it."""
+    """A request on its way, and the future that its caller waits for. Times are the event loop's."""
 
     request: GenerationRequest
-    """What is left to ask: of a call that was moved, less than its caller asked."""
+    """The request for the tokens that are still missing; after a move, shorter than the caller's request."""
     number: int
-    """Its place in the line; no other call of the pool has it."""
+    """Place in the line: lower numbers are served first. Unique in the pool."""
     answer: asyncio.Future[Generation]
     asked_at: float
-    """When it lined up first."""
+    """Time at which the call first entered the line."""
     instance: Instance | None = None
-    """None while it waits for one."""
+    """The instance that was given the request; None while the call waits in the line."""
     sent_at: float = 0.0
+    """Time at which `instance` was given the request."""
     over: bool = False
-    """Nobody waits for more than what there is of it."""
+    """True if the caller wants no more tokens than those already sampled: it gave up, or ran out of time."""
     waits: bool = False
+    """True while the call is in the line."""
     part: Generation | None = None
-    """What other instances have sampled of the answer."""
+    """Tokens that earlier instances sampled for the answer."""
 
     def end(self, generation: Generation) -> None:
-        """Hands the answer, with the earlier parts, to the caller, if it still waits."""
+        """Gives the caller the whole answer: earlier parts, then `generation`. Ignored if the answer is done."""
         if not self.answer.done():
             self.answer.set_result(self.whole(generation))
 
     def keep(self, part: Generation) -> None:
-        """Goes on after this part, at another instance."""
+        """Keeps a part of the answer: the request then asks another instance for the rest."""
         self.request = rest_of(self.request, part)
         self.part = self.whole(part)
 
     def whole(self, generation: Generation) -> Generation:
-        """The answer with the earlier parts."""
+        """Earlier parts of the answer, joined with `generation`."""
         return generation if self.part is None else joined(self.part, generation)
 
     def record(self, generation: Generation) -> CallRecord:
-        """What the pool tells of the call, answered now at its instance."""
+        """The record of the call for the pool's observers. Its instance has answered just now."""
         assert self.instance is not None
         whole = self.whole(generation)
         kept = 0 if self.part is None else len(self.part.response_ids)
@@ -129,7 +134,7 @@ class Call:
 
 
 class Line:
-    """Calls of one policy that wait for an instance, first come first served; one that comes back keeps its place."""
+    """Calls of one policy that wait for an instance, first come first served. A call that returns keeps its place."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, Call]] = []
@@ -139,13 +144,13 @@ class Line:
         return self._size
 
     def add(self, call: Call) -> None:
-        """Lines up."""
+        """Adds a call at the place of its number."""
         call.instance, call.waits = None, True
         self._size += 1
         heapq.heappush(self._heap, (call.number, call))
 
     def take(self) -> Call:
-        """The first in line. Raises IndexError if there is none."""
+        """Removes and returns the first call. Raises IndexError if the line is empty."""
         while True:
             call = heapq.heappop(self._heap)[1]
             if call.waits:
@@ -153,14 +158,14 @@ class Line:
                 return call
 
     def leave(self, call: Call) -> None:
-        """Goes away without having been served; who is not in line is no error."""
+        """Removes a call. Ignored if it is not in the line."""
         if call.waits:
             call.waits = False
             self._size -= 1
 
 
 def rest_of(request: GenerationRequest, part: Generation) -> GenerationRequest:
-    """What is left to ask after `part`: the same call, its prompt longer by what was sampled, its budget smaller.
+    """The request that continues after `part`: its prompt ends with the tokens of `part`, its budget is smaller.
 
     >>> rest_of(request, part).prompt_ids      # request asked after [1, 2], part answered [7]
     array([1, 2, 7], dtype=int32)
@@ -177,7 +182,7 @@ def rest_of(request: GenerationRequest, part: Generation) -> GenerationRequest:
 
 
 def joined(part: Generation, rest: Generation) -> Generation:
-    """One answer of two: the tokens of both, the end of the second, and the versions that sampled each."""
+    """Joins two parts of an answer: tokens and version runs of both, finish reason of the second."""
     sampled = len(part.response_ids)
     if not sampled:
         return rest

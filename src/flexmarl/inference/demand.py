@@ -1,9 +1,9 @@
-"""Decides what to expect of a policy's requests, from those it has answered: how long they are, how fast they go.
+"""Decides the expected length and speed of a policy's requests, from the requests that it has answered.
 
-    tokens to expect of a request that waits     E[L]
-    tokens to expect of a request that runs      E[L^2] / 2 E[L]: long ones are met running more often
+    expected tokens of a request that waits           E[L]
+    expected tokens left of a request that runs       E[L^2] / 2 E[L]: longer requests are likelier to be running
 
-Nothing is known of the lengths of the requests at hand; all of this is observed.
+L is the number of sampled tokens of an answer. The lengths of waiting and running requests themselves are unknown.
 """
 
 from collections import defaultdict
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from flexmarl.records import PolicyName
 
 KEPT_PER_STEP = 0.95
-"""What a step's answers still count when the next one ends: about twenty steps are remembered. Tasks differ so much
-that five steps allocate by chance."""
+"""Factor by which the weight of earlier answers falls at the end of each step, so that about twenty steps count. With
+about five, allocations followed chance, because tasks differ so much."""
 
 
 @dataclass(slots=True)
@@ -33,25 +33,25 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Estimates for one policy."""
+    """Estimates for the requests of one policy."""
 
     tokens: float
-    """Of a request that waits."""
+    """Expected tokens of a request that waits."""
     tokens_left: float
-    """Of a request that runs."""
+    """Expected tokens that a running request has still to sample."""
     tokens_per_s: float
-    """Of one request while an instance serves it."""
+    """Tokens that one request gets per second while an instance serves it."""
 
 
 class Demand:
-    """What was seen of every policy's requests, older steps fading."""
+    """Sums over the answered requests of each policy. Older steps count less and less."""
 
     def __init__(self) -> None:
         self._sums: dict[PolicyName, _Sums] = defaultdict(_Sums)
         self._steps = 0.0
 
     def answered(self, policy: PolicyName, *, tokens: int, serving_s: float) -> None:
-        """An instance sampled `tokens` for one request and served it for so long."""
+        """Counts a request for which an instance sampled `tokens`, and which it served for `serving_s`."""
         if tokens and serving_s > 0:
             sums = self._sums[policy]
             sums.answers += 1
@@ -60,13 +60,13 @@ class Demand:
             sums.serving_s += serving_s
 
     def step_ended(self) -> None:
-        """What was seen up to now fades."""
+        """Ends a step: the weight of all answers so far falls."""
         for sums in self._sums.values():
             sums.fade()
         self._steps = KEPT_PER_STEP * (self._steps + 1)
 
     def expected(self, policy: PolicyName) -> Expectation | None:
-        """What to expect of the policy's requests; None: it has answered none yet."""
+        """Estimates for the policy's requests; None if it has answered none yet."""
         sums = self._sums.get(policy)
         if sums is None or not sums.answers:
             return None
@@ -78,5 +78,5 @@ class Demand:
 
     @property
     def work(self) -> Mapping[PolicyName, float]:
-        """Seconds of serving that a step asked of each policy, on average over the last steps; ask between steps."""
+        """Mean seconds of serving per step for each policy, over the last steps. Read it between steps."""
         return {policy: sums.serving_s / self._steps for policy, sums in self._sums.items() if self._steps}

@@ -5,9 +5,9 @@
               '--- unfinished ------'  the instance is lost, or moved
 
 consumes:     calls, and answers
-waits for:    an instance with a place
+waits for:    an instance with a free place
 produces:     one answer per call
-unblocked by: an answer, an instance that came, or the knowledge that none will come
+unblocked by: an answer, a new instance, or the end of the last one that could come
 """
 
 import asyncio
@@ -25,10 +25,10 @@ NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around
 
 
 class Dispatch:
-    """The line of one policy, and who reads its instances' answers."""
+    """Gives the calls of one policy to its instances, and reads the answers."""
 
     def __init__(self, instances: Instances, *, start: Start, awake: asyncio.Event, observers: PoolObservers) -> None:
-        """While `awake` is not set, nothing is given out."""
+        """No call is given to an instance while `awake` is not set."""
         self.line = Line()
         self._instances = instances
         self._start = start
@@ -38,23 +38,23 @@ class Dispatch:
         self._closed = False
 
     def add(self, call: Call) -> None:
-        """The call waits for an instance; those of one tick go out together."""
+        """Adds a call to the line. Calls that are added in one tick of the event loop are given out together."""
         self.line.add(call)
         self.give_out_soon()
 
     def give_out_soon(self) -> None:
-        """Called when something has changed for those who wait."""
+        """Gives out waiting calls at the next tick of the event loop. Called when instances or places have changed."""
         if len(self.line) and not self._due:
             self._due = True
             asyncio.get_running_loop().call_soon(self._give_out)
 
     def close(self) -> None:
-        """Refuses all that wait, and those who come back from an instance."""
+        """Refuses all calls that wait, and those that an instance returns from now on."""
         self._closed = True
         self.give_out_soon()
 
     async def abort(self, call: Call) -> None:
-        """Has the instance end the call; one that is with no instance ends at once."""
+        """Asks the call's instance to end it. A call that no instance has ends at once."""
         instance = call.instance
         if instance is None or instance.lost:
             self.line.leave(call)
@@ -66,7 +66,7 @@ class Dispatch:
             self._instances.lose(instance.name, f"aborting failed: {error}")
 
     def unserved(self, call: Call) -> Generation:
-        """What an instance would answer, where there is none, or none that answers to an abort."""
+        """An answer without tokens and with finish `abort`, for a call whose instance is missing or does not answer."""
         instance = call.instance
         version = FIRST_VERSION if instance is None or instance.lost else instance.version
         return unserved(call.request, version, FinishReason.ABORT)
@@ -79,7 +79,7 @@ class Dispatch:
             self._place()
 
     def _place(self) -> None:
-        """Each instance gets its share in one call."""
+        """Gives waiting calls to instances with free places: to each instance all its calls in one `generate`."""
         shares: dict[str, list[Call]] = defaultdict(list)
         now, router = asyncio.get_running_loop().time(), self._instances.router
         while len(self.line) and router.has_place:
@@ -95,25 +95,25 @@ class Dispatch:
             instance.running.update(call.request.request_id for call in share)
             undone = {call.request.request_id: call for call in share}
             reading = self._start(self._read(instance, undone), f"read-{name}")
-            # Not in the task itself: one that is cancelled before it begins would keep them.
+            # Not in the task itself: a task that is cancelled before it begins would never return its calls.
             reading.add_done_callback(lambda _, undone=undone: self._take_back(undone))
             instance.watch(reading)
 
     def _refuse(self) -> None:
-        """Nobody will ever serve them."""
+        """Ends all waiting calls, because no instance will serve them."""
         nobody = f"no instance of '{self._instances.policy}' is left: {self._instances.reasons}"
         while len(self.line):
             call = self.line.take()
             because = NOT_OPEN if self._closed else nobody
             if call.over:
                 call.end(self.unserved(call))
-            elif call.part is not None:  # Its tokens are not lost with the instance: the caller accounts for them.
+            elif call.part is not None:  # The caller gets the tokens sampled so far, and accounts for them.
                 call.end(unserved(call.request, FIRST_VERSION, FinishReason.ERROR, because))
             elif not call.answer.done():
                 call.answer.set_exception(EngineError(because))
 
     async def _read(self, instance: Instance, undone: dict[str, Call]) -> None:
-        """Runs one batch of an instance to its end; what remains in `undone` the instance has not answered."""
+        """Reads the answers of one instance to `undone`, from which answered calls are removed."""
         try:
             if not instance.hands_over:
                 async for generation in instance.engine.generate([call.request for call in undone.values()]):
@@ -122,17 +122,17 @@ class Dispatch:
                 if undone:
                     self._instances.lose(instance.name, f"it left {len(undone)} requests without an answer")
         except Exception as error:
-            # Whatever an engine raises, it is the engine that is lost, not the run.
+            # Any error of an engine costs the engine, not the run.
             self._instances.lose(instance.name, f"{type(error).__name__}: {error}")
 
     def _take_back(self, undone: Mapping[str, Call]) -> None:
-        """What an instance has left undone goes to another one."""
+        """Puts the calls that an instance did not answer back into the line."""
         for call in undone.values():
             self._freed(call)
             self.add(call)
 
     def _answered(self, call: Call, generation: Generation) -> None:
-        """The caller's answer; or a part of it, where the call goes on elsewhere."""
+        """Ends a call with its answer, or keeps the answer as a part if the call continues at another instance."""
         instance = self._freed(call)
         wanted = not call.over and not call.answer.done()
         if instance.hands_over and generation.finish is FinishReason.ABORT and wanted:
@@ -143,7 +143,7 @@ class Dispatch:
             self._observers.on_call(call.record(generation))
 
     def _freed(self, call: Call) -> Instance:
-        """Its instance has a place again, for who waits."""
+        """Frees the call's place at its instance, for calls that wait. Returns the instance."""
         assert call.instance is not None
         call.instance.running.discard(call.request.request_id)
         self._instances.router.finish(call.instance.name, call.request.sampling.max_tokens)

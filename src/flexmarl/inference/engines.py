@@ -1,4 +1,4 @@
-"""Engines by the `type` of their settings: the one place that turns settings into a live instance."""
+"""Factory of engines: the one place that turns an engine's settings into a live engine."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -16,30 +16,30 @@ FIRST_VERSION = Version(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What a factory may use to make one instance; it takes what its engine needs."""
+    """Everything that a factory may use to make one engine. It takes the fields that its engine needs."""
 
     policy: PolicyName
     make_model: Callable[[], Any]
-    """A fresh torch module per call, which the engine then owns."""
+    """Makes a new torch module at each call. The engine owns it."""
     decode: Callable[[Sequence[int]], str]
     store: ObjectStore
     thread: DeviceThread
     device: str = "cpu"
-    """Where the model lives: `cpu`, `cuda` or `cuda:1`."""
+    """Device of the model: `cpu`, `cuda` or `cuda:1`."""
     deterministic: bool = False
-    """Whether a request must get the same bits in any company (law 6)."""
+    """True if a request must get the same bits whichever requests share its batch (law 6)."""
     verify: Verify = "full"
-    """The checksum that a load returns: of every byte that is served, or of names, dtypes and shapes."""
+    """The checksum that a load returns: `full` is over every byte that is served, else over names, dtypes, shapes."""
     version: Version = FIRST_VERSION
 
 
 class EngineSettings(Protocol):
-    """Any settings class of ENGINES."""
+    """Common part of the settings classes in ENGINES."""
 
     factory: ClassVar[str]
-    """`module:function` of `(settings, EngineParts) -> engine`; imported only when this engine is made."""
+    """The factory `(settings, EngineParts) -> engine`, as `module:function`. Imported only when an engine is made."""
 
 
 def make_engine(settings: EngineSettings, parts: EngineParts) -> InferenceEngine:
-    """A live instance of the engine that the settings are of."""
+    """Makes a live engine with the factory that the settings name."""
     return pkgutil.resolve_name(settings.factory)(settings, parts)

@@ -1,7 +1,7 @@
-"""Runs the instances of one policy: has them load weights, gives up those that fail, and starts others in their place.
+"""Runs the instances of one policy: they load weights, and those that fail are given up and replaced.
 
     live --- loaded --> live
-      |'-- moved --> leaving --> empty --> loads what its new policy published --> live there
+      |'-- moved --> leaving --> empty --> loads its new policy's weights -------> live there
       |                 |                     |
       '-----------------'---------------------'-- died, failed, late, wrong checksum --> lost --> closed
       replacement: started --> loaded --> live                                                      |
@@ -9,9 +9,9 @@
            '--> failed: lost, the next one is started
 
 consumes:     published weights, losses, and instances that come from other policies
-waits for:    engines that load, close or start, each for a bounded time; a replacement, for the pool to be awake
+waits for:    engines that load, close or start, each for a bounded time; replacements wait until the pool is awake
 produces:     live instances, all of which hold the newest weights once `load` has returned
-unblocked by: an engine, or its deadline
+unblocked by: the engine, or its deadline
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from flexmarl.objects.interface import Checksum, vouches
 from flexmarl.records import PolicyName
 
 Respawn = Callable[[PolicyName, str], Awaitable[InferenceEngine]]
-"""Starts an engine for a new instance, whose name was never used before; the lost one is closed by then."""
+"""Starts an engine for a policy and a new instance's name, which was never used before. The lost one is closed."""
 Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Future[None]]
-"""Starts a named task that ends with the pool; a cancelled future comes back from a pool that is closed."""
+"""Starts a named task that ends with the pool. If the pool is closed, it returns a cancelled future instead."""
 
 
 class Instances:
-    """The instances of one policy. Named `{policy}/{number}`; no number is used twice."""
+    """The instances of one policy, named `{policy}/{number}`. No number is used twice."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Instances:
         on_available: Callable[[], None],
         observers: PoolObservers,
     ) -> None:
-        """`on_available` is told when an instance came, or when none will come any more.
+        """`on_available` is called when an instance becomes live, or when no more will come.
 
         No replacement is started while `awake` is not set.
         """
         self.policy = policy
         self.live = {f"{policy}/{number}": Instance(f"{policy}/{number}", e) for number, e in enumerate(engines)}
         self.leaving: dict[str, Instance] = {}
-        """Those on their way to another policy: until they serve it, this one can have them back."""
+        """Instances on their way to another policy. Until they serve it, this policy can take them back."""
         self.router = Router(self.live, settings.routing, max_running=settings.max_running)
         self.lost: dict[str, str] = {}
         """Why each instance was given up."""
@@ -71,40 +71,40 @@ class Instances:
         self._replacements_left = settings.replacements if respawn else 0
         self._coming = 0
         self.arrivals: set[asyncio.Future[None]] = set()
-        """One for each instance that is started, or that is on its way here: done when it is live, or lost."""
+        """A future for each instance that is being started or moved here; done when that has ended, well or not."""
         self._newest: Weights | None = None
         self._settled = asyncio.Event()
         self._settled.set()
 
     @property
     def expected(self) -> bool:
-        """Whether none is live, but one is on its way."""
+        """True if no instance is live, but one may come."""
         return not self.live and (self._coming > 0 or bool(self.leaving))
 
     @property
     def published(self) -> bool:
-        """Whether there are weights for an instance that comes from another policy."""
+        """True if the policy has published weights, which an instance from another policy could load."""
         return self._newest is not None
 
     @property
     def continues(self) -> bool:
-        """Whether its instances go on with responses that others of them began."""
+        """True if every live instance can continue responses that another instance began."""
         return all(instance.capabilities.continues for instance in self.live.values())
 
     @property
     def bereft(self) -> bool:
-        """Whether none is live and none is on its way."""
+        """True if no instance is live, and none is being started or moved here."""
         return not self.live and not self._coming
 
     async def ask(self) -> None:
-        """Asks every engine what it can do; one that fails in this, or is too slow, is lost."""
+        """Asks every engine for its capabilities. An engine that fails to answer, or is too slow, is lost."""
         await asyncio.gather(*(self._ask_live(instance) for instance in list(self.live.values())))
 
     async def load(self, weights: Weights) -> dict[str, Checksum]:
-        """Every live instance loads; returns what each one that serves now holds. One load at a time.
+        """Has every live instance load. Returns the checksum of each instance that serves the weights.
 
-        An instance that fails, is too slow, or holds other bytes than expected is lost. While none is live, waits for
-        a replacement. Raises EngineError if none is left.
+        An instance that fails, is too slow, or has an unexpected checksum is lost. If none is live, it waits for a
+        replacement. Raises EngineError if none is left. Calls must not overlap.
         """
         self._newest = weights
         for instance in self.live.values():
@@ -121,9 +121,9 @@ class Instances:
         return held
 
     def lose(self, name: str, because: str) -> None:
-        """Gives up an instance: its tasks end, and another one is started if there is one left to start.
+        """Gives up an instance: its tasks are cancelled, and it is replaced if a replacement is left.
 
-        In place of one that was leaving, its new policy starts one.
+        If it was leaving, its new policy replaces it.
         """
         instance = self.live.get(name) or self.leaving.get(name)
         if instance is None or instance.lost:
@@ -138,7 +138,7 @@ class Instances:
             self.replace(instance)
 
     def replace(self, lost: Instance) -> None:
-        """Closes a lost instance, and has another one serve in its place if there is one left to start."""
+        """Closes a lost instance, and starts another one in its place if a replacement is left."""
         if self._replacements_left:
             self._start(self._replace(lost), f"replace-{lost.name}")
             self._coming += 1
@@ -147,9 +147,9 @@ class Instances:
         self._settle()
 
     def leave(self, name: str) -> Instance:
-        """Takes a live instance out: it gets no request and no load any more.
+        """Takes a live instance out of service: it gets no more requests and loads.
 
-        Raises EngineError if there is no such instance, or no other one.
+        Raises EngineError if there is no such instance, or if it is the last one.
         """
         if name not in self.live:
             raise EngineError(f"'{name}' cannot be moved: it is not live; live are: {sorted(self.live)}")
@@ -160,13 +160,13 @@ class Instances:
         return instance
 
     def left(self, instance: Instance) -> None:
-        """It has nothing more to do here."""
+        """Notes that a leaving instance has ended its move."""
         del self.leaving[instance.name]
         self._settle()
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
-        """An instance is on its way here: who finds none live waits for it."""
+        """Announces an instance while the block lasts: calls and loads wait for it if none is live."""
         self._coming += 1
         try:
             with self._arriving():
@@ -186,9 +186,10 @@ class Instances:
             arrival.set_result(None)
 
     async def take_in(self, moved: Instance, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
-        """A moved engine under a name of this policy, live once it holds the newest weights: (name, why it failed).
+        """Makes a moved engine an instance of this policy, live once it holds the newest weights.
 
-        If `unless` holds by then, nothing comes of it, and there is neither.
+        Returns its new name and "". If loading fails, the instance is lost and replaced, and the second text says why.
+        If `unless()` is true after the load, the instance does not become live, and both texts are "".
         """
         instance = Instance(f"{self.policy}/{next(self._numbers)}", moved.engine, moved.capabilities)
         if failure := await self._join(instance, unless):
@@ -198,7 +199,7 @@ class Instances:
 
     @property
     def reasons(self) -> str:
-        """Why there is no other instance."""
+        """Why each lost instance was given up, as one text."""
         return "; ".join(f"{name}: {because}" for name, because in self.lost.items())
 
     async def _ask_live(self, instance: Instance) -> None:
@@ -215,7 +216,7 @@ class Instances:
             self.lose(instance.name, failure)
 
     async def _load(self, instance: Instance, weights: Weights) -> str:
-        """Has the instance load; returns why it does not hold the weights, or nothing."""
+        """Has the instance load. Returns "", or why it does not hold the weights."""
         if not instance.capabilities.loads_weights:
             return f"version {weights.version} was published, but its engine does not load weights"
         clock, what = asyncio.get_running_loop().time, f"version {weights.version}"
@@ -224,7 +225,7 @@ class Instances:
             async with deadline:
                 held = await instance.weighted.load_weights(self.policy, weights.version, weights.key)
         except Exception as error:
-            # Whatever an engine raises, it is the engine that is lost, not the run.
+            # Any error of an engine costs the engine, not the run.
             return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"
         if weights.expected is not None and not vouches(held, weights.expected):
             return f"{what} has checksum {weights.expected}, but it holds {held}"
@@ -242,7 +243,7 @@ class Instances:
         return ""
 
     async def _replace(self, old: Instance) -> None:
-        """Starts instances until one serves in place of the old one, or no replacement is left."""
+        """Closes the old engine, then starts instances until one serves in its place, or no replacement is left."""
         clock = asyncio.get_running_loop().time
         lost_at = clock()
         try:
@@ -263,7 +264,7 @@ class Instances:
             self._settle()
 
     async def _spawn(self, name: str) -> str:
-        """Starts an instance, live as soon as it holds the newest weights; returns why it failed, or nothing."""
+        """Starts an instance, which becomes live once it holds the newest weights. Returns "", or why it failed."""
         assert self._respawn is not None
         deadline = asyncio.timeout(self._settings.start_timeout_s)
         engine: InferenceEngine | None = None
@@ -278,10 +279,13 @@ class Instances:
         return await self._join(instance)
 
     async def _join(self, instance: Instance, unless: Callable[[], bool] = lambda: False) -> str:
-        """Makes an instance that holds the newest weights live, but for `unless`; else closes it, and returns why."""
+        """Loads the newest weights into an instance and makes it live, unless `unless()` is true then.
+
+        Returns "". If loading fails, it closes the instance and returns the reason.
+        """
         while (weights := self._newest) is not None and instance.holds is not weights:
             failure = await self._load(instance, weights)
-            # With newer weights, the ones that it was loading may have been released: that is not its failure.
+            # If newer weights came during the load, the store may have released these: the instance is not to blame.
             if failure and weights is self._newest:
                 await self._close(instance.engine)
                 return failure
@@ -291,7 +295,7 @@ class Instances:
         return ""
 
     async def _close(self, engine: InferenceEngine) -> None:
-        """Closes a lost engine. Why it was lost is known; how it ends, if it does, changes nothing for the run."""
+        """Closes a lost engine, for a bounded time. Errors are ignored: the reason of the loss is known already."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._settings.close_timeout_s):
                 await engine.close()
@@ -301,7 +305,7 @@ class Instances:
         self._observers.on_lost(name, because)
 
     def _settle(self) -> None:
-        """Lets those go on who wait for an instance, unless there is reason to wait."""
+        """Wakes the tasks that wait for an instance, unless none is live and one may still come."""
         if self.expected:
             self._settled.clear()
         else:

@@ -1,4 +1,4 @@
-"""What every server of tokens can do."""
+"""Interface of engines: the servers of tokens behind the pool."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -10,34 +10,35 @@ from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyNam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do. Asked once, when the pool takes it in; without arguments: it generates, and no more.
+    """Optional abilities of an engine. The pool asks once, when it takes the engine in. By default it only generates.
 
     A method that the record denies need not exist, and is never called.
     """
 
     loads_weights: bool = False
-    """It has `load_weights`: a trained policy needs that, and so does an instance that moves to another policy."""
+    """It has `load_weights`. A trained policy needs this, and so does an instance that moves to another policy."""
     sleeps: bool = False
-    """It has `sleep` and `wake`. One without holds no device that a trainer could need in mode `colocated`."""
+    """It has `sleep` and `wake`. An engine without them must hold no device that trainers use in mode `colocated`."""
     deterministic: bool = False
-    """A request gets the same bits in any company: a run with `deterministic: true` needs that (law 6)."""
+    """A request gets the same bits whichever requests share its batch. `deterministic: true` needs this (law 6)."""
     continues: bool = False
-    """It goes on with a response that another instance began (`GenerationRequest.offset`), token by token the one that
-    it would have sampled itself. `pool.on_move: continue` needs that; without, a move lets requests end first."""
+    """It continues a response that another instance began (`GenerationRequest.offset`), with exactly the tokens that it
+    would have sampled itself. `pool.on_move: continue` needs this; without it, a move lets requests end first."""
     raw_logprobs: bool = False
-    """`Generation.raw_logprobs` are of the model's own distribution at any temperature and filter. Without, they are
-    those of the sampling distribution, and a trained policy must be sampled at temperature 1 without filters."""
+    """`Generation.raw_logprobs` belong to the model's own distribution, at any temperature and filter. If False, they
+    belong to the sampling distribution, and a trained policy must be sampled at temperature 1 without filters."""
     adapters: bool = False
-    """`load_weights` also takes an adapter alone (objects/adapter.py), over the model that the engine began with, and
-    returns the checksum of both: `training.publish: adapter` needs that."""
+    """`load_weights` also takes an adapter alone (objects/adapter.py), applied to the model that the engine began with,
+    and returns the checksum of both. `training.publish: adapter` needs this."""
 
 
 class InferenceEngine(Protocol):
     """One live replica that serves one policy. Called by the pool, from one event loop.
 
     Any number of `generate` calls may run at once; their requests share the batch. Closing the iterator early, or
-    cancelling the task that reads it, aborts what is left of that call. A request that cannot be served (too long,
-    say) yields a Generation with finish `error`; only the loss of the whole engine raises EngineError.
+    cancelling the task that reads it, aborts the unanswered requests of that call. A request that cannot be served (for
+    example, one that is too long) yields a Generation with finish `error`. Only the loss of the whole engine raises
+    EngineError.
     """
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
@@ -45,41 +46,41 @@ class InferenceEngine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests at the next token boundary with finish `abort`; unknown or finished ids are no error."""
+        """Ends these requests at the next token boundary with finish `abort`. Unknown or finished ids are ignored."""
         ...
 
     async def usage(self) -> EngineUse:
-        """The load right now."""
+        """The engine's load at this moment."""
         ...
 
     async def capabilities(self) -> EngineCapabilities:
-        """What this engine can do, the same at every call."""
+        """The engine's optional abilities, the same at every call."""
         ...
 
     async def close(self) -> None:
-        """Aborts what runs and frees the device. Calling it twice is no error."""
+        """Aborts running requests and frees the device. A second call does nothing."""
         ...
 
 
 class WeightedEngine(InferenceEngine, Protocol):
-    """An engine whose weights we own. Its capabilities say that it `loads_weights`, and whether it `sleeps`."""
+    """An engine that loads published weights: its capabilities state `loads_weights`, and may state `sleeps`."""
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
         """Gets the object, swaps the weights in place at a token boundary, and returns the checksum of what it serves.
 
-        Running requests go on with the keys and values they have; their version runs record the change. The version
-        is stamped only after the engine's own checksum. Raises EngineError if names, shapes or dtypes do not fit;
-        then the old weights stay. Asleep or not.
+        Running requests continue with the keys and values that they have, and their version runs record the change. The
+        version is stamped only after the engine has computed its own checksum. If names, shapes or dtypes do not fit,
+        it raises EngineError and keeps the old weights. The engine may be asleep.
         """
         ...
 
     async def sleep(self) -> None:
-        """Gives up the device's memory: keys, values and weights. Returns when it is free; twice is no error.
+        """Frees the device's memory: keys, values and weights. Returns when it is free. A second call does nothing.
 
-        Requests without an answer stand still, those that come meanwhile wait; an abort still ends them.
+        Running requests pause, and new ones wait, until `wake`. An abort still ends them.
         """
         ...
 
     async def wake(self) -> None:
-        """Serves on from where it fell asleep, with the weights it had or has loaded since; twice is no error."""
+        """Resumes paused requests, with the weights that it had or has loaded since. A second call does nothing."""
         ...

@@ -1,12 +1,12 @@
 """Runs one instance's move from a policy to another.
 
     live at the source --> leaving --> empty --> loads the target's newest weights --> live at the target
-                                                 (or the source's, even then: it is needed there again)
+                                                 (or returns, if the source has lost all its other instances)
 
 consumes:     an instance that has just left its policy
-waits for:    what it still loads and runs, then its load of the other policy's weights
-produces:     an instance of the target, under a name of its own; or a lost one, which the target replaces
-unblocked by: answers or aborts; with on_move `continue`, twice the grace period at most; the timeout of a load
+waits for:    its present load and its requests, then its load of the target's weights
+produces:     an instance of the target, under a new name; or a lost instance, which the target replaces
+unblocked by: answers or aborts, with on_move `continue` after twice the grace period at most; the timeout of a load
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from flexmarl.inference.instances import Instances
 from flexmarl.inference.settings import PoolSettings
 
 _TIMES_ASKED = 2
-"""A request that came to the engine in the very moment of the first abort hears the second one."""
+"""Aborts per request. A request that reaches the engine just after the first abort is ended by the second one."""
 
 
 class Move:
-    """One instance on its way."""
+    """The move of one instance from a source policy to a target policy."""
 
     def __init__(self, instance: Instance, source: Instances, target: Instances, settings: PoolSettings) -> None:
         self._instance, self._source, self._target, self._settings = instance, source, target, settings
         self.became = ""
-        """The name under which it serves now."""
+        """Name of the instance after the move; "" if it is lost before it gets one, or the move has not ended."""
         self.failure = "the pool was left meanwhile"
-        """Why it does not serve the target, or nothing."""
+        """Why it does not serve the target; "" if it does."""
 
     async def run(self) -> None:
-        """Moves the instance; `became` and `failure` say how it ended."""
+        """Moves the instance. `became` and `failure` then hold the result."""
         instance, source, target = self._instance, self._source, self._target
         with target.expecting():
             await self._empty()
@@ -58,7 +58,7 @@ class Move:
         self.failure = self.failure or f"'{source.policy}' has lost its other instances meanwhile, so it stays"
 
     async def _empty(self) -> None:
-        """Returns when the instance runs nothing, or is lost."""
+        """Returns when the instance has no load and no request, or is lost."""
         instance = self._instance
         if instance.loading is not None:
             await asyncio.wait([instance.loading])
@@ -68,7 +68,7 @@ class Move:
             await asyncio.wait(instance.tasks)
 
     async def _hand_over(self) -> None:
-        """Has the requests end here, so that they go on elsewhere."""
+        """Aborts the requests, so that they continue at other instances. An instance that does not end them is lost."""
         instance, grace_s = self._instance, self._settings.abort_grace_s
         instance.hands_over = True
         for _ in range(_TIMES_ASKED):
@@ -80,7 +80,7 @@ class Move:
             self._source.lose(instance.name, f"it did not end its requests within {_TIMES_ASKED * grace_s} s")
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        # An engine that fails in this, or hangs, does not end its requests either, and so is lost.
+        # An engine that fails here, or hangs, does not end its requests either: `_hand_over` then gives it up.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self._settings.abort_grace_s):
                 await self._instance.engine.abort(request_ids)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from flexmarl.errors import EngineError
 
 _REMEMBERED = 65_536
-"""Conversations whose instance is known; the longest silent are forgotten."""
+"""Maximum number of conversations whose instance is remembered. The one used longest ago is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The instance, and why."""
+    """The chosen instance, and why."""
 
     instance: str
     because: str
@@ -21,24 +21,25 @@ class Placement:
 
 @dataclass(slots=True)
 class Load:
-    """What was placed on an instance and is not yet done."""
+    """The requests that were placed on an instance and are not done."""
 
     tokens: int = 0
-    """Still to sample, at most."""
+    """Sum of the requests' `max_tokens`."""
     requests: int = 0
+    """Number of requests."""
     ticket: int = 0
-    """When it was chosen last, in choices; of equals, the lowest is next."""
+    """Serial number of the last choice of this instance. Of equal instances, the lowest ticket is next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """An order of instances: the one with the least measure is chosen, and equals take turns."""
+    """An order of instances: the one with the least measure is chosen. Equal instances take turns."""
 
     measure: Callable[[Load], int]
     because: str
-    """The reason for a choice by `{measure}`."""
+    """The reason for a choice; `{measure}` is replaced by the measure."""
     keeps_prefix: bool = False
-    """A conversation returns to its instance, where its prefix is, unless that one has more to do than another."""
+    """True if a conversation returns to its instance, which has its prefix, unless another one has less to do."""
 
 
 ROUTINGS: Mapping[str, Routing] = {
@@ -46,20 +47,20 @@ ROUTINGS: Mapping[str, Routing] = {
     "least_requests": Routing(lambda load: load.requests, "fewest requests: {measure}"),
     "round_robin": Routing(lambda load: 0, "its turn"),
 }
-"""The rules by name; least_requests is FlexMARL's min-heap on instance load (section 5.2)."""
+"""The routing rules by name. `least_requests` is FlexMARL's min-heap on instance load (section 5.2)."""
 
 
 class Router:
-    """The load of each instance of a policy, and who is next.
+    """The load of each instance of a policy, and the order in which instances are chosen.
 
-    The heap holds stale entries, which are skipped: an entry is true if it carries the instance's present measure and
-    ticket, and the instance has a place.
+    The heap may hold stale entries, which are skipped. An entry is valid if it has the instance's present measure and
+    ticket, and the instance has a free place.
     """
 
     def __init__(
         self, instances: Iterable[str], routing: str = "least_tokens", *, max_running: int | None = None
     ) -> None:
-        """No instance gets more than `max_running` requests at a time."""
+        """No instance gets more than `max_running` requests at a time; None means no bound."""
         self._routing = ROUTINGS[routing]
         self._max_running = max_running
         self._loads: dict[str, Load] = {}
@@ -71,29 +72,29 @@ class Router:
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """Those that can be chosen, now or when they have a place."""
+        """All instances that can be chosen, also those without a free place now."""
         return tuple(self._loads)
 
     @property
     def has_place(self) -> bool:
-        """Whether some instance can be given a request."""
+        """True if some instance has a free place."""
         return self._first() is not None
 
     def load(self, instance: str) -> Load:
-        """Work placed there and not yet done."""
+        """Load of an instance."""
         return self._loads[instance]
 
     def add(self, instance: str) -> None:
-        """A new instance, with nothing to do."""
+        """Adds an instance without load."""
         self._loads[instance] = Load()
         self._take_ticket(instance)
 
     def remove(self, instance: str) -> None:
-        """An instance that is gone, with its work; unknown names are no error."""
+        """Removes an instance and its load. Unknown names are ignored."""
         self._loads.pop(instance, None)
 
     def place(self, tokens: int, conversation: str | None = None) -> Placement:
-        """Chooses an instance and books the request on it. Raises EngineError if none has a place."""
+        """Chooses an instance and adds the request to its load. Raises EngineError if none has a free place."""
         chosen = self._choose(conversation)
         if conversation is not None and self._routing.keeps_prefix:
             self._remember(conversation, chosen.instance)
@@ -104,7 +105,7 @@ class Router:
         return chosen
 
     def finish(self, instance: str, tokens: int) -> None:
-        """Unbooks a request; of an instance that is gone, nothing."""
+        """Takes a request off the load of its instance. Ignored if the instance was removed."""
         if instance in self._loads:
             load = self._loads[instance]
             load.tokens -= tokens
@@ -141,7 +142,7 @@ class Router:
         self._push(instance)
 
     def _push(self, instance: str) -> None:
-        """Enters the instance as it is now; a full one enters again when it has finished a request."""
+        """Pushes the instance's present entry. A full instance is pushed again when it has finished a request."""
         if not self._can_take(instance):
             return
         if len(self._heap) > 8 * len(self._loads) + 64:
@@ -154,7 +155,7 @@ class Router:
         return (self._measure(instance), self._loads[instance].ticket, instance)
 
     def _first(self) -> str | None:
-        """The next instance with a place, if there is one."""
+        """The next instance with a free place; None if there is none."""
         while self._heap:
             instance = self._heap[0][2]
             if instance in self._loads and self._heap[0] == self._entry(instance) and self._can_take(instance):

@@ -1,10 +1,10 @@
 """Decides which instances move from one policy to another (FlexMARL section 5.2; docs/math.md, section 10).
 
-    queue_gap          one instance per look, when waiting requests are further apart than the gap
-    queue_gap_literal  as many as the queues differ, as the paper words it
-    drain_time         one instance per look, when what is queued will be done clearly sooner
+    queue_gap          one instance per decision, when the numbers of waiting requests differ by more than the gap
+    queue_gap_literal  as many instances as that difference, as the paper words it
+    drain_time         one instance per decision, when the queued requests will end clearly sooner
 
-Every policy keeps an instance, whatever happens.
+No rule takes the last instance of a policy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +18,26 @@ from flexmarl.records import PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoad:
-    """One policy's queue and instances, at one look."""
+    """One policy's queue and instances at one moment."""
 
     instances: Mapping[str, int] = field(default_factory=dict)
-    """Its live instances, and how many requests each one runs."""
+    """Number of requests that each live instance runs, by name."""
     waiting: int = 0
-    """Requests that no instance runs, wherever they wait."""
+    """Number of requests that no instance runs; they wait in the pool or in an engine."""
     slots: int = 1
-    """Requests that an instance runs at a time."""
+    """Number of requests that an instance can run at a time."""
     expected: Expectation | None = None
-    """Of its requests; None: it has answered none yet."""
+    """Expected length and speed of its requests; None if it has answered none yet."""
 
     @property
     def running(self) -> int:
-        """Requests that its instances run."""
+        """Number of requests that its instances run."""
         return sum(self.instances.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An instance leaves its policy for another one, and why."""
+    """The decision that an instance serves the policy `to` from now on, and why."""
 
     instance: str
     to: PolicyName
@@ -46,35 +46,36 @@ class Move:
 
 Loads = Mapping[PolicyName, PolicyLoad]
 WORTH_MOVING = 1.05
-"""How much more the busiest instances must have to do: the work of steps differs by as much by chance."""
+"""Factor by which the work of the busiest instances must exceed that of the best allocation. The work of steps varies
+by about as much by chance."""
 
 
 class BalanceRule(Protocol):
-    """Looks at all policies at once, now and then while a step plays."""
+    """A rule that decides moves from the loads of all policies, at intervals while a step plays."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """The moves to make now; `move_s` is what one takes."""
+        """The moves to make now. A move is expected to take `move_s` seconds."""
         ...
 
 
 class Stay:
-    """No instance ever moves."""
+    """Never moves an instance."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """Nothing."""
+        """No moves."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class QueueGap:
-    """FlexMARL's rule: from the shortest queue of waiting requests to the longest, if more than `gap` apart."""
+    """FlexMARL's rule: moves from the shortest queue to the longest, if they differ by more than `gap` requests."""
 
     gap: int
     literal: bool = False
-    """As many instances as the queues differ, instead of one. It overshoots: the next look moves them back."""
+    """Moves as many instances as the queues differ by, not one. It overshoots: the next decision moves them back."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """Moves to the longest queue; what a move takes plays no part."""
+        """Moves the idlest instances to the longest queue. `move_s` is ignored."""
         donors = [policy for policy in loads if len(loads[policy].instances) > 1]
         if not donors:
             return ()
@@ -93,13 +94,14 @@ class QueueGap:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """Ours: from the policy that can best spare an instance to the one that takes longest to drain, if that pays."""
+    """Our rule: moves an instance to the policy that takes longest to drain, from the one that spares it best."""
 
     least_gain: float = 0.1
-    """Of the longest drain time: estimates are no better, and a move back would need as much again."""
+    """Least share of the longest drain time that a move must save. Estimates are not more precise than that, and a
+    wrong move costs a second one back."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """At most one move, the one that shortens the longest drain time most."""
+        """Decides on at most one move: the one that shortens the longest drain time most."""
         known = {policy: load for policy, load in loads.items() if load.expected is not None}
         needy = [policy for policy in known if known[policy].waiting]
         if not needy:
@@ -107,8 +109,8 @@ class DrainTime:
         to = max(needy, key=lambda policy: (drain_s(known[policy]), policy))
         before = drain_s(known[to])
         if before <= 2 * move_s:
-            # An instance stands still for move_s, and makes up for that in as long again. The step lasts no less than
-            # the longest drain time: beyond this, the move has paid before its end.
+            # An instance is idle for move_s, and needs as long again to make up for it. The step lasts at least the
+            # longest drain time, so only a drain time above 2 * move_s leaves time for a gain.
             return ()
         after_to = drain_s(known[to], more=1, from_s=move_s)
         best: tuple[float, PolicyName] | None = None
@@ -116,7 +118,7 @@ class DrainTime:
             if donor == to or len(known[donor].instances) < 2:
                 continue
             if drain_s(without(known[donor], idlest(known[donor])[0])) >= before:
-                continue  # The next look would find the donor overloaded, and move the instance back.
+                continue  # The next decision would find the donor overloaded, and move the instance back.
             after = max(after_to, drain_s(known[donor], more=-1))
             best = min(best or (after, donor), (after, donor))
         if best is None or before - best[0] <= self.least_gain * before:
@@ -127,16 +129,17 @@ class DrainTime:
 
 
 def without(load: PolicyLoad, instance: str) -> PolicyLoad:
-    """The same queue as the next look will see it once the instance has left: what it ran waits again."""
+    """The load after the instance has left: the requests that it ran wait again."""
     left = {name: running for name, running in load.instances.items() if name != instance}
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
 
 
 def drain_s(load: PolicyLoad, *, more: int = 0, from_s: float = 0.0) -> float:
-    """Seconds until what is queued is done, with `more` instances than now, the new ones `from_s` seconds from now.
+    """Seconds until all waiting and running requests are done, if the number of instances changes by `more`.
 
-    What is queued, in tokens, over what all instances sample in a second; but no sooner than a request takes alone.
-    The expectation must be known.
+    New instances begin after `from_s` seconds. The result is the expected number of tokens left, divided by the tokens
+    that all instances sample per second, but at least the time that one request takes alone. `load.expected` must not
+    be None.
     """
     expected = load.expected
     assert expected is not None
@@ -154,10 +157,11 @@ def drain_s(load: PolicyLoad, *, more: int = 0, from_s: float = 0.0) -> float:
 
 
 def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move]:
-    """Moves to the allocation whose busiest instances have least to do, if each step asks for `work` of the policies.
+    """The fewest moves to the allocation whose busiest instances have the least to do.
 
-    `work` is in seconds of serving; every policy keeps an instance. As few moves as lead there; none, if the busiest
-    instances have hardly more to do now.
+    `work` is the seconds of serving that a step needs from each policy. Every policy keeps an instance. There are no
+    moves if a policy has no live instance, or if the busiest instances have at most WORTH_MOVING times as much to do
+    now.
     """
     seconds = {policy: work.get(policy, 0.0) for policy in loads}
     held = {policy: len(load.instances) for policy, load in loads.items()}
@@ -175,14 +179,14 @@ def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move
 
 
 def moves_back(configured: Mapping[PolicyName, int], loads: Loads) -> Sequence[Move]:
-    """Moves to the allocation that the run began with; where instances were lost since, to its proportions."""
+    """The moves to the allocation that the run began with, in proportion if instances were lost since."""
     weights = {policy: float(configured.get(policy, 0)) for policy in loads}
     wanted = allocation(weights, sum(len(load.instances) for load in loads.values()))
     return _moves_to(wanted, loads, lambda policy: f"each step begins as configured, '{policy}' with {wanted[policy]}")
 
 
 def _moves_to(wanted: Mapping[PolicyName, int], loads: Loads, because: Callable[[PolicyName], str]) -> Sequence[Move]:
-    """As few as lead there; the idlest instances go. None while a policy waits for the replacement of its last one."""
+    """The fewest moves to the allocation `wanted`, by the idlest instances. None if a policy has no live instance."""
     if not all(load.instances for load in loads.values()):
         return ()
     missing = {policy: wanted[policy] - len(load.instances) for policy, load in loads.items()}
@@ -193,7 +197,7 @@ def _moves_to(wanted: Mapping[PolicyName, int], loads: Loads, because: Callable[
 
 
 def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyName, int]:
-    """Instances of each policy, at least one: each further one to whoever has most work per instance.
+    """Number of instances per policy: one each, then each further one to the policy with the most work per instance.
 
     >>> allocation({"solver": 6.0, "verifier": 1.0}, 5)
     {'solver': 4, 'verifier': 1}
@@ -205,7 +209,7 @@ def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyNa
 
 
 def idlest(load: PolicyLoad) -> Sequence[str]:
-    """Its instances, those that run least first."""
+    """The policy's instances, in order of the number of requests that they run, lowest first."""
     return sorted(load.instances, key=lambda name: (load.instances[name], name))
 
 
@@ -219,4 +223,4 @@ RULES: Mapping[str, Callable[[BalanceSettings], BalanceRule]] = {
     "queue_gap_literal": lambda settings: QueueGap(settings.gap, literal=True),
     "drain_time": lambda settings: DrainTime(),
 }
-"""By `balance.rule`."""
+"""The balancing rules, by the values of `balance.rule`."""

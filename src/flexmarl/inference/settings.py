@@ -1,4 +1,4 @@
-"""Settings of the engines and of the pool in front of them, one class per engine `type`."""
+"""Settings of the engines, one class per engine `type`, and of the pool in front of them."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from flexmarl.settings import Settings
 ENGINES: Mapping[str, str] = {
     "embedded": "flexmarl.inference.settings:EmbeddedSettings",
 }
-"""Where the settings class of each engine `type` is; a new engine adds one line here (docs: write an engine)."""
+"""The settings class of each engine `type`, as `module:class`. A new engine adds one line (docs/howto/engine.md)."""
 
 
 def engine_settings_types() -> tuple[type[BaseModel], ...]:
@@ -54,7 +54,7 @@ class EmbeddedSettings(Settings):
     )
 
     def num_kept(self, *, deterministic: bool) -> int:
-        """Cache rows behind the slots. None if deterministic: a prefix computed in other company has other bits."""
+        """Number of cache rows for kept prefixes. 0 if deterministic: a prefix from another batch has other bits."""
         return self.kept_prefixes if self.prefix_reuse and not deterministic else 0
 
 

@@ -1,1 +1,1 @@
-"""The joint orchestrator: one loop per arrow of the picture. In: tasks. Out: better policies, and the proof."""
+"""The joint orchestrator: the loops that make up a run. In: tasks. Out: trained policies, checkpoints, evaluations."""

@@ -1,30 +1,32 @@
-"""Runs the gate between two steps: a call of the next one waits until its own policy serves its new version.
+"""Runs the way of new weights from a policy's update to its engines, and the gate for calls that wait for them.
+
+Loop of `Gate`, between two steps: a call of the next step waits until its own policy serves its new version.
 
   step k      rollout ────────────┤ solver: update, serve ──┤
                                   │ verifier: train, update, serve ───────┤
   step k + 1                      └─ rollout ─► solver's calls ─► verifier's calls
 
 consumes    calls
-waits for   the version that their policy makes in the step before
-produces    the same calls, each at the version of its own step; the time limit of their episode stands still meanwhile
-unblocked by `open`, when all instances of the policy serve it
+waits for   the version that their policy makes in the previous step
+produces    the same calls, each at the version of its own step; their episode's time limit is paused while they wait
+unblocked by `open`, when all instances of the policy serve the version
 
-Runs publishing: new weights reach every instance of their policy before they count as served (law 10).
+Loop of `Publisher`: new weights reach every instance of their policy before they count as served (law 10).
 
 consumes    a policy's new version
 waits for   the object store, then every live instance's own checksum
 produces    the version, acknowledged
-unblocked by the last instance; one that fails is deregistered by the pool
+unblocked by the last instance; the pool gives up an instance that fails
 
-Runs the end of a policy's batch: its gradient sums become an update, and the update's weights are served.
+Loop of `Updates`, at the end of a policy's batch: its gradient sums become an update, whose weights are served.
 
   accumulate ──► finish ──► set ──► (devices free) ──► serve
                  update     object store               every instance
 
 consumes    a policy's gradient sums, and the divisors of its batch
-waits for   the trainer, the object store, the policy's instances; never for another policy
+waits for   the trainer, the object store, then the policy's instances; never for another policy
 produces    a version, served; nothing if the batch has no weighted token
-unblocked by each of them in turn
+unblocked by each of the three in turn
 """
 
 import asyncio
@@ -42,22 +44,22 @@ from flexmarl.training.session import TrainingSession
 
 
 class Gate:
-    """Shut for the policies that are between two versions."""
+    """Holds back the calls of policies that are between two versions."""
 
     def __init__(self) -> None:
         self._shut: dict[PolicyName, asyncio.Event] = {}
 
     def shut(self, policies: Iterable[PolicyName]) -> None:
-        """Calls of these policies wait from now on."""
+        """Makes calls of these policies wait from now on."""
         self._shut = {policy: asyncio.Event() for policy in policies}
 
     def open(self, policy: PolicyName) -> None:
-        """The policy serves what the next step is sampled with; one that was not shut is no error."""
+        """Lets calls of the policy through: it serves the version of the next step. Ignored if it was not shut."""
         if policy in self._shut:
             self._shut.pop(policy).set()
 
     def holds(self, policy: PolicyName) -> Awaitable[object] | None:
-        """What a call of the policy has to wait for before it is sent; None: nothing."""
+        """The awaitable that a call of the policy must wait for before it is sent; None if it need not wait."""
         return self._shut[policy].wait() if policy in self._shut else None
 
 
@@ -70,11 +72,11 @@ class NewWeights:
     key: ObjectKey
     checksum: Checksum
     began: float
-    """When publishing began, by the journal's clock."""
+    """Time at which publishing began, by the journal's clock."""
 
 
 class Publisher:
-    """Publishes policies, several at once if asked; keeps only the newest weights of each in the object store."""
+    """Publishes policies, also several at once. Keeps only the newest weights of each in the object store."""
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class Publisher:
         self._keys: dict[PolicyName, ObjectKey] = {}
 
     async def publish(self, policy: PolicyName, version: Version) -> None:
-        """Sets the weights once, and returns when all live instances serve them."""
+        """Puts the weights into the object store, and returns when all live instances serve them."""
         await self.serve(await self.set(policy, version))
 
     async def set(self, policy: PolicyName, version: Version) -> NewWeights:
-        """Puts the weights into the object store: the last that the policy's training devices are needed for."""
+        """Puts the weights into the object store. After this, the policy's training devices are not needed."""
         began = self._journal.now()
         key, checksum = await self._trainers[policy].publish(version)
         return NewWeights(policy=policy, version=version, key=key, checksum=checksum, began=began)
@@ -105,7 +107,7 @@ class Publisher:
     async def serve(self, new: NewWeights) -> None:
         """Returns when all live instances serve the weights.
 
-        The newest weights stay in the object store: an instance that replaces a lost one gets them from there.
+        The newest weights stay in the object store, from which an instance that replaces a lost one gets them.
         """
         policy, version = new.policy, new.version
         await self._pool.load_weights(policy, version, new.key, new.checksum)
@@ -120,7 +122,7 @@ class Publisher:
 
 
 class Updates:
-    """The updates of all policies, each made and served when its batch is complete."""
+    """Makes and serves the update of each policy when its batch is complete."""
 
     def __init__(
         self,
@@ -136,7 +138,10 @@ class Updates:
         self._journal = journal
 
     async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
-        """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
+        """Updates the policy, puts its weights into the object store, and frees its training devices.
+
+        Returns the weights to serve, or None if the batch has no weighted token: there was no update.
+        """
         session, began = self._sessions[policy], asyncio.get_running_loop().time()
         report = await session.finish(divisors)
         weights = None

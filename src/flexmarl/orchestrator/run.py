@@ -1,11 +1,11 @@
-"""Runs one run from its first publication to its last evaluation; what a step is, the mode decides.
+"""Runs one run, from its first publication to its last evaluation. The mode decides how a step is made.
 
   publish ──► evaluate ──► step ──► save ──► evaluate ──► step ──► ... ──► evaluate
                            └─ synchronous.py, asynchronous.py or per_policy.py
 
 consumes    steps of a pipeline
 waits for   the pipeline, the disk, evaluations
-produces    checkpoints at rest, evaluations, figures of every step
+produces    checkpoints at rest, evaluations, metrics of every step
 unblocked by every part in turn; any failure ends the run as an exception
 """
 
@@ -25,36 +25,37 @@ from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
 from flexmarl.records import GroupId
 
 LEFT_BEHIND_S = 1.0
-"""Grace of tasks that workflows have left behind, at the end of a run."""
+"""Time that tasks which workflows left behind get to end, at the end of a run."""
 
 
 class Pipeline(Protocol):
-    """How a mode makes steps. One step at a time, inside `playing`."""
+    """The way in which a mode makes steps. The orchestrator calls `step` inside `playing`, one step at a time."""
 
     def playing(self) -> AbstractAsyncContextManager[None]:
-        """What plays beside the steps plays in this block, and has ended after it."""
+        """Runs tasks that span several steps, such as rollout, while the block lasts. They have ended after it."""
         ...
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
-        """Makes a step; the groups that were trained in it. With `rest` nothing is trained or published afterwards,
-        and no gradient is left over, until the next step begins.
+        """Makes a step. Returns the groups that were trained in it.
+
+        With `rest`, nothing is trained or published between its end and the next step, and no gradient is left over.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """What a whole run showed."""
+    """Result of a whole run."""
 
     before: Evaluation | None
     after: Evaluation | None
     steps: int
     wall_s: float
-    """Seconds of all processes that the run took, one resumed after the other."""
+    """Sum of the seconds that each process of the run took; a resumed run has several."""
 
 
 class Orchestrator:
-    """One run."""
+    """One run: publishes, steps, saves and evaluates in turn."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Orchestrator:
         checkpoint: CheckpointSettings,
         start: RunState | None = None,
     ) -> None:
-        """`start` is where a resumed run goes on; its trainers hold that state already."""
+        """`start` is the state that a resumed run continues from. Its trainers hold that state already."""
         self._parts = parts
         self._pipeline = pipeline
         self._steps = steps
@@ -85,10 +86,10 @@ class Orchestrator:
         self._earlier_s = start.wall_s if start else 0.0
         self._began = asyncio.get_running_loop().time()
         self.step = start.step if start else 0
-        """Steps done."""
+        """Number of completed steps."""
 
     async def run(self) -> RunOutcome:
-        """Trains to the last step. Raises what ended the run, out of the groups of the tasks it came through."""
+        """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
         try:
             return await self._run()
         except ExceptionGroup as group:
@@ -104,7 +105,7 @@ class Orchestrator:
         if self.step == 0:
             self._before = await self._evaluated("before")
             parts.monitor.flush(self.step)
-        if self.step < self._steps or parts.admission.active:  # A run may resume where only these had still to end.
+        if self.step < self._steps or parts.admission.active:  # A resumed run may only have active groups to end.
             await self._train()
         after = self._before
         if self.step:
@@ -113,7 +114,7 @@ class Orchestrator:
         return RunOutcome(before=self._before, after=after, steps=self.step, wall_s=self._wall_s)
 
     async def _train(self) -> None:
-        """All steps. What plays or balances beside them ends with the last one."""
+        """Makes all steps. Rollout and balancing run during them, and end with the last one."""
         parts = self._parts
         async with asyncio.TaskGroup() as beside:
             watching = beside.create_task(parts.balancer.watch(), name="balance") if parts.balancer else None

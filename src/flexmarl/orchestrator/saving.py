@@ -1,15 +1,17 @@
-"""Runs saving: the end of a step becomes a checkpoint, and what no checkpoint needs goes if space is short.
+"""Runs saving at the end of a step, and resumption from what was saved.
+
+Loop of `Saver`: the end of a step becomes a checkpoint. Then rows that no checkpoint needs may lose their payloads.
 
 consumes    the state of a run at a step boundary
 waits for   each trainer, then the disk
-produces    a checkpoint; in the journal what was saved, dropped or failed
-unblocked by the disk; a full one is a warning, as long as an older checkpoint is there to go on from
+produces    a checkpoint; journal events for what was saved, dropped or failed
+unblocked by the disk; if it is full, the run only warns, provided that an older checkpoint is intact and a save follows
 
-Runs resumption: trainers and store go back to one step boundary, the newest that is whole.
+Loop of `resume`: trainers and store return to one step boundary, that of the newest intact checkpoint.
 
 consumes    the checkpoints and the store that a run left behind
 waits for   the disk, the trainers, the store
-produces    the state to go on from; what was passed over and discarded, in the journal and on screen
+produces    the state to continue from; in the journal and on screen, what was passed over and discarded
 unblocked by nothing else: no other part of the run has started yet
 """
 
@@ -25,11 +27,11 @@ from flexmarl.rollout.admission import AdmissionState
 from flexmarl.training.interface import Trainer
 
 Prune = Callable[[GroupId], Awaitable[int]]
-"""Told the first group that a run may still play again: the payloads of older ones may go. Returns of how many rows."""
+"""Called with the first group that a run may play again: may drop payloads of older ones. Returns how many rows."""
 
 
 class Saver:
-    """Saves when it is due, and decides what a failed save means."""
+    """Saves the steps that are due, and decides whether a failed save ends the run."""
 
     def __init__(
         self,
@@ -49,16 +51,19 @@ class Saver:
         self._prune = prune
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether the end of this step is saved."""
+        """True if a checkpoint is saved at the end of this step."""
         return bool(self._settings.every) and (last or step % self._settings.every == 0)
 
     async def not_saved(self, admission: AdmissionState) -> None:
-        """The end of a step that is not saved; where none ever is, what has ended is needed by nobody."""
+        """Called at the end of a step without a checkpoint. If checkpoints are off, nothing needs the ended groups."""
         if not self._settings.every:
             await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
 
     async def save(self, state: RunState, *, last: bool) -> None:
-        """Saves, or warns. Raises CheckpointError only where work would be lost with the run: see `_failed`."""
+        """Saves a checkpoint. If that fails, it warns if an older one is intact and a later save will come.
+
+        Otherwise it raises CheckpointError: the run must end, because its work would be lost.
+        """
         began = self._journal.now()
         try:
             saved = await self._checkpoints.save(state, self._trainers)

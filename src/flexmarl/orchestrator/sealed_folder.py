@@ -1,8 +1,8 @@
-"""Folder on a disk, sealed: a manifest says which bytes it holds, so that missing, torn and flipped ones are noticed.
+"""Sealed folder on a disk: its manifest lists every file, so that missing, torn and changed ones are noticed.
 
     MANIFEST.json    {"solver/trainer.pt": {"bytes": 9120, "blake2b": "1f0c22..."}, ...}
 
-The manifest is written last, and everything is flushed to the disk before the folder may get its final name.
+The manifest is written last. Everything is flushed to the disk before the caller gives the folder its final name.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _digest = partial(hashlib.blake2b, digest_size=16)
 
 
 class SealedFile(TypedDict):
-    """What the manifest says of one file."""
+    """Size and digest of one file, as the manifest states them."""
 
     bytes: int
     blake2b: str
@@ -41,9 +41,9 @@ def seal(folder: Path) -> None:
 
 
 def check_sizes(folder: Path) -> int:
-    """How many bytes the sealed files have; a look at the folder, not into its files.
+    """Checks that every sealed file exists with its size, without reading it. Returns the sum of the sizes in bytes.
 
-    Raises CheckpointError naming the first file that is missing or has another size.
+    Raises CheckpointError, which names the first file that is missing or has another size.
     """
     sealed = _manifest(folder)
     for name, told in sealed.items():
@@ -58,7 +58,7 @@ def check_sizes(folder: Path) -> int:
 
 
 def verify(folder: Path) -> None:
-    """Reads everything. Raises CheckpointError naming the first file that is not as it was written."""
+    """Reads every file. Raises CheckpointError, which names the first one that is not as it was written."""
     check_sizes(folder)
     for name, told in _manifest(folder).items():
         if _digest_of(folder / name) != told["blake2b"]:
@@ -66,7 +66,7 @@ def verify(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Returns when a file, or the list of names in a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,7 +83,7 @@ def _manifest(folder: Path) -> dict[str, SealedFile]:
         if not sealed:
             raise ValueError("it names no file")
         for name in sealed:
-            (folder / name).is_file()  # Of a name that no file can have: an OSError.
+            (folder / name).is_file()  # Raises OSError for a name that no file can have.
         return {name: SealedFile(bytes=told["bytes"], blake2b=told["blake2b"]) for name, told in sealed.items()}
 
 

@@ -1,4 +1,4 @@
-"""How big a step is, what may overlap in it, and when to evaluate and save."""
+"""Settings of the pipeline: size of a step, overlap of rollout and training, times of evaluations and checkpoints."""
 
 from enum import StrEnum
 from typing import Literal, Self
@@ -9,31 +9,31 @@ from flexmarl.settings import Settings
 
 
 class Mode(StrEnum):
-    """What may happen at the same time (docs/math.md, section 9). The first three are strictly on-policy."""
+    """Which work may overlap (docs/math.md, section 9). The first three modes are strictly on-policy."""
 
     SYNC = "sync"
     """Training starts when the whole step's rollout has ended."""
     MICROBATCH = "microbatch"
-    """Complete groups train while others still play; one update at the end (FlexMARL section 4.3)."""
+    """Complete groups train while others still play. One update at the end (FlexMARL section 4.3)."""
     COLOCATED = "colocated"
-    """As `sync`, on shared devices: engines sleep while trainers train. Simulated trainers leave them, too."""
+    """As `sync`, on shared devices: engines sleep while trainers hold them. Simulated trainers leave them, too."""
     ONE_STEP_OFF = "one_step_off"
     """Step k trains while step k + 1 plays."""
     ASYNC = "async"
-    """Groups play all the time; batches are the oldest finished ones inside a window (Forge's windowed FIFO)."""
+    """Groups play all the time. A batch is the oldest finished groups inside a window (Forge's windowed FIFO)."""
     FIFO = "fifo"
-    """A window of one group: strictly in the order of admission. A baseline: stalls behind stragglers."""
+    """A window of one group: groups are trained in the order of admission. A baseline: it waits for slow groups."""
     GREEDY = "greedy"
-    """No window: whatever finished first. A baseline: trains on short answers before long ones."""
+    """No window: any finished group may be trained. A baseline: it trains on short answers before long ones."""
 
     @property
     def synchronous(self) -> bool:
-        """Whether every token of a step is sampled at the step's version."""
+        """True if every token of a step is sampled at the step's version."""
         return self in (Mode.SYNC, Mode.MICROBATCH, Mode.COLOCATED)
 
 
 MOST = 1_000_000
-"""Tasks or episodes of one step or evaluation: all of them are in memory at once."""
+"""Maximum number of tasks or episodes of one step or evaluation, all of which are in memory at once."""
 
 
 class PipelineSettings(Settings):

@@ -4,9 +4,9 @@
   group ends   ──► credit ──► advantages into the rows, a line for the sums
               └──► drop   ──► rows FILTERED, sums dropped
 
-consumes    finished episodes of groups that still play; then these groups
+consumes    finished episodes of groups that still play; later the same groups, complete
 waits for   the store
-produces    READY rows with a score; then samples, and lines for the sessions that train them
+produces    READY rows with a score; later their samples, and credit lines for the sessions that train them
 unblocked by the store
 """
 
@@ -22,24 +22,24 @@ from flexmarl.training.session import TrainingSession
 
 @dataclass(slots=True)
 class _Open:
-    """What of one group is READY already."""
+    """The rows of one group that were made READY before it was complete."""
 
     rows: dict[str, dict[PolicyName, list[SampleId]]] = field(default_factory=lambda: defaultdict(dict))
-    """By credit group and policy."""
+    """Ids of the rows, by name of their credit group and by policy."""
     scores: dict[SampleId, float] = field(default_factory=dict)
 
 
 class Streaming:
-    """The groups some of whose rows are READY, until they are complete."""
+    """Makes rows READY with a score, and closes their credit groups when their group is complete."""
 
     def __init__(self, crediting: Crediting, sessions: Mapping[PolicyName, TrainingSession]) -> None:
-        """`sessions` train the rows."""
+        """`sessions` train the rows, by policy."""
         self._crediting = crediting
         self._sessions = sessions
         self._open: dict[GroupId, _Open] = defaultdict(_Open)
 
     async def take_episode(self, group: GroupRecord, episode: Episode) -> Collection[PolicyName]:
-        """Makes the rows of a finished episode READY; the policies that have some."""
+        """Makes the rows of a finished episode READY. Returns the policies that have such rows."""
         part, opened = replace(group, episodes=(episode,)), self._open[group.group]
         places = self._crediting.open_places(part)
         samples: list[CreditedTurn] = []
@@ -54,14 +54,14 @@ class Streaming:
         return dict.fromkeys(sample.turn.policy for sample in samples)
 
     async def drop(self, group: GroupRecord, because: str) -> None:
-        """Ends a complete group and its rows as FILTERED, whatever was trained of it."""
+        """Ends a complete group and its rows as FILTERED, also the rows that were accumulated already."""
         opened = self._open.pop(group.group, _Open())
         for name in opened.rows:
             await self._close(name, opened, None, because)
         await self._crediting.drop(group, because, but=opened.scores)
 
     async def credit(self, group: GroupRecord) -> Credited:
-        """Compares the rows of a complete group; puts their credit into them, and tells the sessions."""
+        """Credits a complete group: writes the credit into its rows, and sends the credit lines to the sessions."""
         opened = self._open.pop(group.group, _Open())
         (credited,) = await self._crediting.credit([group], opened=opened.scores)
         samples = {sample.turn.sample_id: sample for of in credited.samples.values() for sample in of}

@@ -1,18 +1,18 @@
-"""Runs one step of the synchronous modes: rollout, collection and training, then every policy is updated and served.
+"""Runs one step of the synchronous modes: rollout, collection and training, then the update and serving of each policy.
 
   feed ──► rollout ──► collect ──► per policy: accumulate ──► update ──► serve ──► next step
            (groups)    (credit)
 
-  sync         rows become ready when rollout has ended
-  microbatch   as groups complete: training is hidden behind rollout
-  colocated    as sync, and engines sleep while trainers hold the devices, and the other way round
-  ahead        with a gate (gate.py): the next step's rollout begins when this one's has ended, and each of its calls
+  sync         rows become READY when rollout has ended
+  microbatch   rows become READY when their group is complete, so training is hidden behind rollout
+  colocated    as sync; engines sleep while trainers hold the devices, and trainers leave them before engines wake
+  ahead        with a gate (publish.py): the next step's rollout begins when this one's has ended, and each of its calls
                waits for its own policy's new version
 
 consumes    the step's tasks
 waits for   its groups to end; each policy for its own rows and instances only
 produces    one update of each active policy, served
-unblocked by every part in turn; any failure ends the step as an exception
+unblocked by each of these in turn; any failure ends the step as an exception
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from flexmarl.orchestrator.publish import Gate, NewWeights
 from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
 
 Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
-"""The divisors of the step, known as soon as its collection is closed."""
+"""The divisors of the step's batches, by policy; known when its collection is closed."""
 Rolling = asyncio.Task[Exception | None]
-"""A step's rollout, with the error that it ended of: the step's own, which may not have had its turn yet."""
+"""A step's rollout. It returns its error, for the step to raise: the step may begin after the rollout has failed."""
 
 
 class Synchronous:
-    """Steps whose tokens are all sampled at the step's version."""
+    """Steps in which every token is sampled at the step's version."""
 
     def __init__(self, parts: Parts, *, colocated: bool = False, gate: Gate | None = None) -> None:
-        """With a gate, rollout is ahead of the updates: the gate is around the calls of all episodes."""
+        """With a gate, the next step's rollout begins before the updates. Calls of all episodes must pass that gate."""
         self._parts = parts
         self._colocated = colocated
         self._gate = gate
@@ -44,16 +44,16 @@ class Synchronous:
         if parts.crediting.streams:
             parts.collector.stream_to(parts.sessions)
         self._rollout: Rolling | None = None
-        """Of the next step to be made, once it has begun."""
+        """Rollout of the next step, if it has begun already."""
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[None]:
-        """Rollout plays in this block."""
+        """Plays rollouts while the block lasts."""
         async with asyncio.TaskGroup() as self._beside:
             yield
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
-        """Makes one step; the groups that were trained in it."""
+        """Makes one step. Returns the groups that were trained in it."""
         parts, rollout = self._parts, self._rollout or self._play(step)
         closed: Closed = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
@@ -77,7 +77,7 @@ class Synchronous:
         return parts.collector.settle_trained(kept)
 
     def _play(self, step: int) -> Rolling:
-        """Begins a step's rollout; what it finishes is collected for that step."""
+        """Begins a step's rollout, and the collection of its groups."""
         self._parts.collector.open()
         self._failures = []
         return self._beside.create_task(self._roll_out(step), name=f"rollout/step-{step}")
@@ -93,12 +93,12 @@ class Synchronous:
             with parts.monitor.rollout(step):
                 groups = parts.feed.groups(step, parts.collector.refill)
                 await parts.rollout.play(groups, self._finished, parts.collector.take_episode)
-        except Exception as error:  # Raised here, it would end the updates of the step before, too.
+        except Exception as error:  # Raising it here would also cancel the updates of the previous step.
             return error
         return None
 
     async def _train(self, policy: PolicyName, closed: Closed) -> None:
-        """One policy's chain: it waits for its own rows, and for no other policy."""
+        """Trains, updates and serves one policy. It waits for the policy's own rows, and for no other policy."""
         await self._parts.sessions[policy].accumulate()
         weights = await self._parts.updates.update(policy, (await closed)[policy])
         if weights and self._colocated:
@@ -109,7 +109,7 @@ class Synchronous:
             self._gate.open(policy)
 
     async def _change_places(self) -> None:
-        """Trainers leave the devices, engines come back and load what was trained."""
+        """Suspends the trainers, wakes the engines on the freed devices, and has them load the new weights."""
         if self._parts.residency:
             await self._parts.residency.suspend_all()
         await self._parts.pool.wake()
@@ -131,7 +131,7 @@ class Synchronous:
             self._parts.monitor.refilled(step, generated=refill.admitted, kept=refill.kept, because=refill.because)
 
     def _check_alive(self, step: int) -> None:
-        """A step in which every group failed would repeat for ever: a workflow, tool or engine is broken."""
+        """Raises EpisodeError if every group of the step failed: a workflow, tool or engine must be broken."""
         if len(self._failures) == self._parts.collector.refill.admitted:
             raise EpisodeError(
                 f"step {step}: none of its {len(self._failures)} groups had a finished episode; "

@@ -1,6 +1,7 @@
-"""Decides the admission law of a mode (docs/math.md, section 9).
+"""Decides the versions that a run may train on.
 
-Decides whether what was sampled fits the versions that are served when it is trained (laws 3 and 10).
+`law_of`     the admission law of a mode (docs/math.md, section 9)
+`Versions`   the served version of each policy, and whether sampled tokens are recent enough to train on (laws 3, 10)
 """
 
 import math
@@ -14,7 +15,7 @@ from flexmarl.rollout.admission import AdmissionLaw
 
 
 def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionLaw:
-    """P = `groups` per step, and what the mode makes of lag S and window W.
+    """The admission law of a mode, with P = `groups` per step: its lag S and its window W.
 
     >>> law_of(Mode.ASYNC, PipelineSettings(lag=1, window=0.25), groups=6).window
     3
@@ -25,7 +26,7 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
     lag = 1 if one_step_off else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
-        # As a decimal: 0.4 of 15 groups are 6, and in floats a little more.
+        # In decimals 0.1 * 3 * 10 is 3. In floats it is a little more, and would round up to 4.
         Mode.ASYNC: math.ceil(Decimal(str(pipeline.window)) * (lag + 1) * groups),
         Mode.FIFO: 1,
         Mode.GREEDY: None,
@@ -34,26 +35,27 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
 
 
 class Versions:
-    """The one place that knows which version of each policy is served."""
+    """The served version of each policy. Nothing else in a run keeps them."""
 
     def __init__(self, served: Mapping[PolicyName, Version]) -> None:
         self._served = dict(served)
 
     @property
     def served(self) -> Mapping[PolicyName, Version]:
-        """The version every live instance of a policy acknowledged."""
+        """By policy, the version that every live instance has acknowledged."""
         return dict(self._served)
 
     def acknowledged(self, policy: PolicyName, version: Version) -> None:
-        """All live instances of the policy serve `version` now."""
+        """Notes that all live instances of the policy serve `version`. Raises TrainingError if it is an older one."""
         if version < self._served[policy]:
             raise TrainingError(f"policy '{policy}' serves version {self._served[policy]}; {version} would go back")
         self._served[policy] = version
 
     def check(self, turns: Iterable[AnyTurn], *, max_staleness: int | None) -> None:
-        """Every token was sampled at most so many versions before the served one (law 3); None: however long ago.
+        """Checks that every token was sampled at most `max_staleness` versions before the served one (law 3).
 
-        Raises TrainingError naming the turn; also for a token of a version that is not served yet.
+        None means no bound. Raises TrainingError, which names the turn, for an older token, and for one of a version
+        that is not served yet.
         """
         for turn in turns:
             served = self._served[turn.policy]
