@@ -96,6 +96,11 @@ class RunSettings(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     simulation: SimulationSettings = SimulationSettings()
 
+    @field_validator("out")
+    @classmethod
+    def _from_home(cls, out: Path) -> Path:
+        return out.expanduser()
+
     @field_validator("policies")
     @classmethod
     def _what_older_versions_sampled_is_corrected(
@@ -320,4 +325,4 @@ class RunSettings(Settings):
 
     def path(self, relative: Path | str) -> Path:
         """Returns a path of the config, relative to the config's folder unless it is absolute."""
-        return self.base / relative
+        return self.base / Path(relative).expanduser()

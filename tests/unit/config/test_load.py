@@ -65,6 +65,13 @@ def test_relative_paths_start_from_the_config(config, monkeypatch):
     assert settings.path("/elsewhere") == Path("/elsewhere")
 
 
+def test_a_tilde_is_the_home_folder(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    settings = load_run(config, ["out=~/runs"])
+    assert settings.out == tmp_path / "home" / "runs"
+    assert settings.path("~/model") == tmp_path / "home" / "model"
+
+
 def test_a_written_config_loads_back_to_the_same_settings(config, tmp_path):
     settings = load_run(config, ["policies.one.training.optimizer.eps=1e-30", "credit.filter=null", "mode=sync"])
     written = tmp_path / "elsewhere" / "config.yaml"

@@ -437,6 +437,53 @@ def test_it_refuses_another_policys_rows_and_another_models_checkpoint(
     refused(CheckpointError, "loading .*nowhere", lambda: trainer.load(tmp_path / "nowhere"))
 
 
+def drop_moment(state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    del state["optimizer"]["state"][1]["exp_avg_sq"]
+
+
+def drop_parameter(state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    del state["optimizer"]["state"][0]
+
+
+def reshape_moment(state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    of_first = state["optimizer"]["state"][0]
+    of_first["exp_avg"] = of_first["exp_avg"].flatten()
+
+
+def round_weights(state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (drop_moment, "lacks the moment exp_avg_sq of parameter 1"),
+        (drop_parameter, "lacks the moment exp_avg of parameter 0"),
+        (reshape_moment, "exp_avg of parameter 0 is torch.float"),
+        (round_weights, "model.norm.weight is torch.int32"),
+    ],
+)
+def test_a_checkpoint_that_was_edited_is_refused_and_changes_nothing(
+    make_model: Model, make_samples: Samples, tmp_path: Path, change: Callable[..., None], complaint: str
+) -> None:
+    async def saved() -> None:
+        trainer = trainer_of(make_model())
+        await feed(trainer, make_samples(18))
+        await trainer.step(divisors_of(make_samples(18)))
+        await trainer.save(tmp_path / "step")
+
+    asyncio.run(saved())
+    folder = tmp_path / "step"
+    state, weights = torch.load(folder / "trainer.pt"), load_file(folder / "weights.safetensors")
+    change(state, weights)
+    torch.save(state, folder / "trainer.pt")
+    save_file(weights, folder / "weights.safetensors")
+    model = make_model(7)
+    trainer, before = trainer_of(model), weights_of(model).clone()
+    refused(CheckpointError, complaint, lambda: trainer.load(folder))
+    assert torch.equal(weights_of(model), before)
+
+
 def test_metrics_are_means_over_weighted_tokens(make_model: Model, make_samples: Samples) -> None:
     async def check() -> None:
         trainer = trainer_of(make_model())

@@ -34,6 +34,7 @@ from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
 from flexmarl.training.backends.gradients import Backward, GradientCache, OpenSums, Weighted
 from flexmarl.training.backends.network import Network
+from flexmarl.training.backends.saved_state import check_optimizer, check_weights
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.kl import divergence
 from flexmarl.training.objective import Objective
@@ -366,10 +367,9 @@ class SingleProcessTrainer:
     def _load(self, path: Path) -> None:
         weights = load_file(path / "weights.safetensors")
         state = torch.load(path / "trainer.pt", map_location=self._network.model.device, weights_only=True)
-        masters = self._updater.masters
-        if weights.keys() != masters.keys():
-            differing = sorted(weights.keys() ^ masters.keys())
-            raise CheckpointError(f"{path} is of another model: only one of the two has {', '.join(differing[:5])}")
+        masters, optimizer = self._updater.masters, self._updater.optimizer
+        check_weights(path, weights, masters)
+        check_optimizer(path, state["optimizer"], [p for group in optimizer.param_groups for p in group["params"]])
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(weights[name])
@@ -380,7 +380,7 @@ class SingleProcessTrainer:
                 f"checkpoint before it"
             )
         self._ruined = ""
-        self._updater.optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
         self._cache.load(state["cache"])
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
