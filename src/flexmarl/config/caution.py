@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run import RunSettings
-from flexmarl.credit.shaping.outcomes import Shaped, TurnDiscount, TurnWeighted
 
 
 class Caution(NamedTuple):
@@ -67,8 +66,7 @@ def _changed(sampling: SamplingSettings) -> str:
 def _of_depth(settings: RunSettings) -> Iterator[Caution]:
     candidates = getattr(settings.team.workflow, "candidates", 1)
     for where, term in settings.credit.terms.items() if candidates > 1 else ():
-        if isinstance(term, TurnDiscount | TurnWeighted | Shaped):
-            first = term.gamma ** (term.max_turns - 1) if isinstance(term, TurnDiscount) else 1 / term.max_turns
+        if (first := term.first_by_last) is not None:
             yield Caution(
                 f"credit.{where}",
                 f"{term.name} weighs rewards by depth, but each turn of a tree is rewarded for itself: the first one "

@@ -10,8 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.credit_fits import has_key, misfits, type_of
-from flexmarl.credit.estimators.base import Grouped
+from flexmarl.config.credit_fits import has_key, misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
@@ -167,16 +166,16 @@ class RunSettings(Settings):
             estimator.learns_from_equal_rewards or agent not in across for agent, estimator in estimators.items()
         )
         for agent, estimator in across.items():
-            if isinstance(estimator, Grouped) and estimator.singleton in ("zero", "drop", "error"):
+            if estimator.lone_rows is not None:
                 yield (
                     f"batch.episodes is 1, but the estimator of agent '{agent}' compares the episodes of a task, and "
-                    f"its singleton '{estimator.singleton}' lets a lone one teach nothing; use batch.episodes=8, or "
+                    f"its singleton '{estimator.lone_rows}' lets a lone one teach nothing; use batch.episodes=8, or "
                     f"singleton: raw there and credit.filter=null"
                 )
             elif all_dropped:
                 yield (
                     f"batch.episodes is 1, but credit.filter drops every task whose rewards are equal, as those of one "
-                    f"episode are for the estimator of agent '{agent}', {type_of(estimator)}: nothing would be "
+                    f"episode are for the estimator of agent '{agent}', {estimator.type}: nothing would be "
                     f"trained; use batch.episodes=8, or credit.filter=null"
                 )
 

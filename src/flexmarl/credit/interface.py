@@ -239,9 +239,22 @@ class EstimatorSettings(Estimator, Protocol):
     """True if the baseline of a return does not depend on what is sampled from the call on. A term that is known before
     the call, such as a potential, then changes no expected gradient."""
 
+    compares_parts: ClassVar[bool]
+    """True if it compares the parts of a reward one by one, and not their sum."""
+
+    @property
+    def type(self) -> str:
+        """The estimator's name in configs."""
+        ...
+
     @property
     def needs_branches(self) -> bool:
         """True if it compares the candidates of a turn. It can handle only trees of turns."""
+        ...
+
+    @property
+    def lone_rows(self) -> str | None:
+        """The setting by which a row alone in its group teaches nothing; None if such a row teaches."""
         ...
 
 

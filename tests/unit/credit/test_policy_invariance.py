@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.config.credit_fits import potentials_cancel, returns_are_added_up_once
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.interface import Call, CreditRow
 from flexmarl.errors import CreditError
@@ -77,6 +76,10 @@ POTENTIAL = {"type": "potential"}
 STEPS = {"type": "step_gae", "lam": 1, "scope": "agent"}
 
 
+def misfits(credit: CreditSettings, agents: Sequence[AgentName]) -> list[str]:
+    return [line for where, term in credit.terms.items() for line in term.misfits(where, credit, agents)]
+
+
 @pytest.mark.parametrize("p", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("phi", [(0.0, 0.9), (50.0, -3.0), (0.0, 0.0)])
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ TURNED += [{"type": "rae"}, {"type": "gigpo"}, {"type": "rllm"}, {"type": "reinf
 @pytest.mark.parametrize("estimator", TURNED, ids=lambda estimator: estimator["type"])
 def test_what_adds_nothing_up_is_refused_for_its_gradient_would_turn(estimator):
     refused = configured(estimator, POTENTIAL)
-    assert list(potentials_cancel(refused, [AgentName("even")]))
+    assert misfits(refused, [AgentName("even")])
     plain = gradient(configured(estimator), 0.5, (0.0, 0.0))
     levels = [(0.0, -100.0), (0.0, 100.0), (-100.0, 0.0), (100.0, 0.0)]
     signs = {math.copysign(1, gradient(refused, 0.5, phi)) for phi in levels}
@@ -157,7 +160,7 @@ def test_in_any_composition_of_terms_a_potential_is_refused_by_name_or_changes_n
     terms = [potential, *others, *([to_go] if to_go else [])]
     chosen = configured(estimator, *terms, whiten=whiten)
     trained = [AgentName(agent) for agent in agents]
-    refusals = [*potentials_cancel(chosen, trained), *returns_are_added_up_once(chosen, trained)]
+    refusals = misfits(chosen, trained)
     if refusals:
         assert all(line.startswith("credit.shaping[") for line in refusals)
         return
@@ -168,7 +171,7 @@ def test_in_any_composition_of_terms_a_potential_is_refused_by_name_or_changes_n
 @pytest.mark.parametrize("in_baseline", [False, True])
 def test_a_potential_is_refused_where_calls_are_left_out_of_what_is_added_up(in_baseline):
     credit = configured(STEPS, POTENTIAL, untrained_finish=["length"], untrained_in_baseline=in_baseline)
-    refused = list(potentials_cancel(credit, [AgentName("even")]))
+    refused = misfits(credit, [AgentName("even")])
     assert ["credit.untrained_finish leaves calls out" in line for line in refused] == ([] if in_baseline else [True])
 
 

@@ -32,6 +32,8 @@ class EstimatorBase(Settings, ABC):
     """True if it adds up the rewards of later calls. A term that does so as well would count them twice."""
     has_fixed_baseline: ClassVar[bool] = False
     """True if the baseline of a return does not depend on what is sampled from the call on."""
+    compares_parts: ClassVar[bool] = False
+    """True if it compares the parts of a reward one by one, and not their sum."""
 
     @property
     def grouping(self) -> GroupKey:
@@ -42,6 +44,11 @@ class EstimatorBase(Settings, ABC):
     def needs_branches(self) -> bool:
         """True if it compares the candidates of a turn. It can handle only trees of turns."""
         return False
+
+    @property
+    def lone_rows(self) -> str | None:
+        """None: a row alone in its group teaches."""
+        return None
 
     @property
     def learns_from_equal_rewards(self) -> bool:
@@ -125,6 +132,11 @@ class Grouped(EstimatorBase):
         if not keys or not all(keys):
             raise ValueError(f"key: {key!r} names no tag; use tags such as ['task', 'agent']")
         return key
+
+    @property
+    def lone_rows(self) -> str | None:
+        """The value of `singleton`, if a lone row teaches nothing by it."""
+        return self.singleton if self.singleton in ("zero", "drop", "error") else None
 
     @property
     def needs(self) -> Needs:

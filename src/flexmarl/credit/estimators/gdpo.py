@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Gdpo(GroupRelative):
     """Weight of each part by name; a price has the name of its term. Parts that are not named have weight 1."""
     whiten: Scope = "policy"
     """Tokens that share one mean and variance in the end."""
+
+    compares_parts: ClassVar[bool] = True
 
     @property
     def needs(self) -> Needs:

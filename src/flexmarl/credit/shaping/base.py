@@ -1,12 +1,17 @@
 """Base classes of the terms of a reward, and the helpers that terms share."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from flexmarl.credit.interface import CreditRow
 from flexmarl.records import AgentName, SampleId
 from flexmarl.settings import Settings
+
+if TYPE_CHECKING:
+    from flexmarl.credit.settings import CreditSettings
 
 Sees = Literal["row", "episode", "task"]
 """Rows that a term must see at once. With `task`, no row of a task is credited before all its episodes ended."""
@@ -26,6 +31,13 @@ class Term(Settings):
     """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
     needs_branches: ClassVar[bool] = False
     """True if it compares the candidates of a turn. It can handle only trees of turns."""
+    adds_up_calls: ClassVar[bool] = False
+    """True if it adds up the rewards of later calls, over its `scope` and discounted by its `gamma`."""
+
+    @property
+    def first_by_last(self) -> float | None:
+        """Weight of a path's first turn by the weight of its last, for a term that weighs turns by depth; else None."""
+        return None
 
     @property
     def may_be_negative(self) -> bool:
@@ -40,6 +52,13 @@ class Term(Settings):
     def is_for(self, agent: AgentName) -> bool:
         """True if the agent's turns get the term."""
         return not self.agents or agent in self.agents
+
+    def misfits(self, where: str, credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
+        """Yields a sentence for each reason why this term, `credit.{where}`, does not fit the rest of `credit`.
+
+        `agents` are the trained ones. The default fits everywhere.
+        """
+        yield from ()
 
 
 class OutcomeTerm(Term):

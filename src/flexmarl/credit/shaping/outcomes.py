@@ -53,6 +53,11 @@ class TurnWeighted(RowOutcome):
     clip: bool = True
     """Turns after turn K count no more than turn K."""
 
+    @property
+    def first_by_last(self) -> float:
+        """1 / K."""
+        return 1 / self.max_turns
+
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""
         return reward * turn_weight(row, self.max_turns, clip=self.clip)
@@ -74,6 +79,11 @@ class TurnDiscount(RowOutcome):
     """Discount for each turn that could still have been taken."""
     last_undiscounted: bool = True
     """true: the first formula, in which the last turn keeps its outcome. false: the second, which discounts it too."""
+
+    @property
+    def first_by_last(self) -> float:
+        """gamma^(K - 1)."""
+        return self.gamma ** (self.max_turns - 1)
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""
@@ -118,6 +128,11 @@ class Shaped(RowOutcome):
     """K: number of turns."""
     clip: bool = True
     """Turns after turn K count no more than turn K."""
+
+    @property
+    def first_by_last(self) -> float:
+        """1 / K."""
+        return 1 / self.max_turns
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""

@@ -4,8 +4,10 @@
 `RewardToGo`   credits each call with what came after it, and not with what others had spent before
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,9 +15,13 @@ from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.returns import own_rewards
 from flexmarl.credit.shaping.base import AddedTerm, Sees, by_episode
 from flexmarl.credit.shaping.bonuses import descendants
+from flexmarl.credit.shaping.cancelling import misfits_of
 from flexmarl.credit.shaping.chains import Scope, chains_of
 from flexmarl.errors import CreditError
-from flexmarl.records import LARGEST_REWARD, SampleId
+from flexmarl.records import LARGEST_REWARD, AgentName, SampleId
+
+if TYPE_CHECKING:
+    from flexmarl.credit.settings import CreditSettings
 
 
 class Potential(AddedTerm):
@@ -41,6 +47,10 @@ class Potential(AddedTerm):
     def may_be_negative(self) -> bool:
         """True: a step may lead away from the goal."""
         return True
+
+    def misfits(self, where: str, credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
+        """Yields the reasons why phi before and after a call does not cancel (cancelling.py)."""
+        return misfits_of(self, where, credit, agents)
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """The difference of potentials for each call. Their sum telescopes along each chain of calls."""
@@ -81,6 +91,23 @@ class RewardToGo(AddedTerm):
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
     of_call: ClassVar[bool] = False
+    adds_up_calls: ClassVar[bool] = True
+
+    def misfits(self, where: str, credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
+        """Yields estimators that add up rewards a second time, or that compare the parts of a reward."""
+        for agent in filter(self.is_for, agents):
+            estimator = credit.estimator_of(agent)
+            if estimator.adds_up_calls:
+                yield (
+                    f"credit.{where} adds up what follows each call of agent '{agent}', and so does its estimator, "
+                    f"{estimator.type}: it would count twice; leave reward_to_go out, or use another estimator"
+                )
+            if estimator.compares_parts:
+                yield (
+                    f"credit.{where} adds up all parts of the rewards that follow each call of agent '{agent}', but "
+                    f"its estimator, {estimator.type}, compares them one by one; leave reward_to_go out, or use "
+                    f"another estimator"
+                )
 
     def added(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """G_i minus r_i + p_i + Z_i, which the row has already. `rows` are the rows after the other terms."""
