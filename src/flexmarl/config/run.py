@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config.credit_fits import has_key, misfits
+from flexmarl.config.overlap_fits import overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
@@ -24,7 +25,6 @@ from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks.settings import TaskSettings
 from flexmarl.training.corrections import TruncatedImportanceSampling
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
-from flexmarl.training.streaming import obstacle
 
 if TYPE_CHECKING:
     EngineSettings = EmbeddedSettings
@@ -118,12 +118,13 @@ class RunSettings(Settings):
             *self._something_can_be_learned(),
             *self._critics_are_used(),
             *misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
-            *self._memory_has_an_order(),
-            *self._rows_can_be_ready(),
-            *self._rows_can_stream(),
-            *self._groups_can_be_taken(),
-            *self._groups_can_be_replaced(),
-            *self._bits_can_repeat(),
+            *overlap_misfits(
+                self.mode,
+                self.pipeline,
+                self.credit,
+                {name: self.policies[name].training for name in sorted(self.trained)},
+                deterministic=self.deterministic,
+            ),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
         ]
@@ -203,86 +204,6 @@ class RunSettings(Settings):
                     f"policies.{name}.training.critic is set, but credit looks at no values of its agents; use "
                     f"critic=null, or credit.estimator.type=gae"
                 )
-
-    def _memory_has_an_order(self) -> Iterator[str]:
-        if self.credit.needs == "state" and self.mode in (Mode.ASYNC, Mode.GREEDY):
-            yield (
-                f"credit.estimator remembers from episode to episode, in a fixed order, but mode '{self.mode.value}' "
-                f"takes groups as they finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
-            )
-
-    def _rows_can_be_ready(self) -> Iterator[str]:
-        if self.credit.ready == "group":
-            return
-        if self.credit.needs != "row":
-            yield (
-                f"credit.ready is 'trajectory', but {', '.join(f'credit.{key}' for key in self.credit.compares)} "
-                f"compares the rows of a {self.credit.needs}; use credit.estimator.type=reinforce without terms that "
-                f"compare episodes, whitening or balance, or credit.ready=group"
-            )
-        elif self.credit.filter is not None:
-            yield (
-                "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
-                "credit.ready=group"
-            )
-
-    def _rows_can_stream(self) -> Iterator[str]:
-        if self.credit.streaming == "off":
-            return
-        if self.mode is not Mode.MICROBATCH:
-            yield (
-                f"credit.streaming is 'linear', but in mode '{self.mode.value}' rows wait for more than their "
-                f"group, or are not on-policy; use mode=microbatch, or credit.streaming=off"
-            )
-        if self.deterministic or self.credit.ready == "trajectory":
-            yield (
-                "credit.streaming is 'linear', for which deterministic must be false, since which episode ends first "
-                "depends on time, and credit.ready 'group'; use credit.streaming=off otherwise"
-            )
-        for name in sorted(self.trained):
-            if because := obstacle(self.policies[name].training):
-                yield f"credit.streaming is 'linear', but policies.{name}.training.{because}; or credit.streaming=off"
-
-    def _groups_can_be_replaced(self) -> Iterator[str]:
-        if self.credit.filter and self.credit.filter.refill and not self.mode.synchronous:
-            yield (
-                f"credit.filter.refill is true, but mode '{self.mode.value}' admits another task for every dropped "
-                f"one anyway; use refill=false there"
-            )
-
-    def _groups_can_be_taken(self) -> Iterator[str]:
-        mode = self.mode.value
-        if self.credit.ready == "trajectory" and not self.mode.synchronous:
-            yield f"credit.ready is 'trajectory', but mode '{mode}' takes whole groups; use credit.ready=group"
-        if self.pipeline.ahead and self.mode not in (Mode.SYNC, Mode.MICROBATCH):
-            yield (
-                f"pipeline.ahead is true, but in mode '{mode}' rollout does not wait for updates, or engines sleep "
-                f"meanwhile; use mode=microbatch, or pipeline.ahead=false"
-            )
-        if self.pipeline.updates == "together":
-            return
-        if self.mode.synchronous:
-            yield (
-                f"pipeline.updates is 'per_policy', but in mode '{mode}' all policies end a step together; "
-                f"use mode=async, or pipeline.updates=together"
-            )
-        if self.credit.needs not in ("row", "group"):
-            yield (
-                f"pipeline.updates is 'per_policy', but credit compares a whole {self.credit.needs}; "
-                f"use pipeline.updates=together"
-            )
-
-    def _bits_can_repeat(self) -> Iterator[str]:
-        if self.deterministic and not self.mode.synchronous:
-            yield (
-                f"deterministic is true, but mode is '{self.mode.value}', in which what a batch holds depends on time; "
-                f"use mode=microbatch, or deterministic=false"
-            )
-        if self.deterministic and self.credit.ready == "trajectory":
-            yield (
-                "deterministic is true, but credit.ready is 'trajectory', and which trajectory ends first depends on "
-                "time; use credit.ready=group, or deterministic=false"
-            )
 
     def _devices_can_change_hands(self) -> Iterator[str]:
         if self.cluster.backend == "simulated":
