@@ -37,9 +37,9 @@ from common import report
 from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.orchestrator.versions import law_of
 from flexmarl.rollout.admission import AdmissionLaw

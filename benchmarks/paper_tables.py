@@ -37,9 +37,9 @@ from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.overlap import seconds
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.overlap import seconds
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.simulator.costs import costs_of
 

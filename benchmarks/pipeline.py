@@ -31,9 +31,9 @@ from rich.console import Console
 
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.metrics import read_metrics
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_journal
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.run_folder import RunFolder
 
 GROUPS, EPISODES, DRAFT, REMARK, SLOTS, WARM_UP = 48, 2, 128, 8, 28, 2
 WANTED = {"training_hidden": 0.8}

@@ -26,8 +26,8 @@ from common import parser, report
 
 from flexmarl.assemble import simulate
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 
 AGENTS, INSTANCES, EPISODES, TURNS = 100, 10, 10, 20
 """Agents with a policy each; instances of each; episodes of a task; turns of an episode."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexmarl.events.journal import read_journal
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import ROW_TERMINAL
 from flexmarl.testing.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
 

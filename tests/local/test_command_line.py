@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexmarl import cli
-from flexmarl.observability.journal import read_journal
+from flexmarl.events.journal import read_journal
 
 DETERMINISTIC = ["deterministic=true", "cluster={backend: inline, threads: 1}"]
 

@@ -20,13 +20,13 @@ from flexmarl.agents import Team, TeamSpec
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.credit import CreditSettings
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.publish import Publisher

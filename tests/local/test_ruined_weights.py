@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from flexmarl.observability.journal import read_journal
+from flexmarl.events.journal import read_journal
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
 

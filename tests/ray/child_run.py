@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from flexmarl.cluster.leases import leases_root
+from flexmarl.events.journal import read_journal
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.run_folder import RunFolder
 from tests.conftest import Hang
 
 # What is being started when its parent is killed may show up late.

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from flexmarl import cli
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.records import RowState
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 from flexmarl.records.lifecycle import ROW_TERMINAL

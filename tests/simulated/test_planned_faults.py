@@ -11,8 +11,8 @@ from flexmarl.assemble import simulate
 from flexmarl.cli import app
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in

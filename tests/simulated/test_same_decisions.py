@@ -10,8 +10,8 @@ from rich.console import Console
 
 from flexmarl.assemble import assemble_run, simulate
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = {

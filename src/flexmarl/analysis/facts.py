@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexmarl.observability.overlap import Interval, intersection, seconds, union
+from flexmarl.events.overlap import Interval, intersection, seconds, union
 from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 

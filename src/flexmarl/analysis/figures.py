@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from flexmarl.analysis.bound import Bound
 from flexmarl.analysis.facts import Facts
+from flexmarl.events.overlap import intersection, seconds, union
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.observability.overlap import intersection, seconds, union
 from flexmarl.simulator.costs import Costs, costs_of
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from flexmarl.analysis.facts import Call, Facts
 from flexmarl.analysis.queues import Crowd, level
 from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
-from flexmarl.observability.overlap import Interval, union
+from flexmarl.events.overlap import Interval, union
 from flexmarl.records import split_trajectory_id
 from flexmarl.simulator.costs import EngineCosts
 

@@ -19,7 +19,7 @@ from flexmarl.analysis.curve import INK, PALETTE, STYLE
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.figures import SimulationReport
 from flexmarl.analysis.timeline import natural
-from flexmarl.observability.overlap import Interval, intersection, seconds, union
+from flexmarl.events.overlap import Interval, intersection, seconds, union
 
 MOST_LINES = 8
 """Policies that have a colour of their own; the others are drawn in grey, as one."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from flexmarl.analysis.facts import Call, Look
 from flexmarl.analysis.regression import Floats, Indices
-from flexmarl.observability.overlap import Interval
+from flexmarl.events.overlap import Interval
 
 
 class Crowd:

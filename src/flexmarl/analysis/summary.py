@@ -23,11 +23,11 @@ from rich.text import Text
 
 from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import render_timeline
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.metrics import read_metrics
-from flexmarl.observability.progress import duration
-from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.safe_json import json_text
+from flexmarl.events.journal import read_run
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.progress import duration
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text
 
 
 @dataclass(slots=True, kw_only=True)

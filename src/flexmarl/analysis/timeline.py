@@ -29,8 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexmarl.observability.journal import START, TIMES, read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import START, TIMES, read_run
+from flexmarl.events.run_folder import RunFolder
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -24,15 +24,15 @@ from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
+from flexmarl.events.backends.tensorboard import TensorBoardSink
+from flexmarl.events.journal import Journal
+from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.progress import progress_on
+from flexmarl.events.run_folder import RunFolder, make_run_folder
+from flexmarl.events.safe_json import is_secret_key, parse_json
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
-from flexmarl.observability.backends.tensorboard import TensorBoardSink
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import JsonlSink, Metrics
-from flexmarl.observability.progress import progress_on
-from flexmarl.observability.run_folder import RunFolder, make_run_folder
-from flexmarl.observability.safe_json import is_secret_key, parse_json
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher

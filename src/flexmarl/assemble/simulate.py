@@ -16,12 +16,12 @@ from flexmarl.assemble.wire import journal_start, watch_workers, wire
 from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
+from flexmarl.events.journal import Journal
+from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.progress import NullProgress
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import JsonlSink, Metrics
-from flexmarl.observability.progress import NullProgress
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.saving import resume
 from flexmarl.simulator.store import SimulatedStore

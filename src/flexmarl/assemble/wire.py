@@ -19,11 +19,11 @@ from flexmarl.cluster.interface import ResidentKind, ResidentPlace
 from flexmarl.config import RunSettings
 from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import TrainingError
+from flexmarl.events.journal import Journal
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import Progress
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.scaling import RULES
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import Progress
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.asynchronous import Asynchronous, Stream
 from flexmarl.orchestrator.balance import Balancer

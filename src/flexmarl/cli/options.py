@@ -8,7 +8,7 @@ import typer
 
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_folder import RunFolder
 
 
 class Lazy:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import CreditRow
 from flexmarl.credit.returns import token_rewards
-from flexmarl.observability.journal import Journal
+from flexmarl.events.journal import Journal
 from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId, Turn
 from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.kl import KlSettings, divergence

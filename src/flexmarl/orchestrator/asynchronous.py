@@ -28,9 +28,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.journal import Journal
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor

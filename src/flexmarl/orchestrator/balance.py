@@ -13,12 +13,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import Journal
 from flexmarl.inference.demand import Demand
 from flexmarl.inference.observed import CallRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, moves_back, start_moves
 from flexmarl.inference.settings import BalanceSettings
-from flexmarl.observability.journal import Journal
 from flexmarl.records import PolicyName
 
 

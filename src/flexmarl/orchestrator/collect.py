@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from flexmarl.events.journal import Journal
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.orchestrator.streaming import Streaming

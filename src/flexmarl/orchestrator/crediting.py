@@ -22,9 +22,9 @@ from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping.shape import RewardParts, reward_parts
+from flexmarl.events.journal import Journal
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row, open_row, turn_from_row
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,

@@ -10,7 +10,7 @@ unblocked by rollout, which asks when it has a free query slot; and by `look_aga
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.journal import Journal
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission

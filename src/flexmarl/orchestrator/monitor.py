@@ -16,13 +16,13 @@ from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.shaping.shape import RewardParts
 from flexmarl.errors import cause_of
+from flexmarl.events.journal import Journal
+from flexmarl.events.lag import measure_lag
+from flexmarl.events.metrics import Metrics, time_shares
+from flexmarl.events.overlap import Interval, overlap, seconds, union
+from flexmarl.events.progress import Progress, ProgressView
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.lag import measure_lag
-from flexmarl.observability.metrics import Metrics, time_shares
-from flexmarl.observability.overlap import Interval, overlap, seconds, union
-from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import AgentName, AnyTurn, EngineUse, Episode, GroupRecord, PolicyName, Version

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flexmarl.events.journal import Journal
 from flexmarl.experience.window import Window
 from flexmarl.inference.pool import InferencePool
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.collect import Collector, Crediting
 from flexmarl.orchestrator.evaluate import Evaluator

@@ -6,9 +6,9 @@ produces    `call`, `loaded`, `instance_lost`, `instance_replaced`, `moved`; tho
 unblocked by nothing
 """
 
+from flexmarl.events.journal import Journal
 from flexmarl.inference.observed import CallRecord, LoadRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
-from flexmarl.observability.journal import Journal
 from flexmarl.records import Version
 
 

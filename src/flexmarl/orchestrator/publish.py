@@ -31,9 +31,9 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 
+from flexmarl.events.journal import Journal
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, PolicyName, Version

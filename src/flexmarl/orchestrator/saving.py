@@ -16,8 +16,8 @@ unblocked by nothing else: no other part of the run has started yet
 from collections.abc import Awaitable, Callable, Mapping
 
 from flexmarl.errors import CheckpointError
+from flexmarl.events.journal import Journal
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints, Found, RunState, Saved, first_group
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import GroupId, PolicyName, Version

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.journal import Journal
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.calls import Lockstep

@@ -30,8 +30,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from flexmarl.errors import ConfigError
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
 from flexmarl.records import split_sample_id, split_trajectory_id
 from flexmarl.settings import Settings

@@ -22,6 +22,9 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import EngineError, TrainingError
+from flexmarl.events.journal import MemoryJournal
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import NullProgress, Progress
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore, Row
 from flexmarl.experience.rows import TURN_COLUMNS
@@ -29,9 +32,6 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import NullProgress, Progress
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.parts import PRODUCTION
 from flexmarl.orchestrator.run import RunOutcome

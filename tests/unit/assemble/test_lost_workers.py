@@ -10,7 +10,7 @@ from flexmarl.assemble.wire import watch_workers
 from flexmarl.assemble.world import Processes
 from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.records import WorkerLost
 from flexmarl.simulator.virtual_time import run_virtual
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexmarl.credit import CreditSettings
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditRow, credit_rows
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal, paid
 from flexmarl.records import GroupRecord, MicroBatch, PolicyName, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer

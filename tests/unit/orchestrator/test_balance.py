@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import RULES, Move
 from flexmarl.inference.settings import BalanceSettings, PoolSettings
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.simulator.virtual_time import run_virtual

@@ -3,7 +3,7 @@
 import pytest
 
 from flexmarl.errors import TransitionError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupState

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import FinishReason, Version

@@ -6,11 +6,11 @@ import pytest
 
 from flexmarl.analysis.timeline import trace_events
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import MemoryJournal
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import NullProgress
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import NullProgress
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import EngineUse, LossReport, PolicyName, Version

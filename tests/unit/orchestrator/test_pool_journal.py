@@ -1,8 +1,8 @@
 import asyncio
 
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.inference.moving import JUDGE, SOLVER, Movable, ask, publish

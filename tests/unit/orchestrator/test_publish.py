@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions

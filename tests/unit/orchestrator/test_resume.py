@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import CheckpointError
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from flexmarl.errors import CreditError, EngineError, EpisodeError, StoreError, TrainingError
-from flexmarl.observability.progress import LineProgress
+from flexmarl.events.progress import LineProgress
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import ScriptedRun

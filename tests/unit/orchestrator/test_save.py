@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings

@@ -6,7 +6,7 @@ import pytest
 
 from flexmarl.agents import Team
 from flexmarl.errors import EpisodeError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.records import (
     EpisodeStatus,
     GenerationRequest,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import StoreError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.rollout import Rollout

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan, plans_in
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks

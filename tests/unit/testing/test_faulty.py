@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import FinishReason, Generation, PolicyName, Version
 from flexmarl.simulator.virtual_time import DeadlockError, run_virtual
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan

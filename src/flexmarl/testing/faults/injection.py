@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.journal import Journal
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)

@@ -20,10 +20,10 @@ from flexmarl.cluster.inproc import InprocCluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
+from flexmarl.events.journal import Journal
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.observability.journal import Journal
 from flexmarl.records import PolicyName, Task
 from flexmarl.simulator.residents import NODE
 from flexmarl.testing.faults.fault_plan import BY_INSTANCE, BY_POLICY, FaultKind, FaultPlan

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flexmarl.events.journal import MemoryJournal
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import (
     CreditLine,
     Divisors,

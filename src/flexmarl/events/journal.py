@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flexmarl.errors import FlexmarlError
-from flexmarl.observability.safe_json import parse_json, plain
+from flexmarl.events.safe_json import parse_json, plain
 
 
 def append_lines(path: Path) -> TextIO:

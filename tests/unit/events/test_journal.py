@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
 from flexmarl.errors import EngineError, FlexmarlError
-from flexmarl.observability.journal import Journal, MemoryJournal, read_journal
-from flexmarl.observability.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked, plain
+from flexmarl.events.journal import Journal, MemoryJournal, read_journal
+from flexmarl.events.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked, plain
 from flexmarl.simulator.virtual_time import run_virtual
 
 SECRET = "TOPSECRET5f3a9c"

@@ -1,6 +1,6 @@
 from flexmarl.analysis.summary import history_of
-from flexmarl.observability.journal import Journal, read_journal, read_run
-from tests.unit.observability.runs import Hand, write_command
+from flexmarl.events.journal import Journal, read_journal, read_run
+from tests.unit.events.runs import Hand, write_command
 
 
 def entry(t, event, command=1, **fields):

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.journal import Journal
 
 STEP_S = 4.0
 

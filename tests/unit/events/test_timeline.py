@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.analysis.timeline import render_timeline, trace_events
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
-from tests.unit.observability.runs import write_command
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from tests.unit.events.runs import write_command
 
 
 @pytest.fixture
