@@ -26,6 +26,7 @@ from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
+from flexmarl.events.hub import Events
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.engines import EngineParts, make_engine
@@ -33,7 +34,7 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import Trainer
@@ -113,7 +114,7 @@ class RealResidents:
     """Engines and trainers that compute."""
 
     materials: Materials
-    open_cluster: Callable[[int], AbstractAsyncContextManager[Cluster]]
+    open_cluster: Callable[[int, Events], AbstractAsyncContextManager[Cluster]]
     """Given how many residents live at a time."""
 
     @property
@@ -121,14 +122,14 @@ class RealResidents:
         """Where weights are."""
         return self.materials.objects
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Ray, or this process."""
-        return self.open_cluster(residents)
+        return self.open_cluster(residents, events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[WeightedEngine]:
         """One inference instance."""
         return ResidentSpec(
-            name=f"{ResidentKind.ENGINE}/{instance}",
+            name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,
             make=partial(self.materials.make_engine, policy),
@@ -140,7 +141,7 @@ class RealResidents:
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """The trainer of a policy."""
         return ResidentSpec(
-            name=f"{ResidentKind.TRAINER}/{policy}",
+            name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=partial(self.materials.make_trainer, policy),
@@ -179,7 +180,7 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
         materials = Materials(
             settings=settings, objects=InlineObjectStore(), device=cluster.device, store=store, thread=thread
         )
-        yield RealResidents(materials=materials, open_cluster=lambda residents: inproc_cluster())
+        yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
     finally:
         thread.close()
 
@@ -196,7 +197,9 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
         yield RealResidents(
             # Absolute: other processes may have another working directory.
             materials=Materials(settings=settings, objects=objects, device=device, store=path.absolute()),
-            open_cluster=lambda residents: ray_cluster(settings.cluster, leases=leases, residents=residents),
+            open_cluster=lambda residents, events: ray_cluster(
+                settings.cluster, leases=leases, residents=residents, events=events
+            ),
         )
 
 

@@ -8,6 +8,7 @@ import typer
 
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
+from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
 
 
@@ -42,8 +43,9 @@ Overrides = Annotated[
 
 
 def load_run_folder(path: Path, overrides: list[str] | None = None) -> tuple[RunSettings, RunFolder]:
-    """The settings of a run that was trained. Raises ConfigError."""
+    """The settings of a run that was trained. Raises ConfigError, or FlexmarlError if the run is of another format."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")
+    check_format(folder.journal)
     return load_run(folder.config, overrides or ()), folder

@@ -1,1 +1,1 @@
-"""What a run says about itself. In: events and decisions with their reasons. Out: journal, curve, table, screen."""
+"""What happened in a run, as types. In: events that parts emit. Out: who listens to them; journal, metrics, screen."""

@@ -3,31 +3,28 @@
 A line counts when its newline is there: each is written at once, a reader passes over an unfinished last line, and
 whoever continues the file cuts it off first.
 
-Journal on a JSON Lines file: every event and every decision of a run, with its reason.
+Journal on a JSON Lines file: every event of a run, one line each, in one write (how: event.py).
 
-    journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
+    {"t":0.0,"event":"journal","format":2}                                         the first line
+    {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
 
-writes `{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1}`: one line, one write, so
-that a killed process loses at most the line it was writing (see jsonl.py). Nothing is held back: of the 9 us that the
-event of a call takes, its write is one and a half.
-
-What took time also says when it began, by `journal.now()`, and in which process of the run; the timeline shows it:
-
-    journal.event("updated", process="trainer/solver", began=began, version=4)
-
-`t` is its end, or `ended` where that was earlier.
+Nothing is held back, so that a killed process loses at most the line it was writing. The journal is a listener like any
+other: `events.listen(Event, journal.write)`. Nothing reads it back during a run.
 """
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from flexmarl.errors import FlexmarlError
-from flexmarl.events.safe_json import parse_json, plain
+from flexmarl.events.catalogue import CATALOGUE
+from flexmarl.events.event import Event, from_json, to_json
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import RunStarted
+from flexmarl.events.safe_json import parse_json
 
 
 def append_lines(path: Path) -> TextIO:
@@ -66,89 +63,117 @@ def _cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-START = "run_started"
-"""An event of each command that works on a run; the first, but for what it found when it began."""
-TIMES = ("t", "began", "ended")
-"""Fields that are moments; all by the clock of their command."""
-_RESERVED = ("t", "event", "command")
+FORMAT = 2
+"""Of the journal's lines. It rises when a reader of the one before could no longer read them; 1 had no first line."""
+_FIRST = "journal"
+"""The name that the first line has in place of an event's."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+E = TypeVar("E", bound=Event)
 
 
 class Journal:
-    """Where loops say what happened and why. It only listens: nothing reads it back during a run.
+    """What happened in a run, on disk. Secrets are masked (see safe_json.py).
 
-    Called from one event loop; `t` is that loop's time. Secrets are masked (see secrets.py). An existing file is
-    continued, after its torn last line, if it has one, has been cut off.
+    An existing file is continued, after its torn last line, if it has one, has been cut off. Raises FlexmarlError if it
+    is of another format.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
-        """With path None the journal stays in memory."""
-        self._path = path
-        self._clock = clock
-        self._lines: list[str] = []
-        self._file = None if path is None else append_lines(path)
+    def __init__(self, path: Path) -> None:
+        check_format(path)
+        self._file = append_lines(path)
+        if not path.stat().st_size:
+            self._file.write(_encode({"t": 0.0, "event": _FIRST, "format": FORMAT}) + "\n")
 
-    def now(self) -> float:
-        """The moment by the journal's clock: what `began` and `ended` of an event are."""
-        return round(self._clock(), 6)
-
-    def moment(self, loop_time: float) -> float:
-        """A moment of the running event loop's clock, by the journal's."""
-        return round(self._clock() - (asyncio.get_running_loop().time() - loop_time), 6)
-
-    def event(self, event: str, /, *, because: str = "", **fields: Any) -> None:
-        """Writes one line: what happened, why (wherever somebody decided), and the event's own fields."""
-        entry: dict[str, Any] = {"t": self.now(), "event": event}
-        if because:
-            entry["because"] = plain(because)
-        for name in _RESERVED:
-            if name in fields:
-                raise ValueError(f"journal field {name!r} of event {event!r} is the journal's own; rename it")
-        entry.update(plain(fields))
-        line = _encode(entry)
-        if self._file is None:
-            self._lines.append(line)
-        else:
-            self._file.write(line + "\n")
-
-    def events(self, event: str | None = None) -> list[dict[str, Any]]:
-        """What was written so far, or only the events of one name."""
-        written = map(json.loads, self._lines) if self._path is None else read_journal(self._path)
-        return [entry for entry in written if event is None or entry["event"] == event]
+    def write(self, event: Event) -> None:
+        """Writes one line."""
+        self._file.write(_encode(to_json(event)) + "\n")
 
     def close(self) -> None:
         """Ends it; calling it twice is no error."""
-        if self._file is not None:
-            with suppress(OSError):  # What the disk does not take was an error when it was written.
-                self._file.close()
+        with suppress(OSError):  # What the disk does not take was an error when it was written.
+            self._file.close()
 
 
-class MemoryJournal(Journal):
-    """Journal for tests: in memory, and timeless unless a clock is given."""
+class RememberedEvents(Events):
+    """Events for tests: they are remembered, as a journal would have them."""
 
-    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
-        super().__init__(None, clock)
+    def __init__(self, clock: Callable[[], float] | None = lambda: 0.0) -> None:
+        """Timeless unless a clock is given; with None it is the event loop's."""
+        super().__init__(clock)
+        self._lines: list[str] = []
+        self.listen(Event, lambda event: self._lines.append(_encode(to_json(event))))
+
+    def of(self, *kinds: type[E]) -> list[E]:
+        """What happened so far, of these types."""
+        lines = [json.loads(line) for line in self._lines]
+        return [_read(line) for line in lines if issubclass(CATALOGUE[line["event"]], kinds)]
+
+    @property
+    def all(self) -> list[Event]:
+        """All that happened so far."""
+        return self.of(Event)
+
+    def save(self, path: Path) -> None:
+        """Writes a journal of it."""
+        journal = Journal(path)
+        for event in self.all:
+            journal.write(event)
+        journal.close()
 
 
-def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a journal in order, without a torn last line."""
-    return read_lines(path)
+def read_journal(path: Path) -> Iterator[Event]:
+    """Yields the events of a journal in order, without a torn last line.
+
+    Raises FlexmarlError if the journal is of another format, or holds what is no event of this one.
+    """
+    for number, line in enumerate(read_lines(path), start=1):
+        if number == 1:
+            _check_first(path, line)
+            continue
+        try:
+            yield _read(line)
+        except (ValueError, TypeError) as error:
+            raise FlexmarlError(f"{path}, line {number}: {error}; remove that line") from error
 
 
-def read_run(path: Path) -> Iterator[dict[str, Any]]:
+def check_format(path: Path) -> None:
+    """Raises FlexmarlError if the journal is of another format than this version's.
+
+    One that does not exist, or has no line, is of any.
+    """
+    first = next(read_lines(path), None) if path.exists() else None
+    if first is not None:
+        _check_first(path, first)
+
+
+def _check_first(path: Path, line: dict[str, Any]) -> None:
+    found = line.get("format") if line.get("event") == _FIRST else 1
+    if found != FORMAT:
+        raise FlexmarlError(
+            f"{path} is a journal of format {found}, and this version of flexmarl reads format {FORMAT}: use the "
+            "version that wrote the run, or begin a new run"
+        )
+
+
+def _read(line: dict[str, Any]) -> Any:
+    kind = CATALOGUE.get(line.get("event", ""))
+    if kind is None:
+        raise ValueError(f"{line.get('event')!r} is no event of this version")
+    return from_json(kind, line)
+
+
+def read_run(path: Path) -> Iterator[Event]:
     """Yields the events of all commands on one clock: each command's goes on where the one before stopped.
 
-    Each event says the number of its `command`, from 1. A command begins with `run_started`, or where the time goes
-    back: before that event it may have said what it found of the command before.
+    Each event says the number of its `command`, from 1. A command begins with `RunStarted`, or where the time goes
+    back: before that event it may have emitted what it found of the command before.
     """
     command, offset, latest, previous, started = 1, 0.0, 0.0, 0.0, False
-    for entry in read_journal(path):
-        is_start = entry["event"] == START
-        if entry["t"] < previous or (is_start and started):
+    for event in read_journal(path):
+        is_start = isinstance(event, RunStarted)
+        if event.t < previous or (is_start and started):
             command, offset, started = command + 1, latest, False
-        started, previous = started or is_start, entry["t"]
-        for name in TIMES:
-            if isinstance(entry.get(name), (int, float)):
-                entry[name] = round(entry[name] + offset, 6)
-        latest = max(latest, entry["t"])
-        yield entry | {"command": command}
+        started, previous = started or is_start, event.t
+        moved = event.later(offset, command) if command > 1 else event
+        latest = max(latest, moved.t)
+        yield moved

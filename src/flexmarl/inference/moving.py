@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from flexmarl.inference.calls import Instance
 from flexmarl.inference.instances import Instances
 from flexmarl.inference.settings import PoolSettings
+from flexmarl.records import InstanceId
 
 _TIMES_ASKED = 2
 """A request that came to the engine in the very moment of the first abort hears the second one."""
@@ -26,8 +27,8 @@ class Move:
 
     def __init__(self, instance: Instance, source: Instances, target: Instances, settings: PoolSettings) -> None:
         self._instance, self._source, self._target, self._settings = instance, source, target, settings
-        self.became = ""
-        """The name under which it serves now."""
+        self.became: InstanceId | None = None
+        """The id under which it serves now."""
         self.failure = "the pool was left meanwhile"
         """Why it does not serve the target, or nothing."""
 

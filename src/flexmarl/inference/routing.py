@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flexmarl.errors import EngineError
+from flexmarl.records import InstanceId
 
 _REMEMBERED = 65_536
 """Conversations whose instance is known; the longest silent are forgotten."""
@@ -15,7 +16,7 @@ _REMEMBERED = 65_536
 class Placement:
     """The instance, and why."""
 
-    instance: str
+    instance: InstanceId
     because: str
 
 
@@ -57,20 +58,20 @@ class Router:
     """
 
     def __init__(
-        self, instances: Iterable[str], routing: str = "least_tokens", *, max_running: int | None = None
+        self, instances: Iterable[InstanceId], routing: str = "least_tokens", *, max_running: int | None = None
     ) -> None:
         """No instance gets more than `max_running` requests at a time."""
         self._routing = ROUTINGS[routing]
         self._max_running = max_running
-        self._loads: dict[str, Load] = {}
-        self._heap: list[tuple[int, int, str]] = []
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._loads: dict[InstanceId, Load] = {}
+        self._heap: list[tuple[int, int, InstanceId]] = []
+        self._homes: OrderedDict[str, InstanceId] = OrderedDict()
         self._next_ticket = 0
         for instance in instances:
             self.add(instance)
 
     @property
-    def instances(self) -> tuple[str, ...]:
+    def instances(self) -> tuple[InstanceId, ...]:
         """Those that can be chosen, now or when they have a place."""
         return tuple(self._loads)
 
@@ -79,16 +80,16 @@ class Router:
         """Whether some instance can be given a request."""
         return self._first() is not None
 
-    def load(self, instance: str) -> Load:
+    def load(self, instance: InstanceId) -> Load:
         """Work placed there and not yet done."""
         return self._loads[instance]
 
-    def add(self, instance: str) -> None:
+    def add(self, instance: InstanceId) -> None:
         """A new instance, with nothing to do."""
         self._loads[instance] = Load()
         self._take_ticket(instance)
 
-    def remove(self, instance: str) -> None:
+    def remove(self, instance: InstanceId) -> None:
         """An instance that is gone, with its work; unknown names are no error."""
         self._loads.pop(instance, None)
 
@@ -103,7 +104,7 @@ class Router:
         self._take_ticket(chosen.instance)
         return chosen
 
-    def finish(self, instance: str, tokens: int) -> None:
+    def finish(self, instance: InstanceId, tokens: int) -> None:
         """Unbooks a request; of an instance that is gone, nothing."""
         if instance in self._loads:
             load = self._loads[instance]
@@ -117,30 +118,30 @@ class Router:
             raise EngineError("no live instance has a place" if self._loads else "no live instance is left")
         least = self._measure(first)
         home = self._homes.get(conversation) if conversation is not None else None
-        if home in self._loads and self._can_take(home) and self._measure(home) <= least:
+        if home is not None and home in self._loads and self._can_take(home) and self._measure(home) <= least:
             return Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
         if len(self._loads) == 1:
             return Placement(first, "the only instance")
         return Placement(first, self._routing.because.format(measure=least))
 
-    def _remember(self, conversation: str, instance: str) -> None:
+    def _remember(self, conversation: str, instance: InstanceId) -> None:
         self._homes[conversation] = instance
         self._homes.move_to_end(conversation)
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
 
-    def _measure(self, instance: str) -> int:
+    def _measure(self, instance: InstanceId) -> int:
         return self._routing.measure(self._loads[instance])
 
-    def _can_take(self, instance: str) -> bool:
+    def _can_take(self, instance: InstanceId) -> bool:
         return self._max_running is None or self._loads[instance].requests < self._max_running
 
-    def _take_ticket(self, instance: str) -> None:
+    def _take_ticket(self, instance: InstanceId) -> None:
         self._loads[instance].ticket = self._next_ticket
         self._next_ticket += 1
         self._push(instance)
 
-    def _push(self, instance: str) -> None:
+    def _push(self, instance: InstanceId) -> None:
         """Enters the instance as it is now; a full one enters again when it has finished a request."""
         if not self._can_take(instance):
             return
@@ -150,10 +151,10 @@ class Router:
             return
         heapq.heappush(self._heap, self._entry(instance))
 
-    def _entry(self, instance: str) -> tuple[int, int, str]:
+    def _entry(self, instance: InstanceId) -> tuple[int, int, InstanceId]:
         return (self._measure(instance), self._loads[instance].ticket, instance)
 
-    def _first(self) -> str | None:
+    def _first(self) -> InstanceId | None:
         """The next instance with a place, if there is one."""
         while self._heap:
             instance = self._heap[0][2]

@@ -13,14 +13,14 @@ from typing import Protocol
 
 from flexmarl.inference.demand import Expectation
 from flexmarl.inference.settings import BalanceSettings
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoad:
     """One policy's queue and instances, at one look."""
 
-    instances: Mapping[str, int] = field(default_factory=dict)
+    instances: Mapping[InstanceId, int] = field(default_factory=dict)
     """Its live instances, and how many requests each one runs."""
     waiting: int = 0
     """Requests that no instance runs, wherever they wait."""
@@ -39,7 +39,7 @@ class PolicyLoad:
 class Move:
     """An instance leaves its policy for another one, and why."""
 
-    instance: str
+    instance: InstanceId
     to: PolicyName
     because: str
 
@@ -126,7 +126,7 @@ class DrainTime:
         return [Move(idlest(known[donor])[0], to, because)]
 
 
-def without(load: PolicyLoad, instance: str) -> PolicyLoad:
+def without(load: PolicyLoad, instance: InstanceId) -> PolicyLoad:
     """The same queue as the next look will see it once the instance has left: what it ran waits again."""
     left = {name: running for name, running in load.instances.items() if name != instance}
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
@@ -204,7 +204,7 @@ def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyNa
     return given
 
 
-def idlest(load: PolicyLoad) -> Sequence[str]:
+def idlest(load: PolicyLoad) -> Sequence[InstanceId]:
     """Its instances, those that run least first."""
     return sorted(load.instances, key=lambda name: (load.instances[name], name))
 

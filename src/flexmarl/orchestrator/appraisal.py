@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import CreditRow
 from flexmarl.credit.returns import token_rewards
-from flexmarl.events.journal import Journal
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId, Turn
 from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.kl import KlSettings, divergence
@@ -42,7 +43,7 @@ class Appraisal:
         *,
         trainers: Mapping[PolicyName, Trainer],
         training: Mapping[PolicyName, TrainingSettings],
-        journal: Journal,
+        events: Events,
         on_divergence: OnDivergence = lambda policy, kl, coef: None,
     ) -> None:
         """`training` has an entry for every policy of `trainers`."""
@@ -50,7 +51,7 @@ class Appraisal:
         self._in_reward = {
             policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
         }
-        self._journal = journal
+        self._events = events
         self._on_divergence = on_divergence
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
         """Mean divergence of each row of this batch."""
@@ -90,13 +91,14 @@ class Appraisal:
             if settings.target is not None:
                 after[_name(policy)] = following
             self._on_divergence(policy, kl, coef)
-            self._journal.event(
-                "kl_in_reward",
-                policy=policy,
-                kl=kl,
-                coef=coef,
-                next_coef=following,
-                because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
+            self._events.emit(
+                DivergenceCharged(
+                    policy=policy,
+                    kl=kl,
+                    coef=coef,
+                    next_coef=following,
+                    because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
+                )
             )
         return after
 

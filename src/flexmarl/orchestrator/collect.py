@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
-from flexmarl.events.journal import Journal
+from flexmarl.events.group_events import GroupReady
+from flexmarl.events.hub import Events
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill
@@ -52,14 +53,14 @@ class Collector:
         versions: Versions,
         release: Release,
         on_ready: Ready,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._crediting = crediting
         self._admission = admission
         self._versions = versions
         self._release = Release.AT_END if crediting.batch_wide else release
         self._on_ready = on_ready
-        self._journal = journal
+        self._events = events
         self._streaming: Streaming | None = None
         self._turn = asyncio.Lock()
         self._came: dict[GroupId, GroupRecord] = {}
@@ -199,11 +200,10 @@ class Collector:
         """Says of each group what became of it, now that all of it was passed on."""
         for group in groups:
             if group.group in self._samples:
-                self._journal.event(
-                    "group_ready",
-                    group=group.group,
-                    samples=self._samples[group.group],
-                    because="all its episodes are terminal",
+                self._events.emit(
+                    GroupReady(
+                        group=group.group, samples=self._samples[group.group], because="all its episodes are terminal"
+                    )
                 )
             elif group.finished:
                 self._crediting.filtered(group.group, "no row has weight")

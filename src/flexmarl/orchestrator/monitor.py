@@ -10,22 +10,37 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.shaping.shape import RewardParts
 from flexmarl.errors import cause_of
-from flexmarl.events.journal import Journal
+from flexmarl.events.group_events import Refilled, RolloutEnded
+from flexmarl.events.hub import Events
 from flexmarl.events.lag import measure_lag
 from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.progress import Progress, ProgressView
+from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.training_events import MicroBatchDone, Updated
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import AgentName, AnyTurn, EngineUse, Episode, GroupRecord, PolicyName, Version
+from flexmarl.records import (
+    CONTROLLER,
+    AgentName,
+    AnyTurn,
+    EngineUse,
+    Episode,
+    GroupRecord,
+    InstanceId,
+    PolicyName,
+    Version,
+    WorkerId,
+)
 from flexmarl.training.interface import Accumulated, UpdateReport
 
 COMPARED = 50_000
@@ -49,7 +64,7 @@ class Monitor:
         progress: Progress,
         pool: InferencePool,
         versions: Versions,
-        journal: Journal,
+        events: Events,
         processes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`processes` counts the ones that are alive, where there are several."""
@@ -59,7 +74,7 @@ class Monitor:
         self._progress = progress
         self._pool = pool
         self._versions = versions
-        self._journal = journal
+        self._events = events
         self._processes = processes
         self._phase = "starting"
         self._step = 0
@@ -75,7 +90,7 @@ class Monitor:
         self._stalest: Counter[PolicyName] = Counter()
         self._finished_lengths: deque[int] = deque(maxlen=COMPARED)
         self._trained_lengths: deque[int] = deque(maxlen=COMPARED)
-        self._usage: Mapping[str, EngineUse] = {}
+        self._usage: Mapping[InstanceId, EngineUse] = {}
         self._queues: Mapping[str, Any] = {}
         self._step_lag_ms = 0.0
         self._look_lag_ms = 0.0
@@ -100,16 +115,14 @@ class Monitor:
     @contextmanager
     def rollout(self, step: int | None = None) -> Iterator[None]:
         """Counts the block's time as rollout, of one step or of many: training in it is hidden."""
-        began = self._playing_since = self._journal.now()
+        began = self._playing_since = self._events.now()
         try:
             with self._metrics.time("rollout"):
                 yield
         finally:
-            self._rollout.append((self._playing_since, self._journal.now()))
+            self._rollout.append((self._playing_since, self._events.now()))
             self._playing_since = None
-            self._journal.event(
-                "rollout_ended", process="controller", began=began, step=self._step if step is None else step
-            )
+            self._events.emit(RolloutEnded(process=CONTROLLER, began=began, step=self._step if step is None else step))
 
     def begin(self, step: int, phase: str) -> None:
         """What goes on from now. The first call says how many steps an earlier command did; later ones do not count:
@@ -165,33 +178,34 @@ class Monitor:
         """Notes how many groups a step took to be filled."""
         self._metrics.add("refill/generated", generated)
         self._metrics.add("refill/dropped", generated - kept)
-        self._journal.event("refilled", step=step, generated=generated, kept=kept, because=because)
+        self._events.emit(Refilled(step=step, generated=generated, kept=kept, because=because))
 
     def accumulated(self, done: Accumulated) -> None:
         """Notes a micro-batch."""
-        report, process = done.report, f"trainer/{done.policy}"
-        began, ended = self._journal.moment(done.began), self._journal.moment(done.ended)
+        report, process = done.report, WorkerId.trainer(done.policy)
+        began, ended = self._events.moment(done.began), self._events.moment(done.ended)
         self._training[process].append((began, ended))
         self._metrics.add("train/micro_batches")
-        self._journal.event(
-            "micro_batch",
-            process=process,
-            began=began,
-            ended=ended,
-            policy=done.policy,
-            micro_batch=report.micro_batch_id,
-            rows=report.num_samples + report.open_samples,
-            tokens=report.num_tokens + report.open_tokens,
-            duration_s=report.duration_s,
+        self._events.emit(
+            MicroBatchDone(
+                process=process,
+                began=began,
+                ended=ended,
+                policy=done.policy,
+                micro_batch=report.micro_batch_id,
+                rows=report.num_samples + report.open_samples,
+                tokens=report.num_tokens + report.open_tokens,
+                duration_s=report.duration_s,
+            )
         )
 
     def updated(self, policy: PolicyName, report: UpdateReport, began: float) -> None:
         """Notes an update that ends now, and its figures."""
-        process, began = f"trainer/{policy}", self._journal.moment(began)
-        self._training[process].append((began, self._journal.now()))
-        self._lag.made(policy, report.version, self._journal.now())
-        self._journal.event(
-            "updated", process=process, began=began, policy=policy, version=report.version, report=report
+        process, began = WorkerId.trainer(policy), self._events.moment(began)
+        self._training[process].append((began, self._events.now()))
+        self._lag.made(policy, report.version, self._events.now())
+        self._events.emit(
+            Updated(process=process, began=began, policy=policy, version=report.version, report=asdict(report))
         )
         for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm), *report.means.items()):
             self._metrics.mean(f"train/{policy}/{name}", value)
@@ -201,7 +215,7 @@ class Monitor:
 
     def published(self, policy: PolicyName, version: Version) -> None:
         """Notes that every instance of the policy serves a version that `updated` told of."""
-        self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._journal.now()))
+        self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._events.now()))
 
     def taken(self, group: GroupRecord) -> None:
         """Notes how long the episodes are that training takes."""
@@ -244,7 +258,7 @@ class Monitor:
 
     def _flush_overlap(self) -> None:
         if self._playing_since is not None:  # It goes on: what follows belongs to the next step.
-            now = self._journal.now()
+            now = self._events.now()
             self._rollout.append((self._playing_since, now))
             self._playing_since = now
         beside = overlap(self._training, self._rollout)
@@ -284,7 +298,7 @@ class Monitor:
         queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
         if queues != self._queues:
             self._queues = queues
-            self._journal.event("queues", **queues)
+            self._events.emit(QueuesSeen(**queues))
         self._look_lag_ms = 0.0
 
     @property
@@ -329,9 +343,9 @@ def _path(name: str) -> str:
     return name if name.startswith("agent/") else f"team/{name}"
 
 
-def _by_policy(counts: Mapping[str, int]) -> dict[str, int]:
-    """Sums over the instances of each policy, which are named `{policy}/{number}`."""
+def _by_policy(counts: Mapping[InstanceId, int]) -> dict[str, int]:
+    """Sums over the instances of each policy."""
     sums: Counter[str] = Counter()
     for instance, count in counts.items():
-        sums[instance.rsplit("/", 1)[0]] += count
+        sums[instance.policy] += count
     return dict(sums)

@@ -31,12 +31,13 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 
-from flexmarl.events.journal import Journal
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import Published, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Divisors, PolicyName, Version
+from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
 
@@ -83,13 +84,13 @@ class Publisher:
         pool: InferencePool,
         objects: ObjectStore,
         versions: Versions,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._trainers = trainers
         self._pool = pool
         self._objects = objects
         self._versions = versions
-        self._journal = journal
+        self._events = events
         self._keys: dict[PolicyName, ObjectKey] = {}
 
     async def publish(self, policy: PolicyName, version: Version) -> None:
@@ -98,7 +99,7 @@ class Publisher:
 
     async def set(self, policy: PolicyName, version: Version) -> NewWeights:
         """Puts the weights into the object store: the last that the policy's training devices are needed for."""
-        began = self._journal.now()
+        began = self._events.now()
         key, checksum = await self._trainers[policy].publish(version)
         return NewWeights(policy=policy, version=version, key=key, checksum=checksum, began=began)
 
@@ -110,8 +111,8 @@ class Publisher:
         policy, version = new.policy, new.version
         await self._pool.load_weights(policy, version, new.key, new.checksum)
         self._versions.acknowledged(policy, version)
-        self._journal.event(
-            "published", process="controller", began=new.began, policy=policy, version=version, checksum=new.checksum
+        self._events.emit(
+            Published(process=CONTROLLER, began=new.began, policy=policy, version=version, checksum=new.checksum)
         )
         stale = self._keys.pop(policy, None)
         self._keys[policy] = new.key
@@ -128,12 +129,12 @@ class Updates:
         publisher: Publisher,
         *,
         monitor: Monitor,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._sessions = sessions
         self._publisher = publisher
         self._monitor = monitor
-        self._journal = journal
+        self._events = events
 
     async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
         """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
@@ -141,7 +142,7 @@ class Updates:
         report = await session.finish(divisors)
         weights = None
         if report is None:
-            self._journal.event("update_skipped", policy=policy, because="no weighted token in the step")
+            self._events.emit(UpdateSkipped(policy=policy, because="no weighted token in the step"))
         else:
             self._monitor.updated(policy, report, began)
             with self._monitor.time("publish"):

@@ -13,9 +13,10 @@ from typing import cast
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
+from flexmarl.events.hub import Events
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.costs import CostSettings
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
@@ -43,12 +44,12 @@ class ModelledResidents:
     """Replacements that may live beside those that they replace."""
     nodes: int = 1
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Nodes with room for all of them on each: what a lost one had may start on another."""
         names = [NODE] if self.nodes == 1 else [f"{NODE}-{n}" for n in range(self.nodes)]
-        return inproc_cluster(dict.fromkeys(names, residents + self.spare))
+        return inproc_cluster(dict.fromkeys(names, residents + self.spare), events=events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[WeightedEngine]:
         """One inference instance, which may be moved to another policy."""
         make = partial(
             ModelledEngine,
@@ -60,7 +61,7 @@ class ModelledResidents:
             costs_of=lambda other: self.costs(other).engine,
         )
         return ResidentSpec(
-            name=f"{ResidentKind.ENGINE}/{instance}",
+            name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,
             make=make,
@@ -70,7 +71,7 @@ class ModelledResidents:
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """The trainer of a policy."""
         return ResidentSpec(
-            name=f"{ResidentKind.TRAINER}/{policy}",
+            name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=partial(

@@ -6,9 +6,11 @@ import pytest
 
 from flexmarl.analysis.timeline import trace_events
 from flexmarl.errors import EngineError
-from flexmarl.events.journal import MemoryJournal
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.progress import NullProgress
+from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.training_events import MicroBatchDone, Updated
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.orchestrator.monitor import Monitor
@@ -44,7 +46,7 @@ class Screen(NullProgress):
         self.stopped = True
 
 
-def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine, pool=None):
+def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
     """Its journal's clock starts now."""
     clock = asyncio.get_running_loop().time
     return Monitor(
@@ -54,7 +56,7 @@ def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine, pool=None):
         progress=screen,
         pool=pool or InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
         versions=Versions({SOLVER: Version(3)}),
-        journal=journal or MemoryJournal(clock),
+        events=events or RememberedEvents(clock),
         processes=lambda: 4,
     )
 
@@ -202,9 +204,9 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
     async def scenario():
         await asyncio.sleep(100)
         clock = asyncio.get_running_loop().time
-        journal = MemoryJournal(lambda: clock() - 100)
-        await one_step(monitor_of(Screen(), journal=journal))
-        slices = [(e["event"], e["process"], e["began"], e.get("ended", e["t"])) for e in journal.events()]
+        events = RememberedEvents(lambda: clock() - 100)
+        await one_step(monitor_of(Screen(), events=events))
+        slices = [(e.name, e.process, e.began, e.ended) for e in events.all]
         assert slices == [
             ("micro_batch", "trainer/solver", 2.0, 4.0),
             ("micro_batch", "trainer/verifier", 2.0, 4.0),
@@ -213,50 +215,50 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
             ("updated", "trainer/solver", 5.0, 6.0),
             ("micro_batch", "trainer/verifier", 4.0, 6.0),
         ]
-        first = journal.events("micro_batch")[0]
-        assert (first["policy"], first["micro_batch"], first["rows"], first["tokens"]) == (
+        first = events.of(MicroBatchDone)[0]
+        assert (first.policy, first.micro_batch, first.rows, first.tokens) == (
             "solver",
             "solver/3/0",
             8,
             96,
         )
-        assert journal.events("updated")[0]["report"]["loss"] == 0.5
-        assert len(list(trace_events(entry | {"command": 1} for entry in journal.events()))) > 6
+        assert events.of(Updated)[0].report["loss"] == 0.5
+        assert len(list(trace_events(events.all))) > 6
 
     run_virtual(scenario())
 
 
 def test_a_rollout_that_fails_is_in_the_journal_too():
     async def scenario():
-        journal = MemoryJournal()
-        with pytest.raises(EngineError), monitor_of(Screen(), journal=journal).rollout():
+        events = RememberedEvents()
+        with pytest.raises(EngineError), monitor_of(Screen(), events=events).rollout():
             raise EngineError("no instance is left")
-        assert [entry["event"] for entry in journal.events()] == ["rollout_ended"]
+        assert [entry.name for entry in events.all] == ["rollout_ended"]
 
     run_virtual(scenario())
 
 
 def test_queues_go_into_the_journal_when_they_change():
     async def scenario():
-        journal = MemoryJournal()
-        await watched(monitor_of(Screen(), journal=journal), 10)
-        (queues,) = journal.events("queues")
-        assert (queues["running"], queues["queued"], queues["lag_ms"]) == ({"solver": 0}, {"solver": 0}, 0)
+        events = RememberedEvents()
+        await watched(monitor_of(Screen(), events=events), 10)
+        (queues,) = events.of(QueuesSeen)
+        assert (queues.running, queues.queued, queues.lag_ms) == ({"solver": 0}, {"solver": 0}, 0)
 
     run_virtual(scenario())
 
 
 def test_calls_that_wait_in_the_pool_are_queued():
     async def scenario():
-        journal, engines = MemoryJournal(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
+        events, engines = RememberedEvents(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
         async with InferencePool({SOLVER: engines}, PoolSettings(max_running=1)).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(i))) for i in range(5)]
             await asyncio.sleep(1)
-            await watched(monitor_of(Screen(), journal=journal, pool=pool), 0.1)
+            await watched(monitor_of(Screen(), events=events, pool=pool), 0.1)
             for call in calls:
                 call.cancel()
-        (queues,) = journal.events("queues")
-        assert (queues["running"], queues["queued"]) == ({"solver": 2}, {"solver": 3})
+        (queues,) = events.of(QueuesSeen)
+        assert (queues.running, queues.queued) == ({"solver": 2}, {"solver": 3})
 
     run_virtual(scenario())
 

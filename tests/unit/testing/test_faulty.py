@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexmarl.errors import EngineError
-from flexmarl.events.journal import MemoryJournal
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey
 from flexmarl.records import FinishReason, Generation, PolicyName, Version
@@ -26,7 +26,7 @@ SOLVER = PolicyName("solver")
 def faulty(*faults: Fault, objects: InlineObjectStore | None = None) -> FaultyEngine:
     engine = ScriptedEngine(lambda one: "abcdefghijklmnop" * 4, latency_s=1.0, objects=objects)
     injection = Injection(FaultPlan(faults=faults))
-    injection.begin(MemoryJournal(lambda: 0.0), lambda: None)
+    injection.begin(RememberedEvents(lambda: 0.0), lambda: None)
     return FaultyEngine("solver/0", engine, injection)
 
 
