@@ -128,7 +128,7 @@ def device_seconds(settings: RunSettings, facts: Facts) -> float:
     costs = settings.simulation.costs
     serving = 0.0
     for instance, busy in facts.serving().items():
-        engine = costs_of(costs, instance.partition("/")[0]).engine
+        engine = costs_of(costs, instance.policy).engine
         serving += seconds(busy) * engine.devices * engine.busy_share
     return serving + sum(
         seconds(busy) * costs_of(costs, policy).trainer.devices for policy, busy in facts.training().items()

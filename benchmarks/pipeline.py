@@ -121,7 +121,7 @@ class WorkMeter:
 
     def _seconds(self, role: str) -> float:
         started = [event for event in read_journal(self._folder.journal) if isinstance(event, ProcessStarted)]
-        pids = [event.pid for event in started if event.process.startswith(f"{role}/")]
+        pids = [event.pid for event in started if event.process.kind == role]
         try:
             times = [psutil.Process(pid).cpu_times() for pid in pids]
         except psutil.NoSuchProcess:
