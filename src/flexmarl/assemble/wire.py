@@ -64,7 +64,7 @@ def make_parts(
 ) -> Parts:
     """All that the orchestrator joins."""
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
-    sessions = make_sessions(settings, world, versions, monitor)
+    sessions = make_sessions(settings, world, versions, events)
     crediting = make_crediting(settings, world, admission, monitor, events)
     publisher = Publisher(
         trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=events
@@ -100,7 +100,7 @@ def make_parts(
 
 
 def make_sessions(
-    settings: RunSettings, world: World, versions: Versions, monitor: Monitor
+    settings: RunSettings, world: World, versions: Versions, events: Events
 ) -> Mapping[PolicyName, TrainingSession]:
     """One for each trained policy, at the version that it serves."""
     return {
@@ -111,7 +111,7 @@ def make_sessions(
             micro_batch=settings.policies[policy].training.micro_batch,
             version=versions.served[policy],
             ahead=world.cluster.crosses,
-            on_report=monitor.accumulated,
+            events=events,
             residency=world.residency,
         )
         for policy, trainer in world.trainers.items()
@@ -128,17 +128,17 @@ def make_crediting(
         trained=[PolicyName(name) for name in settings.trained],
         admission=admission,
         events=events,
-        appraisal=make_appraisal(settings, world, monitor, events),
+        appraisal=make_appraisal(settings, world, events),
         on_report=monitor.credited,
     )
 
 
-def make_appraisal(settings: RunSettings, world: World, monitor: Monitor, events: Events) -> Appraisal | None:
+def make_appraisal(settings: RunSettings, world: World, events: Events) -> Appraisal | None:
     """What asks trainers for what credit needs of them; None: the settings need nothing."""
     training = {policy: settings.policies[policy].training for policy in world.trainers}
     if not any(of_policy.needs_appraisal for of_policy in training.values()):
         return None
-    return Appraisal(trainers=world.trainers, training=training, events=events, on_divergence=monitor.diverged)
+    return Appraisal(trainers=world.trainers, training=training, events=events)
 
 
 def make_rollout(

@@ -10,7 +10,7 @@ unblocked by the trainers
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
 
@@ -31,10 +31,6 @@ Memory = Mapping[str, float]
 """What a run remembers from batch to batch; the coefficient of a policy is in it as `kl_coef/{policy}`."""
 
 
-OnDivergence = Callable[[PolicyName, float, float], None]
-"""Called with the mean divergence of a policy's rows of a batch, and the coefficient that they paid."""
-
-
 class Appraisal:
     """Fills credit rows in where settings of their policy ask for it; others pass as they are."""
 
@@ -44,7 +40,6 @@ class Appraisal:
         trainers: Mapping[PolicyName, Trainer],
         training: Mapping[PolicyName, TrainingSettings],
         events: Events,
-        on_divergence: OnDivergence = lambda policy, kl, coef: None,
     ) -> None:
         """`training` has an entry for every policy of `trainers`."""
         self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}
@@ -52,7 +47,6 @@ class Appraisal:
             policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
         }
         self._events = events
-        self._on_divergence = on_divergence
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
         """Mean divergence of each row of this batch."""
 
@@ -90,7 +84,6 @@ class Appraisal:
             following = settings.adapted(coef, kl, len(kls))
             if settings.target is not None:
                 after[_name(policy)] = following
-            self._on_divergence(policy, kl, coef)
             self._events.emit(
                 DivergenceCharged(
                     policy=policy,

@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from flexmarl.credit.filters import Effect
@@ -24,7 +23,7 @@ from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.progress import Progress, ProgressView
 from flexmarl.events.serving_events import QueuesSeen
-from flexmarl.events.training_events import MicroBatchDone, Updated
+from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Updated
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
@@ -39,9 +38,7 @@ from flexmarl.records import (
     InstanceId,
     PolicyName,
     Version,
-    WorkerId,
 )
-from flexmarl.training.interface import Accumulated, UpdateReport
 
 COMPARED = 50_000
 """Newest episodes whose lengths are compared: as many as show a bias of a percent, and sorted in milliseconds."""
@@ -52,7 +49,7 @@ TICK_S = 0.25
 class Monitor:
     """The one place that names figures. It only watches: nothing waits for it.
 
-    What it is told of training comes in times of the event loop; in the journal they are the journal's.
+    Of updates, micro-batches, divergence and refills it hears as events; finished groups and phases it is given.
     """
 
     def __init__(
@@ -76,6 +73,10 @@ class Monitor:
         self._versions = versions
         self._events = events
         self._processes = processes
+        events.listen(MicroBatchDone, self._accumulated)
+        events.listen(Updated, self._updated)
+        events.listen(DivergenceCharged, self._diverged)
+        events.listen(Refilled, self._refilled)
         self._phase = "starting"
         self._step = 0
         self._done: int | None = None
@@ -169,52 +170,34 @@ class Monitor:
             for size in seen.group_sizes:
                 self._metrics.mean(f"credit/{agent}/group_size", size)
 
-    def diverged(self, policy: PolicyName, kl: float, coef: float) -> None:
+    def _diverged(self, batch: DivergenceCharged) -> None:
         """Notes how far a policy's rows were from the reference, and what that cost them."""
-        self._metrics.mean(f"train/{policy}/kl_to_reference", kl)
-        self._metrics.mean(f"train/{policy}/kl_coef", coef)
+        self._metrics.mean(f"train/{batch.policy}/kl_to_reference", batch.kl)
+        self._metrics.mean(f"train/{batch.policy}/kl_coef", batch.coef)
 
-    def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
+    def _refilled(self, step: Refilled) -> None:
         """Notes how many groups a step took to be filled."""
-        self._metrics.add("refill/generated", generated)
-        self._metrics.add("refill/dropped", generated - kept)
-        self._events.emit(Refilled(step=step, generated=generated, kept=kept, because=because))
+        self._metrics.add("refill/generated", step.generated)
+        self._metrics.add("refill/dropped", step.generated - step.kept)
 
-    def accumulated(self, done: Accumulated) -> None:
+    def _accumulated(self, done: MicroBatchDone) -> None:
         """Notes a micro-batch."""
-        report, process = done.report, WorkerId.trainer(done.policy)
-        began, ended = self._events.moment(done.began), self._events.moment(done.ended)
-        self._training[process].append((began, ended))
+        self._training[done.process].append((done.began, done.ended))
         self._metrics.add("train/micro_batches")
-        self._events.emit(
-            MicroBatchDone(
-                process=process,
-                began=began,
-                ended=ended,
-                policy=done.policy,
-                micro_batch=report.micro_batch_id,
-                rows=report.num_samples + report.open_samples,
-                tokens=report.num_tokens + report.open_tokens,
-                duration_s=report.duration_s,
-            )
-        )
 
-    def updated(self, policy: PolicyName, report: UpdateReport, began: float) -> None:
-        """Notes an update that ends now, and its figures."""
-        process, began = WorkerId.trainer(policy), self._events.moment(began)
-        self._training[process].append((began, self._events.now()))
-        self._lag.made(policy, report.version, self._events.now())
-        self._events.emit(
-            Updated(process=process, began=began, policy=policy, version=report.version, report=asdict(report))
-        )
-        for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm), *report.means.items()):
+    def _updated(self, update: Updated) -> None:
+        """Notes an update, and its figures."""
+        policy, report = update.policy, update.report
+        self._training[update.process].append((update.began, update.ended))
+        self._lag.made(policy, update.version, update.ended)
+        for name, value in (("loss", report["loss"]), ("grad_norm", report["grad_norm"]), *report["means"].items()):
             self._metrics.mean(f"train/{policy}/{name}", value)
-        self._metrics.gauge(f"train/{policy}/learning_rate", report.learning_rate)
-        self._metrics.add(f"train/{policy}/samples", report.num_samples)
-        self._metrics.add("train/tokens", report.num_tokens)
+        self._metrics.gauge(f"train/{policy}/learning_rate", report["learning_rate"])
+        self._metrics.add(f"train/{policy}/samples", report["num_samples"])
+        self._metrics.add("train/tokens", report["num_tokens"])
 
     def published(self, policy: PolicyName, version: Version) -> None:
-        """Notes that every instance of the policy serves a version that `updated` told of."""
+        """Notes that every instance of the policy serves a version that an `Updated` made."""
         self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._events.now()))
 
     def taken(self, group: GroupRecord) -> None:

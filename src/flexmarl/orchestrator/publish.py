@@ -29,15 +29,15 @@ unblocked by each of them in turn
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from flexmarl.events.hub import Events
-from flexmarl.events.training_events import Published, UpdateSkipped
+from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version
+from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version, WorkerId
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
 
@@ -138,13 +138,21 @@ class Updates:
 
     async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
         """Updates the policy and sets its weights; then its training devices are free. None: there was no update."""
-        session, began = self._sessions[policy], asyncio.get_running_loop().time()
+        session, began = self._sessions[policy], self._events.now()
         report = await session.finish(divisors)
         weights = None
         if report is None:
             self._events.emit(UpdateSkipped(policy=policy, because="no weighted token in the step"))
         else:
-            self._monitor.updated(policy, report, began)
+            self._events.emit(
+                Updated(
+                    process=WorkerId.trainer(policy),
+                    began=began,
+                    policy=policy,
+                    version=report.version,
+                    report=asdict(report),
+                )
+            )
             with self._monitor.time("publish"):
                 weights = await self._publisher.set(policy, report.version)
         session.leave()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
+from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, SampleId, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +28,6 @@ class UpdateReport:
     """`clipped`, `kl_to_sampler`, `entropy`, and what a correction measures: per weighted token of the rows that went
     through the model."""
     duration_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulated:
-    """A micro-batch that is in the gradient cache, as its session saw it."""
-
-    policy: PolicyName
-    report: LossReport
-    ended: float
-    """When the report was there, by the event loop's clock."""
-
-    @property
-    def duration_s(self) -> float:
-        """What the trainer was busy with it; one that was sent ahead has waited for its turn before."""
-        return self.report.duration_s
-
-    @property
-    def began(self) -> float:
-        """When the trainer began with it."""
-        return self.ended - self.duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What is seen of a run: figures by step, and a live view."""
 
 import asyncio
+from dataclasses import asdict
 
 import pytest
 
@@ -15,10 +16,10 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import EngineUse, LossReport, PolicyName, Version
+from flexmarl.records import EngineUse, PolicyName, Version, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
-from flexmarl.training.interface import Accumulated, UpdateReport
+from flexmarl.training.interface import UpdateReport
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import group_of
 
@@ -49,22 +50,35 @@ class Screen(NullProgress):
 def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
     """Its journal's clock starts now."""
     clock = asyncio.get_running_loop().time
-    return Monitor(
+    events = events or RememberedEvents(clock)
+    monitor = Monitor(
         name="run",
         steps=5,
         metrics=Metrics(clock, sinks),
         progress=screen,
         pool=pool or InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
         versions=Versions({SOLVER: Version(3)}),
-        events=events or RememberedEvents(clock),
+        events=events,
         processes=lambda: 4,
     )
+    monitor.events = events
+    return monitor
 
 
-def micro_batch(policy, number, duration_s):
-    """One that ended this very moment."""
-    report = LossReport(micro_batch_id=f"{policy}/3/{number}", num_samples=8, num_tokens=96.0, duration_s=duration_s)
-    return Accumulated(policy=policy, report=report, ended=asyncio.get_running_loop().time())
+def micro_batch(events, policy, number, duration_s):
+    """One that ends this very moment."""
+    events.emit(
+        MicroBatchDone(
+            process=WorkerId.trainer(policy), began=events.now() - duration_s, policy=policy, rows=8, tokens=96.0,
+            micro_batch=f"{policy}/3/{number}", duration_s=duration_s,
+        )
+    )  # fmt: skip
+
+
+def updated(events, policy, report, began):
+    """An update that ends this very moment."""
+    process = WorkerId.trainer(policy)
+    events.emit(Updated(process=process, began=began, policy=policy, version=report.version, report=asdict(report)))
 
 
 def update(**figures):
@@ -150,18 +164,17 @@ def test_a_step_that_ends_with_an_evaluation_is_shown_even_if_no_success_was_rep
 
 async def one_step(monitor):
     """Four seconds of rollout; each trainer works 2 s in it and 2 s after it, the solver's update among them."""
-    clock = asyncio.get_running_loop().time
     monitor.begin(3, "rollout and training")
     with monitor.rollout():
         await asyncio.sleep(4)
-        monitor.accumulated(micro_batch(SOLVER, 0, 2.0))
-        monitor.accumulated(micro_batch(VERIFIER, 0, 2.0))
+        micro_batch(monitor.events, SOLVER, 0, 2.0)
+        micro_batch(monitor.events, VERIFIER, 0, 2.0)
     await asyncio.sleep(1)
-    monitor.accumulated(micro_batch(SOLVER, 1, 1.0))
-    began = clock()
+    micro_batch(monitor.events, SOLVER, 1, 1.0)
+    began = monitor.events.now()
     await asyncio.sleep(1)
-    monitor.updated(SOLVER, update(), began)
-    monitor.accumulated(micro_batch(VERIFIER, 1, 2.0))
+    updated(monitor.events, SOLVER, update(), began)
+    micro_batch(monitor.events, VERIFIER, 1, 2.0)
 
 
 def test_training_beside_rollout_is_hidden_and_updates_count_as_training():
@@ -184,7 +197,7 @@ def test_each_step_is_judged_alone():
         await one_step(monitor)
         monitor.flush(4)
         await asyncio.sleep(1)
-        monitor.accumulated(micro_batch(SOLVER, 0, 1.0))
+        micro_batch(monitor.events, SOLVER, 0, 1.0)
         monitor.flush(5)
         assert (values["overlap/training_hidden"], values["overlap/training_s"]) == (0.0, 1.0)
 
