@@ -37,9 +37,10 @@ from common import report
 from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings
+from flexmarl.events.group_events import GroupAdmitted, GroupExpired
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.orchestrator.versions import law_of
 from flexmarl.rollout.admission import AdmissionLaw
@@ -170,7 +171,7 @@ def play(cell: Cell, steps: int, seed: int) -> Played:
         facts = read_facts(events)
         metrics = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     end = facts.steps[-1].ended
-    admitted = {event["group"]: event["t"] for event in events if event["event"] == "group_admitted"}
+    admitted = {event.group: event.t for event in events if isinstance(event, GroupAdmitted)}
     tokens = {group: task_tokens(group, seed) for group in admitted}
     trained = [group for step in facts.steps for group in step.trained]
     lasted = {
@@ -182,7 +183,7 @@ def play(cell: Cell, steps: int, seed: int) -> Played:
         step_s=end / steps,
         long_task_s=float(np.quantile(list(lasted.values()), 1 - LONGER)),
         max_staleness=max(line.get("staleness/solver/max", 0.0) for line in metrics),
-        dropped=sum(event["event"] == "group_expired" and event["t"] < end for event in events),
+        dropped=sum(isinstance(event, GroupExpired) and event.t < end for event in events),
         bias=bias_of([tokens[group] for group in trained], list(tokens.values())),
         early=bias_of(
             [tokens[group] for step in early for group in step.trained],

@@ -37,9 +37,9 @@ from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.overlap import seconds
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.overlap import seconds
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.simulator.costs import costs_of
 
@@ -128,7 +128,7 @@ def device_seconds(settings: RunSettings, facts: Facts) -> float:
     costs = settings.simulation.costs
     serving = 0.0
     for instance, busy in facts.serving().items():
-        engine = costs_of(costs, instance.partition("/")[0]).engine
+        engine = costs_of(costs, instance.policy).engine
         serving += seconds(busy) * engine.devices * engine.busy_share
     return serving + sum(
         seconds(busy) * costs_of(costs, policy).trainer.devices for policy, busy in facts.training().items()

@@ -31,9 +31,10 @@ from rich.console import Console
 
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.metrics import read_metrics
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_journal
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.run_events import ProcessStarted
+from flexmarl.events.run_folder import RunFolder
 
 GROUPS, EPISODES, DRAFT, REMARK, SLOTS, WARM_UP = 48, 2, 128, 8, 28, 2
 WANTED = {"training_hidden": 0.8}
@@ -119,8 +120,8 @@ class WorkMeter:
                     self._readings.append(work)
 
     def _seconds(self, role: str) -> float:
-        started = [event for event in read_journal(self._folder.journal) if event["event"] == "process_started"]
-        pids = [event["pid"] for event in started if event["process"].startswith(f"{role}/")]
+        started = [event for event in read_journal(self._folder.journal) if isinstance(event, ProcessStarted)]
+        pids = [event.pid for event in started if event.process.kind == role]
         try:
             times = [psutil.Process(pid).cpu_times() for pid in pids]
         except psutil.NoSuchProcess:

@@ -24,8 +24,8 @@ from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble import assemble_run, simulate
 from flexmarl.cli.simulations import as_overrides, fitted
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[1] / "examples" / "math_team" / "cpu.yaml"
 COMMON = ("evaluate.tasks=0", "checkpoint.every=0", "cluster.backend=ray")

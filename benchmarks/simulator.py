@@ -26,8 +26,9 @@ from common import parser, report
 
 from flexmarl.assemble import simulate
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import Called
 
 AGENTS, INSTANCES, EPISODES, TURNS = 100, 10, 10, 20
 """Agents with a policy each; instances of each; episodes of a task; turns of an episode."""
@@ -94,8 +95,8 @@ def play(turns: int) -> Played:
         seconds = time.process_time() - began
         calls, ended = 0, 0.0
         for event in read_run(folder.journal):
-            calls += event["event"] == "call"
-            ended = event["t"]
+            calls += isinstance(event, Called)
+            ended = event.t
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Played(turns=calls, seconds=seconds, gib=peak_kib / 2**20, virtual_s=ended)
 

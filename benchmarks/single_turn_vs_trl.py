@@ -34,7 +34,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.metrics import read_metrics
+from flexmarl.events.metrics import read_metrics
 
 PROMPTS, COPIES, TOKENS, WARM_UP = 16, 8, 40, 2
 CODE = """

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.metrics import read_metrics
+from flexmarl.events.metrics import read_metrics
 
 CREDITS: Mapping[str, Mapping[str, Any]] = {
     "group": {"estimator": {"type": "default"}, "filter": None},

@@ -9,13 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from flexmarl.events.event import Event
+from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered
+from flexmarl.events.journal import read_journal
+from flexmarl.events.run_events import StepEnded
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import ROW_TERMINAL
 from flexmarl.testing.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
+
+E = TypeVar("E", bound=Event)
+
 
 EPISODES = 8
 HANG_S = 240.0
@@ -108,27 +114,27 @@ class OddRun:
         self.process.wait(HANG_S)
         return time.monotonic() - began
 
-    def events(self, *names: str) -> list[dict[str, Any]]:
+    def events(self, *kinds: type[E]) -> list[E]:
         (path,) = self.folder.glob("sums-*")
-        return [event for event in read_journal(RunFolder(path).journal) if event["event"] in names]
+        return [event for event in read_journal(RunFolder(path).journal) if isinstance(event, kinds)]
 
     def check_ended_well(self) -> None:
         """It has trained; each odd episode has ended as it should, and no other has failed."""
         assert self.wait() == 0, self.said
         (path,) = self.folder.glob("sums-*")
         assert json.loads(RunFolder(path).summary.read_text())["steps"] == 1
-        failed = {event["episode"]: event for event in self.events("episode_failed")}
+        failed = {event.episode: event for event in self.events(EpisodeFailed)}
         found = Counter()
         for episode, event in failed.items():
             kind = kind_of(episode, self.kinds, EPISODES)
-            assert kind is not None, f"a good episode failed: {event['because']}"
+            assert kind is not None, f"a good episode failed: {event.because}"
             oddity = ODDITIES[kind]
-            assert event["status"] == oddity.ends, event
-            assert oddity.because in event["because"], event
+            assert event.status == oddity.ends, event
+            assert oddity.because in event.because, event
             found[kind] += 1
         assert set(found) == {kind for kind in self.kinds if ODDITIES[kind].ends is not FINISHED}
-        ended = Counter(event["group"] for event in self.events("group_failed", "group_filtered", "group_expired"))
-        ended.update(group for event in self.events("step_ended") for group in event["trained"])
-        assert ended == Counter(event["group"] for event in self.events("group_admitted"))
+        ended = Counter(event.group for event in self.events(GroupFailed, GroupFiltered, GroupExpired))
+        ended.update(group for event in self.events(StepEnded) for group in event.trained)
+        assert ended == Counter(event.group for event in self.events(GroupAdmitted))
         with read_store(RunFolder(path).store) as store:
             assert {row.state for agent in store.agents for row in store.rows(agent)} <= ROW_TERMINAL

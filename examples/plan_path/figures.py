@@ -22,8 +22,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flexmarl.analysis.curve import INK, PALETTE
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.records import IntArray
 from flexmarl.training.tree.merge import merge
 

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from flexmarl.analysis.curve import INK, PALETTE, smooth
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_folder import RunFolder
 
 
 def main(picture: Path, runs: Sequence[Path]) -> None:

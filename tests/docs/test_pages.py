@@ -10,6 +10,7 @@ import flexmarl.records
 from flexmarl.analysis.summary import Summary
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.inference.settings import ENGINES
+from tests.docs import journal_reference
 from tests.docs.config_reference import reference
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, files, links, prose, read, rows
 
@@ -118,6 +119,11 @@ def test_the_page_of_keys_is_what_the_settings_classes_say() -> None:
     wanted = reference().rstrip() + "\n"
     remedy = "run: python tests/docs/config_reference.py > docs/howto/config.md"
     assert read("docs/howto/config.md").rstrip() + "\n" == wanted, remedy
+
+
+def test_the_page_of_the_journal_is_what_the_catalogue_says() -> None:
+    remedy = "run: python tests/docs/journal_reference.py > docs/howto/journal.md"
+    assert read("docs/howto/journal.md").rstrip() == journal_reference.reference().rstrip(), remedy
 
 
 def test_every_key_of_a_config_has_a_meaning() -> None:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexmarl import cli
-from flexmarl.observability.journal import read_journal
+from flexmarl.events.journal import read_journal
+from flexmarl.events.run_events import RunFailed
 
 DETERMINISTIC = ["deterministic=true", "cluster={backend: inline, threads: 1}"]
 
@@ -202,7 +203,7 @@ def test_ctrl_c_and_sigterm_name_the_checkpoint_and_how_to_go_on(config, tmp_pat
     assert "flexmarl: stopped. Last good checkpoint: runs/sums-" in line
     assert "go on with: flexmarl train runs/sums-" in line
     (journal,) = tmp_path.glob("runs/*/journal.jsonl")
-    assert sum(event["event"] == "run_failed" for event in read_journal(journal)) == 1
+    assert sum(isinstance(event, RunFailed) for event in read_journal(journal)) == 1
 
 
 def test_a_live_run_is_not_resumed_and_not_touched(flexmarl, config, tmp_path):
@@ -211,6 +212,6 @@ def test_a_live_run_is_not_resumed_and_not_touched(flexmarl, config, tmp_path):
         errors = flexmarl("train", folder / "config.yaml", "--resume", folder, code=1)
         assert process.poll() is None, "it still runs"
     assert str(process.pid) in "\n".join(errors)
-    told = [event["event"] for event in read_journal(folder / "journal.jsonl")]
+    told = [event.name for event in read_journal(folder / "journal.jsonl")]
     assert told.count("run_started") == 1
     assert not {"run_failed", "store_rewound", "checkpoint_removed"} & set(told)

@@ -20,13 +20,13 @@ from flexmarl.agents import Team, TeamSpec
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.credit import CreditSettings
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.publish import Publisher
@@ -94,13 +94,13 @@ class Learner:
         self.session = TrainingSession(
             SOLVER, self.store, self.trainer, micro_batch=options.micro_batch, version=Version(0)
         )
-        journal = MemoryJournal()
+        events = RememberedEvents()
         crediting = Crediting(
             store=self.store,
             credit=CreditSettings.model_validate({"filter": None, "estimator": {"type": estimator}}),
             trained=[SOLVER],
             admission=self.admission,
-            journal=journal,
+            events=events,
         )
         self.collector = Collector(
             crediting=crediting,
@@ -108,7 +108,7 @@ class Learner:
             versions=self.versions,
             release=release,
             on_ready=lambda policy: self.session.notify_ready(),
-            journal=journal,
+            events=events,
         )
 
     async def step(self, arrivals: Arrivals) -> Version:
@@ -188,14 +188,14 @@ async def _record() -> tuple[tuple[GroupRecord, ...], ...]:
             admission=admission,
             settings=RolloutSettings(),
             episodes=EPISODES,
-            journal=MemoryJournal(),
+            events=RememberedEvents(),
         )
         publisher = Publisher(
             trainers={SOLVER: learner.trainer},
             pool=pool,
             objects=learner.objects,
             versions=learner.versions,
-            journal=MemoryJournal(),
+            events=RememberedEvents(),
         )
         for step in range(STEPS):
             played: list[GroupRecord] = []

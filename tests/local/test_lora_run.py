@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flexmarl import cli
+from flexmarl.events.training_events import Published
 from flexmarl.experience.backends.sqlite import DurableStore
 
 RELAY = Path(__file__).parents[2] / "examples" / "relay" / "cpu.yaml"
@@ -79,7 +80,7 @@ def test_a_run_that_publishes_adapters_alone_samples_and_learns_the_same_as_one_
         folder = Path(capsys.readouterr().out.splitlines()[-1])
         events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
         checksums[publish] = {
-            (event["policy"], event["version"]): event["checksum"] for event in events if event["event"] == "published"
+            (event.policy, event.version): event.checksum for event in events if isinstance(event, Published)
         }
         store = DurableStore.open(folder / "experience.sqlite")
 

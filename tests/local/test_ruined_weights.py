@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from flexmarl.observability.journal import read_journal
+from flexmarl.events.journal import read_journal
+from flexmarl.events.training_events import Published
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
 
@@ -29,5 +30,5 @@ def test_after_an_update_that_ruins_the_weights_the_checkpoints_are_those_before
     assert "training.optimizer.learning_rate, 1e+38" in failed.stderr
     assert f"Last good checkpoint: {folder / 'checkpoints' / 'step-00001'}" in failed.stderr
     assert {file: file.read_bytes() for file in folder.glob("checkpoints/**/*") if file.is_file()} == good
-    published = [event["version"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "published"]
+    published = [event.version for event in read_journal(folder / "journal.jsonl") if isinstance(event, Published)]
     assert max(published) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl.cli.terminal import READER_GONE
-from flexmarl.observability.journal import read_journal
+from flexmarl.events.journal import read_journal
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
 CHATTY = '''

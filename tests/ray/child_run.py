@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
 from flexmarl.cluster.leases import leases_root
+from flexmarl.events.event import Event
+from flexmarl.events.journal import read_journal
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.store_file import read_store
-from flexmarl.observability.journal import read_journal
-from flexmarl.observability.run_folder import RunFolder
 from tests.conftest import Hang
 
 # What is being started when its parent is killed may show up late.
@@ -30,6 +31,8 @@ faulthandler.register(signal.SIGUSR1, all_threads=True)
 from flexmarl.cli import main
 main()
 """
+
+E = TypeVar("E", bound=Event)
 
 
 class Child:
@@ -196,12 +199,12 @@ class Left:
     path: Path
 
     @property
-    def journal(self) -> list[dict[str, Any]]:
+    def journal(self) -> list[Event]:
         journal = RunFolder(self.path).journal
         return list(read_journal(journal)) if journal.exists() else []
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [entry for entry in self.journal if entry["event"] == name]
+    def events(self, *kinds: type[E]) -> list[E]:
+        return [event for event in self.journal if isinstance(event, kinds)]
 
     @property
     def summary(self) -> dict[str, Any]:

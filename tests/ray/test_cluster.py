@@ -93,7 +93,7 @@ def test_ray_workers_keep_the_laws_of_a_cluster(short_root: Path) -> None:
 @pytest.mark.parametrize("vital", ["gcs_server", "raylet"])
 def test_the_end_of_ray_itself_loses_every_worker_and_hangs_nobody(vital: str, short_root: Path) -> None:
     async def act(cluster: RayCluster) -> None:
-        cluster.on_lost = losses = Losses()
+        losses = Losses(cluster)
         residents = await cluster.spawn([probe("first"), probe("second")])
         waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
         ours = [one for one in psutil.Process().children() if str(short_root) in " ".join(one.cmdline())]

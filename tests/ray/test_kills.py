@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 from flexmarl import cli
 from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_events import ProcessStarted, Resumed, RunFailed, StepEnded, StepStarted, WorkerLost
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import InstanceReplaced, QueuesSeen
 from flexmarl.records import RowState
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 from flexmarl.records.lifecycle import ROW_TERMINAL
@@ -122,7 +124,7 @@ class Doomed:
     def _observe(self) -> None:
         footprint = self.child.footprint
         footprint.observe()
-        assert {one["pid"] for one in self.run.events("process_started")} <= footprint.pids.keys()
+        assert {one.pid for one in self.run.events(ProcessStarted)} <= footprint.pids.keys()
         assert footprint.ports, "witness: Ray listens"
         assert footprint.leases, "witness: there are folders to remove"
 
@@ -134,13 +136,13 @@ class Doomed:
         """The live process of that role: `controller`, `engine` or `trainer`."""
         if role == "controller":
             return self.child.process.pid
-        return [one["pid"] for one in self.run.events("process_started") if one["process"].startswith(role)][-1]
+        return [one.pid for one in self.run.events(ProcessStarted) if one.process.startswith(role)][-1]
 
     def phase(self) -> str:
         """Where it stands, by its journal."""
-        journal = [one for one in self.run.journal if one["event"] != "queues"] if self.has_begun else []
-        step = sum(one["event"] == "step_started" for one in journal)
-        return f"in step {step}, after {journal[-1]['event']}" if journal else "before its first event"
+        journal = [one for one in self.run.journal if not isinstance(one, QueuesSeen)] if self.has_begun else []
+        step = sum(isinstance(one, StepStarted) for one in journal)
+        return f"in step {step}, after {journal[-1].name}" if journal else "before its first event"
 
 
 Kill = Callable[[str, int], tuple[Doomed, int, str]]
@@ -181,7 +183,7 @@ def assert_store_whole(run: Left) -> None:
     """The file is intact, every row in a state, and all rows of the steps that ended are trained or never will be."""
     path = RunFolder(run.path).store
     if not path.exists():
-        assert not run.events("step_started")
+        assert not run.events(StepStarted)
         return
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -190,8 +192,8 @@ def assert_store_whole(run: Left) -> None:
         group, _, _ = split_trajectory_id(split_sample_id(sample)[2])
         assert state in RowState
         trained[group] += state == RowState.TRAINED and settled == group // GROUPS + 1
-    for step in run.events("step_ended"):
-        assert [trained[group] for group in step["trained"]] == [EPISODES] * len(step["trained"])
+    for step in run.events(StepEnded):
+        assert [trained[group] for group in step.trained] == [EPISODES] * len(step.trained)
 
 
 def assert_readable(doomed: Doomed) -> None:
@@ -212,7 +214,7 @@ def assert_resumes(doomed: Doomed, undisturbed: Left) -> str:
     said = " ".join(child.stdout.split())
     assert f"going on after step {step}" in said
     assert saved or "ended before its first checkpoint: it begins again" in said
-    assert doomed.run.events("resumed")[-1]["step"] == step
+    assert doomed.run.events(Resumed)[-1].step == step
     assert_ended_well(doomed, undisturbed)
     return f"resumed after step {step}"
 
@@ -248,8 +250,8 @@ def test_kill_9_of_an_engine_is_made_up_for_by_another_one_while_the_store_is_re
     assert doomed.child.wait() == 0, doomed.child.stderr
     assert doomed.child.stderr == ""
     assert "raylet" not in doomed.child.stdout, "Ray speaks between our lines"
-    lost, replaced = doomed.run.events("worker_lost"), doomed.run.events("instance_replaced")
-    assert [one["pid"] for one in lost] == [pid]
+    lost, replaced = doomed.run.events(WorkerLost), doomed.run.events(InstanceReplaced)
+    assert [one.pid for one in lost] == [pid]
     assert len(replaced) == 1
     figures = doomed.run.summary
     assert (figures["processes_lost"], figures["processes_replaced"]) == (1, 1)
@@ -272,7 +274,7 @@ def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, 
     assert "trainer" in child.stderr
     assert "raylet" not in child.stdout, "Ray speaks between our lines"
     assert "go on with: flexmarl train" in said[0] or "begin again with: flexmarl train" in said[0]
-    assert [one["pid"] for one in doomed.run.events("worker_lost")] == [pid]
+    assert [one.pid for one in doomed.run.events(WorkerLost)] == [pid]
     seconds = child.wait_until_gone()
     assert_store_whole(doomed.run)
     outcome = assert_resumes(doomed, undisturbed)
@@ -288,7 +290,7 @@ def test_sigterm_ends_a_run_in_order_and_leaves_nothing(small_run: Path, tmp_pat
         (line,) = doomed.child.stderr.splitlines()
         assert line.startswith("flexmarl: stopped. ")
         assert "with: flexmarl train" in line
-        assert len(doomed.run.events("run_failed")) == 1
+        assert len(doomed.run.events(RunFailed)) == 1
         doomed.child.wait_until_gone()
         assert_store_whole(doomed.run)
     finally:

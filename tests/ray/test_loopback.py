@@ -12,6 +12,7 @@ import pytest
 from flexmarl.cluster.backends.ray import ray_cluster
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.events.run_events import StepEnded
 from flexmarl.testing.cluster import probe
 from tests.ray.child_run import Child, Left, listening, name_of
 
@@ -69,7 +70,7 @@ def status_of(port: int) -> int:
 
 def trained(out: Path) -> bool:
     """A step has ended: every process of the run is there, and works."""
-    return any(Left(folder).events("step_ended") for folder in out.glob("sums-*"))
+    return any(Left(folder).events(StepEnded) for folder in out.glob("sums-*"))
 
 
 def is_loopback(address: str) -> bool:

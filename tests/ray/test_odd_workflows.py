@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from flexmarl.events.run_events import RunFailed
 from flexmarl.testing.odd_workflows import ODDITIES
 from tests.odd_run import SIGTERM_S, OddRun
 
@@ -17,7 +18,7 @@ def test_sigterm_ends_a_run_within_ten_seconds_whatever_its_workflows_do(small_r
         run.wait_until_all_have_begun()
         took_s = run.terminate()
         assert run.process.returncode == 130, run.said
-        assert len(run.events("run_failed")) == 1
+        assert len(run.events(RunFailed)) == 1
     assert took_s < SIGTERM_S
 
 

@@ -21,10 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.event import Event
+from flexmarl.events.group_events import GroupFailed, GroupFiltered
+from flexmarl.events.run_events import StepEnded, StoreRewound
 from flexmarl.testing.faults.faulty import AroundStore, SlowStore
 from flexmarl.testing.faults.laws import broken
 from flexmarl.testing.faults.story import Story, story_of
-from flexmarl.testing.faults.watched import Killed, MortalJournal, Pulse
+from flexmarl.testing.faults.watched import Killed, MortalEvents, Pulse
 from flexmarl.testing.run import ScriptedRun, watched_trainer
 from flexmarl.testing.training import FakeTrainer
 
@@ -109,7 +112,7 @@ class Witness:
 
     def of(self, run: ScriptedRun) -> None:
         rows = run.rows()
-        self.seen.update(event["event"] for event in run.events())
+        self.seen.update(event.name for event in run.events.all)
         self.seen.update(row.state.value for row in rows)
         for word in ("raised", "no reward", "longer than", "was aborted", "scripted failure"):
             self.seen[word] += sum(word in row.reason for row in rows)
@@ -251,13 +254,13 @@ class MortalStore(AroundStore):
         return result
 
 
-class CountedJournal(MortalJournal):
+class CountedEvents(MortalEvents):
     def __init__(self, life: Life) -> None:
         super().__init__(life)
         self._life = life
 
-    def event(self, event: str, /, **fields: Any) -> None:
-        super().event(event, **fields)
+    def emit(self, event: Event) -> None:
+        super().emit(event)
         self._life.moment()
 
 
@@ -285,7 +288,7 @@ def lives(schedule: Schedule, kills: Sequence[int], **sections) -> list[Scripted
             store = run.store
             slow = slowed(store, schedule) if schedule.store_s else store
             run.store = MortalStore(slow, life)  # type: ignore[assignment]
-            run.journal = CountedJournal(life)
+            run.events = CountedEvents(life)
             for policy in run.trainers:
                 trainer = watched_trainer(policy, run.objects, MortalTrainer, sample_cost_s=schedule.sample_s)
                 trainer.inner.life = life
@@ -364,9 +367,9 @@ def groups_that_ended(lived: Sequence[ScriptedRun]) -> list[int]:
     """Groups in the order of their ends, without those that a later life plays again."""
     ended: list[int] = []
     for run in lived:
-        for event in run.events("store_rewound"):
-            ended = [group for group in ended if group < event["next_group"]]
-        for event in run.events():
-            ended += [event["group"]] if event["event"] in ("group_failed", "group_filtered") else []
-            ended += event["trained"] if event["event"] == "step_ended" else []
+        for event in run.events.of(StoreRewound):
+            ended = [group for group in ended if group < event.next_group]
+        for event in run.events.all:
+            ended += [event.group] if isinstance(event, GroupFailed | GroupFiltered) else []
+            ended += event.trained if isinstance(event, StepEnded) else []
     return sorted(ended)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from flexmarl.events.group_events import GroupAdmitted, GroupStopped, GroupTaken
+from flexmarl.events.run_events import StepEnded
 from flexmarl.records import RowState
 from flexmarl.testing.faults.story import Story, ended_by
 from tests.simulated.conftest import FAULTS, MODES, Schedule, asynchronous, keep_every_law, pipelines, played
@@ -39,8 +41,8 @@ def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead() -
                 staleness[row.settled_version - 1 - min(version for _, version in row.values["version_runs"])] += 1
         active, lag = set[int](), story.settings.pipeline.lag
         for event in story.events:
-            if event["event"] == "group_admitted":
-                active.add(event["group"])
+            if isinstance(event, GroupAdmitted):
+                active.add(event.group)
                 most[lag] = max(most[lag], len(active) / story.settings.batch.groups)
             active.difference_update(ended_by(event))
 
@@ -58,11 +60,11 @@ def test_every_law_holds_where_groups_are_taken_before_the_oldest_one() -> None:
     def look(story: Story) -> None:
         waiting = list[int]()
         for event in story.events:
-            if event["event"] == "group_admitted":
-                waiting.append(event["group"])
-            elif event["event"] == "group_taken":
-                beyond_head[story.settings.mode.value == "fifo"] += event["group"] != waiting[0]
-            gone = [event["group"]] if event["event"] in ("group_taken", "group_stopped") else ended_by(event)
+            if isinstance(event, GroupAdmitted):
+                waiting.append(event.group)
+            elif isinstance(event, GroupTaken):
+                beyond_head[story.settings.mode.value == "fifo"] += event.group != waiting[0]
+            gone = [event.group] if isinstance(event, GroupTaken | GroupStopped) else ended_by(event)
             waiting = [group for group in waiting if group not in gone]
 
     beyond_head = Counter[bool]()
@@ -75,7 +77,7 @@ def test_the_same_seed_gives_the_same_journal_in_every_mode() -> None:
     for mode in MODES:
         schedule = Schedule(seed=5, mode=mode, groups=3, raising=0.15, sample_s=0.3)
         one, two = played(schedule, steps=3), played(schedule, steps=3)
-        assert one.events() == two.events()
+        assert one.events.all == two.events.all
         assert one.outcome
 
 
@@ -84,5 +86,5 @@ def test_every_mode_makes_the_number_of_steps_asked_for(updates: str) -> None:
     for mode in MODES:
         run = played(Schedule(mode=mode, sample_s=0.3), steps=5, pipeline={"updates": updates})
         assert run.outcome is not None
-        assert len(run.events("step_ended")) == run.outcome.steps == 5
+        assert len(run.events.of(StepEnded)) == run.outcome.steps == 5
         assert sorted(run.metrics) == list(range(6))

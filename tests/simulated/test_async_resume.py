@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexmarl.events.group_events import GroupExpired
+from flexmarl.events.run_events import Resumed, StepEnded, StoreRewound
 from flexmarl.records import ROW_TERMINAL, RowState
 from flexmarl.testing.faults.story import ended_by, group_of
 from flexmarl.testing.run import ScriptedRun
@@ -24,10 +26,10 @@ def ended_in(lived: Sequence[ScriptedRun]) -> list[int]:
     """Groups in the order of their ends, without those that a later life plays again."""
     ended: list[int] = []
     for run in lived:
-        for event in run.events("store_rewound"):
-            replay = set(event["replay"])
-            ended = [group for group in ended if group < event["next_group"] and group not in replay]
-        ended += [group for event in run.events() for group in ended_by(event)]
+        for event in run.events.of(StoreRewound):
+            replay = set(event.replay)
+            ended = [group for group in ended if group < event.next_group and group not in replay]
+        ended += [group for event in run.events.all for group in ended_by(event)]
     return ended
 
 
@@ -35,9 +37,9 @@ def trained_in(lived: Sequence[ScriptedRun]) -> dict[int, list[int]]:
     """The groups that each step trained; a later life makes the steps again that were not saved."""
     steps: dict[int, list[int]] = {}
     for run in lived:
-        for event in run.events("resumed"):
-            steps = {step: groups for step, groups in steps.items() if step < event["step"]}
-        steps |= {event["step"]: event["trained"] for event in run.events("step_ended")}
+        for event in run.events.of(Resumed):
+            steps = {step: groups for step, groups in steps.items() if step < event.step}
+        steps |= {event.step: event.trained for event in run.events.of(StepEnded)}
     return steps
 
 
@@ -67,8 +69,8 @@ def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice() -> Non
         seen["kills"] += len(lived) - 1
         seen["whole"] += lived[-1].outcome is not None
         for run in lived:
-            seen["replayed"] += sum(len(event["replay"]) for event in run.events("store_rewound"))
-            seen.update(event["event"] for event in run.events())
+            seen["replayed"] += sum(len(event.replay) for event in run.events.of(StoreRewound))
+            seen.update(event.name for event in run.events.all)
         check_nothing_lost(lived, schedule, 3)
 
     @many
@@ -100,7 +102,7 @@ def kill_that_replays() -> int:
 
 def test_a_group_that_was_active_is_played_again_with_the_seeds_that_it_had() -> None:
     first, second = lives(SLOW, [kill_that_replays()], checkpoint={"every": 1}, steps=3)
-    replayed = second.events("store_rewound")[0]["replay"]
+    replayed = second.events.of(StoreRewound)[0].replay
     seeds = [
         {r.request_id: r.seed for engines in run.engines.values() for engine in engines for r in engine.requests}
         for run in (first, second)
@@ -113,20 +115,20 @@ def test_a_group_that_was_active_is_played_again_with_the_seeds_that_it_had() ->
 def test_groups_that_were_active_at_the_last_checkpoint_end_though_no_step_is_left() -> None:
     for kill in range(226, 244):
         lived = lives(SLOW, [kill], checkpoint={"every": 1}, steps=2)
-        if len(lived) == 2 and lived[1].events("resumed")[0]["step"] == 2 and replayed_in(lived[1]):
+        if len(lived) == 2 and lived[1].events.of(Resumed)[0].step == 2 and replayed_in(lived[1]):
             break
     else:
         raise AssertionError("no kill came between the last checkpoint and the end")
-    assert [event["group"] for event in lived[1].events("group_expired")] == replayed_in(lived[1])
+    assert [event.group for event in lived[1].events.of(GroupExpired)] == replayed_in(lived[1])
     check_nothing_lost(lived, SLOW, 2)
 
 
 def replayed_in(run: ScriptedRun) -> list[int]:
     """The groups that were active at the checkpoint from which the run goes on."""
-    return [group for event in run.events("store_rewound") for group in event["replay"]]
+    return [group for event in run.events.of(StoreRewound) for group in event.replay]
 
 
 def replays(schedule: Schedule, kill: int) -> bool:
     """Whether a kill at this moment leaves a checkpoint with active groups that had been played."""
     lived = lives(schedule, [kill], checkpoint={"every": 1}, steps=3)
-    return len(lived) == 2 and any(event["replay"] for event in lived[1].events("store_rewound"))
+    return len(lived) == 2 and any(event.replay for event in lived[1].events.of(StoreRewound))

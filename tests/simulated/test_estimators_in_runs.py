@@ -8,6 +8,8 @@ import pytest
 
 from flexmarl.agents import Team
 from flexmarl.errors import EpisodeError
+from flexmarl.events.group_events import GroupFiltered
+from flexmarl.events.run_events import StoreRewound
 from flexmarl.experience.interface import Row
 from flexmarl.records import GenerationRequest, RowState, Task, split_sample_id, split_trajectory_id
 from flexmarl.testing.run import ScriptedRun
@@ -42,7 +44,7 @@ def test_a_run_that_remembers_baselines_is_killed_and_ends_as_if_undisturbed(det
         check_equal(lived, whole, schedule)
         if len(lived) == 1:
             break
-        went_back_to.update(event["next_group"] for event in lived[1].events("store_rewound"))
+        went_back_to.update(event.next_group for event in lived[1].events.of(StoreRewound))
     assert {2, 4} <= set(went_back_to)
 
 
@@ -105,10 +107,10 @@ def test_a_group_whose_greedy_play_fails_has_no_baseline_and_is_filtered() -> No
         return "a" if request.sampling.temperature else "!"
 
     run = ScriptedRun(fails_greedily, say, credit=REMAX, steps=1, batch={"groups": 2, "episodes": 2}).play()
-    (filtered,) = run.events("group_filtered")
-    assert filtered["group"] == 0
-    assert filtered["because"].startswith("no baseline: the greedy play failed: ")
-    assert "stuck" in filtered["because"]
+    (filtered,) = run.events.of(GroupFiltered)
+    assert filtered.group == 0
+    assert filtered.because.startswith("no baseline: the greedy play failed: ")
+    assert "stuck" in filtered.because
     states = Counter((group_of(row), row.state) for row in run.rows())
     assert states == {
         (0, RowState.FILTERED): 2,

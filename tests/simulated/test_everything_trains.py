@@ -10,6 +10,7 @@ from flexmarl.agents.tree_sampling import grow
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
+from flexmarl.events.group_events import GroupsCredited
 from flexmarl.records import GenerationRequest, PolicyName, RowState, Task
 from flexmarl.testing.run import ScriptedRun
 
@@ -96,4 +97,4 @@ def test_every_term_trains_and_is_a_part_of_the_reward_with_a_mean_of_its_own(ki
     named = {"outcome", "care", "invalid_action", kind, *(term["type"] for term in then)}
     for step in (1, 2):
         assert f"reward_part/solver/{kind}" in run.metrics[step]
-        assert named == set(run.events("credited")[0]["parts"]["solver"]["means"])
+        assert named == set(run.events.of(GroupsCredited)[0].parts["solver"]["means"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady
 from flexmarl.records import FinishReason, RowState
 from flexmarl.testing.faults.story import Story, story_of
 from tests.simulated.conftest import FAULTS, Schedule, keep_every_law, many, played, schedules
@@ -60,10 +61,10 @@ def test_every_law_holds_where_a_slow_store_slows_the_feed() -> None:
     def look(story: Story) -> None:
         playing = set[int]()
         for event in story.events:
-            if event["event"] == "group_admitted":
-                playing.add(event["group"])
-            elif event["event"] in ("group_ready", "group_filtered", "group_failed"):
-                playing.discard(event["group"])
+            if isinstance(event, GroupAdmitted):
+                playing.add(event.group)
+            elif isinstance(event, GroupReady | GroupFiltered | GroupFailed):
+                playing.discard(event.group)
             limit = story.settings.rollout.inter_query
             most[limit] = max(most[limit], len(playing))
 

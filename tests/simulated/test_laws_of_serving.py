@@ -2,24 +2,30 @@
 
 import pytest
 
+from flexmarl.events.serving_events import InstanceLost, InstanceReplaced, Moved, MoveFailed
+from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.testing.faults.laws_of_serving import law_4_nothing_is_held_twice
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.run import ScriptedRun
 
-MOVED = {"event": "moved", "instance": "solver/0", "to": "verifier", "became": "verifier/1"}
+FIRST, BECAME = InstanceId("solver", 0), InstanceId("verifier", 1)
+MOVED = Moved(process=WorkerId.engine(BECAME), began=0.0, instance=FIRST, to=PolicyName("verifier"), became=BECAME)
 BEREFT = ["life 0: solver/0 was moved, the last of its policy"]
 
 
 def lost(instance):
-    return {"event": "instance_lost", "instance": instance, "because": "planned"}
+    return InstanceLost(instance=InstanceId.parse(instance), because="planned")
 
 
 def replaced(old, new):
-    return {"event": "instance_replaced", "instance": new, "replaces": old}
+    came = InstanceId.parse(new)
+    return InstanceReplaced(
+        process=WorkerId.engine(came), began=0.0, instance=came, replaces=InstanceId.parse(old), version=Version(0)
+    )
 
 
 def failed(because):
-    return {"event": "move_failed", "instance": "solver/1", "to": "verifier", "because": because}
+    return MoveFailed(instance=InstanceId("solver", 1), to=PolicyName("verifier"), because=because)
 
 
 def judged(*events, replacements):

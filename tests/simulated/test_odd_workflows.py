@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered
+from flexmarl.events.run_events import StepEnded
 from flexmarl.records import ROW_TERMINAL, split_sample_id
 from flexmarl.testing.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
 from flexmarl.testing.run import ScriptedRun
@@ -46,11 +48,11 @@ def check(kind: str, mode: str) -> None:
     check_groups(run)
     rows = run.rows()
     assert {row.state for row in rows} <= ROW_TERMINAL
-    failed, oddity = run.events("episode_failed"), ODDITIES[kind]
+    failed, oddity = run.events.of(EpisodeFailed), ODDITIES[kind]
     for event in failed:
-        assert kind_of(event["episode"], [kind], EPISODES) == kind, f"a good episode failed: {event['because']}"
-        assert (event["status"], oddity.because in event["because"]) == (oddity.ends, True), event["because"]
-    lost = {event["episode"] for event in failed}
+        assert kind_of(event.episode, [kind], EPISODES) == kind, f"a good episode failed: {event.because}"
+        assert (event.status, oddity.because in event.because) == (oddity.ends, True), event.because
+    lost = {event.episode for event in failed}
     assert bool(lost) == (oddity.ends is not FINISHED)
     trained = {split_sample_id(row.sample_id)[2] for row in rows if row.state == "trained"}
     assert trained
@@ -59,10 +61,10 @@ def check(kind: str, mode: str) -> None:
 
 def check_groups(run: ScriptedRun) -> None:
     """Law 1."""
-    names = ("group_failed", "group_filtered", "group_expired")
-    ended = Counter(event["group"] for name in names for event in run.events(name))
-    ended.update(group for event in run.events("step_ended") for group in event["trained"])
-    assert ended == Counter(event["group"] for event in run.events("group_admitted"))
+    ends = (GroupFailed, GroupFiltered, GroupExpired)
+    ended = Counter(event.group for event in run.events.of(*ends))
+    ended.update(group for event in run.events.of(StepEnded) for group in event.trained)
+    assert ended == Counter(event.group for event in run.events.of(GroupAdmitted))
 
 
 @pytest.mark.parametrize(("kind", "mode"), list(zip(KINDS, cycle(MODES), strict=False)))

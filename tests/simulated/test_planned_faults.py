@@ -11,8 +11,11 @@ from flexmarl.assemble import simulate
 from flexmarl.cli import app
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.event import Event
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_events import CheckpointSaved, Resumed, RunFailed, StepEnded, WorkerLost
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import InstanceReplaced, Loaded
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
@@ -49,26 +52,26 @@ def played(folder: Path, *faults: Fault, overrides: tuple[str, ...] = ()) -> lis
     return list(read_run(RunFolder(simulate(settings, disturbance=PlannedFaults(FaultPlan(faults=faults)))).journal))
 
 
-def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["event"] == name]
+def of(events: list[Event], kind: type[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
 
 
 def test_a_lost_instance_is_noticed_through_its_process_and_replaced(tmp_path: Path) -> None:
     lost = Fault(kind=FaultKind.LOST_INSTANCE, target="solver/0", after=1.0, how="at_once")
     events = played(tmp_path, lost)
-    assert of(events, "worker_lost")[0]["process"] == "engine/solver/0"
-    assert of(events, "instance_replaced")[0]["replaces"] == "solver/0"
-    assert len(of(events, "step_ended")) == 3
+    assert of(events, WorkerLost)[0].process == "engine/solver/0"
+    assert of(events, InstanceReplaced)[0].replaces == "solver/0"
+    assert len(of(events, StepEnded)) == 3
     assert seen_in(events)[1] == {FaultKind.LOST_INSTANCE: 1}
 
 
 def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     lost = Fault(kind=FaultKind.LOST_TRAINER, target="verifier", after=3)
     events = played(tmp_path, lost, overrides=("simulation.restart_s=60",))
-    (resumed,) = of(events, "resumed")
-    assert resumed["step"] >= 1, "the step that was saved is not made again"
-    assert resumed["t"] >= of(events, "run_failed")[0]["t"] + 60
-    assert sorted({event["step"] for event in of(events, "step_ended")}) == [0, 1, 2]
+    (resumed,) = of(events, Resumed)
+    assert resumed.step >= 1, "the step that was saved is not made again"
+    assert resumed.t >= of(events, RunFailed)[0].t + 60
+    assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
     assert seen_in(events)[1] == {FaultKind.LOST_TRAINER: 1}
 
 
@@ -78,12 +81,12 @@ def test_a_run_that_loses_a_node_loses_all_that_lived_there_and_goes_on_on_the_o
         Fault(kind=FaultKind.LOST_NODE, target="simulated-1", after=2.0),
         overrides=("simulation.nodes=2", "pool.replacements=4"),
     )
-    lost = of(events, "worker_lost")
+    lost = of(events, WorkerLost)
     assert len(lost) == 3
-    assert {event["node"] for event in lost} == {"simulated-1"}
-    assert {event["process"].split("/")[0] for event in lost} == {"engine", "trainer"}
-    assert len(of(events, "resumed")) == 1
-    assert sorted({event["step"] for event in of(events, "step_ended")}) == [0, 1, 2]
+    assert {event.node for event in lost} == {"simulated-1"}
+    assert {event.process.split("/")[0] for event in lost} == {"engine", "trainer"}
+    assert len(of(events, Resumed)) == 1
+    assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
     assert seen_in(events)[1] == {FaultKind.LOST_NODE: 1}
 
 
@@ -100,21 +103,21 @@ def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
     events = played(tmp_path, *faults)
     struck, _ = seen_in(events)
     assert set(struck) >= {fault.kind for fault in faults} - {FaultKind.TORN_CHECKPOINT}
-    assert sorted({event["step"] for event in of(events, "step_ended")}) == [0, 1, 2]
+    assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
 
 
 def test_a_simulation_saves_where_the_config_says_so_and_nowhere_else(tmp_path: Path) -> None:
-    assert [event["step"] for event in of(played(tmp_path), "checkpoint")] == [1, 2, 3]
+    assert [event.step for event in of(played(tmp_path), CheckpointSaved)] == [1, 2, 3]
     config = tmp_path / "silent.yaml"
     config.write_text(CONFIG.replace("checkpoint: {every: 1}\n", ""))
     folder = RunFolder(simulate(load_run(config, [f"out={tmp_path / 'runs'}"])))
-    assert not of(list(read_run(folder.journal)), "checkpoint")
+    assert not of(list(read_run(folder.journal)), CheckpointSaved)
 
 
 def test_weights_take_their_time_on_the_way(tmp_path: Path) -> None:
     def loads(*overrides: str) -> set[float]:
-        events = of(played(tmp_path, overrides=overrides), "loaded")
-        return {round(event["t"] - event["began"], 6) for event in events}
+        events = of(played(tmp_path, overrides=overrides), Loaded)
+        return {round(event.t - event.began, 6) for event in events}
 
     assert loads() == {0.0}
     weights = "simulation.costs.default.weights_gib=4"

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.group_events import GroupAdmitted, GroupFiltered, Refilled
+from flexmarl.events.run_events import StepEnded
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import ScriptedRun
@@ -36,18 +38,18 @@ def refilled(dull, *, mode="microbatch", groups=2, steps=2, delays=0, failing=()
 
 
 def trained(run) -> list[list[int]]:
-    return [sorted(event["trained"]) for event in run.events("step_ended")]
+    return [sorted(event.trained) for event in run.events.of(StepEnded)]
 
 
 @pytest.mark.parametrize("mode", ["sync", "microbatch", "colocated"])
 def test_a_dropped_group_is_replaced_in_its_own_step(mode):
     run = refilled({0, 3, 4}, mode=mode).play()
     assert trained(run) == [[1, 2], [5, 6]]
-    assert [(event["group"], event["step"]) for event in run.events("group_admitted")] == [
+    assert [(event.group, event.step) for event in run.events.of(GroupAdmitted)] == [
         *((group, 0) for group in range(3)),
         *((group, 1) for group in range(3, 7)),
     ]
-    assert [(e["generated"], e["kept"], e["because"]) for e in run.events("refilled")] == [
+    assert [(e.generated, e.kept, e.because) for e in run.events.of(Refilled)] == [
         (3, 2, "2 groups are kept"),
         (4, 2, "2 groups are kept"),
     ]
@@ -110,8 +112,8 @@ def test_when_everything_is_filtered_a_step_still_ends_after_so_many_batches(mod
     run.play()
     kept = [[], []] if on_shortfall == "train_short" else [[4, 5], [10, 11]]
     assert trained(run) == kept
-    assert [event["generated"] for event in run.events("refilled")] == [6, 6]
-    assert len(run.events("group_filtered")) == 12 - 2 * len(kept[0])
+    assert [event.generated for event in run.events.of(Refilled)] == [6, 6]
+    assert len(run.events.of(GroupFiltered)) == 12 - 2 * len(kept[0])
     assert run.trainers[SOLVER].version == (2 if kept[0] else 0)
     assert run.trainers[SOLVER].weight == 0.0
 
@@ -129,9 +131,9 @@ def test_a_source_that_ends_while_a_step_is_refilled_makes_it_short_and_only_the
     with pytest.raises(SourceExhausted, match="no training task at position 3 of 3"):
         run.play()
     assert trained(run) == [[2]]
-    (event,) = run.events("refilled")
-    assert (event["generated"], event["kept"]) == (3, 1)
-    assert event["because"] == "1 of 2 groups are kept: tasks: there is no training task at position 3 of 3"
+    (event,) = run.events.of(Refilled)
+    assert (event.generated, event.kept) == (3, 1)
+    assert event.because == "1 of 2 groups are kept: tasks: there is no training task at position 3 of 3"
 
 
 def test_a_solved_task_with_one_penalty_is_dropped_on_its_outcome_and_kept_on_its_final_rewards():

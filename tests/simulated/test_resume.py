@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexmarl.events.run_events import StoreRewound
 from tests.simulated.conftest import Schedule, check_equal, groups_that_ended, lives, many, schedules, undisturbed
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,8 +32,8 @@ def test_killed_at_every_single_moment_it_ends_as_if_undisturbed() -> None:
         check_equal(lived, whole, schedule)
         if len(lived) == 1:  # It ended before that moment came.
             break
-        last_events.update(event["event"] for event in lived[0].events()[-1:])
-        went_back_to.update(event["next_group"] for event in lived[1].events("store_rewound"))
+        last_events.update(event.name for event in lived[0].events.all[-1:])
+        went_back_to.update(event.next_group for event in lived[1].events.of(StoreRewound))
     assert set(went_back_to) == {0, 2, 4}
     missing = {"group_admitted", "group_ready", "updated", "published", "step_ended", "checkpoint"} - set(last_events)
     assert not missing, f"no kill came right after {missing}"
@@ -54,9 +55,9 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed() -> None:
         seen["kills"] += len(lived) - 1
         seen["lives"] = max(seen["lives"], len(lived))
         for run in lived:
-            seen["discarded"] += sum(event["rows"] for event in run.events("store_rewound"))
+            seen["discarded"] += sum(event.rows for event in run.events.of(StoreRewound))
             seen["began again"] += sum("begins again" in line for line in run.said)
-            seen.update(event["event"] for event in run.events())
+            seen.update(event.name for event in run.events.all)
         check_equal(lived, undisturbed(schedule, **sections), schedule)
 
     on_any()

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from flexmarl.assemble import assemble_run, simulate
 from flexmarl.config import load_run
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.training_events import MicroBatchDone
 
 ROOT = Path(__file__).parents[2]
 DECISIONS = {
@@ -31,17 +32,17 @@ TWO_POLICIES = [
 
 def decisions(folder: Path, event: str) -> list[dict[str, Any]]:
     fields = DECISIONS[event]
-    told = (entry for entry in read_run(RunFolder(folder).journal) if entry["event"] == event)
-    return [{name: entry.get(name) for name in fields} for entry in told]
+    told = (entry for entry in read_run(RunFolder(folder).journal) if entry.name == event)
+    return [{name: getattr(entry, name) for name in fields} for entry in told]
 
 
 def micro_batches(folder: Path) -> dict[str, list[tuple[str, int, float]]]:
     """By policy: trainers work side by side, so that which of two policies comes first is a matter of time."""
     by_policy: dict[str, list[tuple[str, int, float]]] = {}
     for entry in read_run(RunFolder(folder).journal):
-        if entry["event"] == "micro_batch":
-            done = (entry["micro_batch"], entry["rows"], entry["tokens"])
-            by_policy.setdefault(entry["policy"], []).append(done)
+        if isinstance(entry, MicroBatchDone):
+            done = (entry.micro_batch, entry.rows, entry.tokens)
+            by_policy.setdefault(entry.policy, []).append(done)
     return by_policy
 
 

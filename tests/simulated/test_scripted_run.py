@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from flexmarl.events.run_events import StepEnded
 from flexmarl.records import RowState
 from flexmarl.simulator.virtual_time import DeadlockError
 from flexmarl.testing.run import ScriptedRun
@@ -29,7 +30,7 @@ def test_time_is_counted_in_tokens():
     run = ScriptedRun(
         duet, lambda prompt, request: "42", agents={"solver": "a", "verifier": "b"}, seconds_per_token=1.0
     )
-    assert run.play().events("step_ended")[0]["t"] == 6.0  # two turns of two characters and an end
+    assert run.play().events.of(StepEnded)[0].t == 6.0  # two turns of two characters and an end
 
 
 def test_what_waits_for_ever_is_an_error():

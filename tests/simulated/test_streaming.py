@@ -7,6 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flexmarl.events.group_events import GroupFiltered, GroupReady
+from flexmarl.events.run_events import StepEnded
+from flexmarl.events.training_events import MicroBatchDone, UpdateSkipped
 from flexmarl.records import PolicyName, RowState, split_trajectory_id
 from flexmarl.testing.run import ScriptedRun
 
@@ -49,7 +52,7 @@ def played(
 
 def outcome(run):
     rows = [(row.sample_id, row.state, row.settled_version, row.values.get("advantage")) for row in run.rows()]
-    return rows, [sorted(event["trained"]) for event in run.events("step_ended")]
+    return rows, [sorted(event.trained) for event in run.events.of(StepEnded)]
 
 
 @given(
@@ -95,7 +98,7 @@ def test_streaming_credit_gives_the_updates_and_the_rows_that_group_credit_gives
 def test_rows_train_while_their_group_still_plays():
     def first_trained(streaming):
         run = played(streaming, slow=20.0, micro_batch=1, steps=1, credit={"filter": {}})
-        return min(event["began"] for event in run.events("micro_batch")), run.events("group_ready")[0]["t"]
+        return min(event.began for event in run.events.of(MicroBatchDone)), run.events.of(GroupReady)[0].t
 
     began, first_group = first_trained("linear")
     assert began < first_group
@@ -105,7 +108,7 @@ def test_rows_train_while_their_group_still_plays():
 
 def test_groups_that_are_dropped_while_they_are_trained_leave_nothing_behind():
     run = played("linear", credit={"filter": {}}, micro_batch=1, seed=5, batch={"groups": 4, "episodes": 2})
-    dropped = {event["group"] for event in run.events("group_filtered")}
+    dropped = {event.group for event in run.events.of(GroupFiltered)}
     sampled = [row for row in run.rows() if int(row.sample_id.split("_g")[1].split("e")[0]) in dropped]
     assert dropped, "no group was filtered"
     assert {(row.state, row.cache) for row in sampled} == {(RowState.FILTERED, None)}
@@ -135,9 +138,9 @@ def test_a_step_all_of_whose_groups_are_dropped_takes_no_row_of_the_next_step_fo
         ).play()
 
     played = run(1 if resumed else 2)
-    assert len(played.events("update_skipped")) == 1
-    assert [event["micro_batch"] for event in played.events("micro_batch")][:6] == [f"solver/0/{i}" for i in range(6)]
+    assert len(played.events.of(UpdateSkipped)) == 1
+    assert [event.micro_batch for event in played.events.of(MicroBatchDone)][:6] == [f"solver/0/{i}" for i in range(6)]
     if resumed:
         played = run(2)
     assert played.trainers[SOLVER].version == 1
-    assert played.events("step_ended")[-1]["trained"] == [2, 3]
+    assert played.events.of(StepEnded)[-1].trained == (2, 3)

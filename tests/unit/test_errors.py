@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.errors import MAX_TEXT, EngineError, EpisodeError, boundary, cause_of, described, writable
-from flexmarl.observability.safe_json import plain
+from flexmarl.events.safe_json import plain
 
 
 def repr_of_kind(value):

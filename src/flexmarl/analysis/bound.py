@@ -23,7 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 
-from flexmarl.analysis.facts import Call, Facts, MicroBatch
+from flexmarl.analysis.facts import Facts
+from flexmarl.events.serving_events import Called
+from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.simulator.costs import Costs, EngineCosts, costs_of
 
 
@@ -77,21 +79,21 @@ def bounds_of(
     ahead: bool,
 ) -> list[Bound]:
     """One for each step of a synchronous run; `ahead`: steps overlap, and only `mean_bound` of all is a bound."""
-    calls: defaultdict[int, list[Call]] = defaultdict(list)
+    calls: defaultdict[int, list[Called]] = defaultdict(list)
     for call in facts.calls:
         calls[facts.step_of[call.group]].append(call)
-    batches: defaultdict[int, list[MicroBatch]] = defaultdict(list)
+    batches: defaultdict[int, list[MicroBatchDone]] = defaultdict(list)
     ends = iter(facts.steps)
     step = next(ends, None)
     for batch in sorted(facts.micro_batches, key=lambda batch: batch.ended):
         while step is not None and batch.ended > step.ended:
             step = next(ends, None)
         if step is not None:
-            batches[step.number].append(batch)
+            batches[step.step].append(batch)
     return [
         step_bound(
-            calls[step.number],
-            batches[step.number],
+            calls[step.step],
+            batches[step.step],
             costs,
             instances=instances,
             trainers_at_once=trainers_at_once,
@@ -103,8 +105,8 @@ def bounds_of(
 
 
 def step_bound(
-    calls: Sequence[Call],
-    batches: Sequence[MicroBatch],
+    calls: Sequence[Called],
+    batches: Sequence[MicroBatchDone],
     costs: Costs,
     *,
     instances: int,
@@ -117,7 +119,7 @@ def step_bound(
     `instances` of all policies together, since an instance may be moved; `trained` are the policies that are updated;
     `ahead`: what may lie beside the next rollout counts as nothing.
     """
-    by_trajectory: defaultdict[str, list[Call]] = defaultdict(list)
+    by_trajectory: defaultdict[str, list[Called]] = defaultdict(list)
     for call in calls:
         by_trajectory[call.trajectory].append(call)
     paths = [path_s(own, costs) for own in by_trajectory.values()]
@@ -132,7 +134,7 @@ def step_bound(
     )
 
 
-def path_s(calls: Iterable[Call], costs: Costs) -> float:
+def path_s(calls: Iterable[Called], costs: Costs) -> float:
     """The longest chain of one trajectory's calls, each sent when the one before had been answered, each alone."""
     under_way: list[tuple[float, float]] = []  # (answered at, length of the chain up to then)
     before = longest = 0.0
@@ -145,28 +147,28 @@ def path_s(calls: Iterable[Call], costs: Costs) -> float:
     return longest
 
 
-def alone_s(call: Call, engine: EngineCosts) -> float:
+def alone_s(call: Called, engine: EngineCosts) -> float:
     """The call with an instance to itself.
 
-    >>> one = Call("solver/0", "solver", 0, 9, prompt=50, context=50, sampled=100, version=0, group=0, trajectory="g0")
+    >>> one = a_call(began=0, ended=9, prompt_tokens=50, sampled_tokens=100)      # of flexmarl.testing.events
     >>> alone_s(one, EngineCosts(decode_s=0.01, decode_request_s=0.002, prefill_token_s=0.001))
     1.25
     """
-    held = call.context * call.sampled + call.sampled * (call.sampled - 1) / 2
-    steps = call.sampled + engine.prefill_steps
+    held = call.prompt_tokens * call.sampled_tokens + call.sampled_tokens * (call.sampled_tokens - 1) / 2
+    steps = call.sampled_tokens + engine.prefill_steps
     decoding = steps * (engine.decode_s + engine.decode_request_s) + held * engine.decode_kv_s
-    return engine.call_s + call.prompt * engine.prefill_token_s + decoding
+    return engine.call_s + call.computed_tokens * engine.prefill_token_s + decoding
 
 
-def _capacity_s(call: Call, engine: EngineCosts) -> float:
+def _capacity_s(call: Called, engine: EngineCosts) -> float:
     """The call's share of an instance whose batch is full."""
-    held = call.context * call.sampled + call.sampled * (call.sampled - 1) / 2
+    held = call.prompt_tokens * call.sampled_tokens + call.sampled_tokens * (call.sampled_tokens - 1) / 2
     token_s = engine.decode_s / engine.slots + engine.decode_request_s
-    steps = call.sampled + engine.prefill_steps
-    return call.prompt * engine.prefill_token_s + steps * token_s + held * engine.decode_kv_s
+    steps = call.sampled_tokens + engine.prefill_steps
+    return call.computed_tokens * engine.prefill_token_s + steps * token_s + held * engine.decode_kv_s
 
 
-def _training_work(batches: Iterable[MicroBatch], costs: Costs) -> dict[str, float]:
+def _training_work(batches: Iterable[MicroBatchDone], costs: Costs) -> dict[str, float]:
     """Seconds of each policy's trainer."""
     work: defaultdict[str, float] = defaultdict(float)
     for batch in batches:
@@ -181,7 +183,7 @@ def _spread_over(work: Mapping[str, float], trainers_at_once: int | None) -> flo
     return max(max(work.values(), default=0.0), math.fsum(work.values()) / at_once)
 
 
-def _smallest_share(batches: Iterable[MicroBatch], costs: Costs) -> float:
+def _smallest_share(batches: Iterable[MicroBatchDone], costs: Costs) -> float:
     """One row in a micro-batch of its own."""
     trainers = [costs_of(costs, batch.policy).trainer for batch in batches]
     return min((trainer.micro_batch_s + trainer.sample_s for trainer in trainers), default=0.0)

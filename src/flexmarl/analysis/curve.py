@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flexmarl.analysis.timeline import natural
-from flexmarl.observability.metrics import time_shares
+from flexmarl.events.metrics import time_shares
 
 INK = "#2b2d33"
 PALETTE = ("#2f6db3", "#d9772b", "#3f9b6c", "#a4508b", "#b8a12e", "#5aa7b8", "#8a5a44", "#6b6f7b")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from flexmarl.analysis.bound import Bound
 from flexmarl.analysis.facts import Facts
+from flexmarl.events.overlap import intersection, seconds, union
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.observability.overlap import intersection, seconds, union
 from flexmarl.simulator.costs import Costs, costs_of
 
 
@@ -129,7 +129,7 @@ def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> Simu
         training_s=visible / steps,
         hidden_s=hidden / steps,
         other_s=(makespan - rollout - visible) / steps,
-        tokens=sum(call.sampled for call in facts.calls),
+        tokens=sum(call.sampled_tokens for call in facts.calls),
         turns=len(facts.calls),
         rollout_utilisation=serving.used / serving.there if serving.there else 0.0,
         training_utilisation=trained.used / trained.there if trained.there else 0.0,
@@ -180,8 +180,8 @@ def queues(facts: Facts) -> dict[str, Queue]:
     span = facts.span
     area: defaultdict[str, float] = defaultdict(float)
     most: defaultdict[str, int] = defaultdict(int)
-    ends = [look.at for look in facts.looks[1:]] + [max((end for _, end in span), default=0.0)]
-    held = [(look, intersection([(look.at, end)], span)) for look, end in zip(facts.looks, ends, strict=False)]
+    ends = [look.t for look in facts.looks[1:]] + [max((end for _, end in span), default=0.0)]
+    held = [(look, intersection([(look.t, end)], span)) for look, end in zip(facts.looks, ends, strict=False)]
     for look, inside in held:
         for policy, waiting in look.queued.items():
             area[policy] += waiting * seconds(inside)
@@ -198,7 +198,7 @@ def staleness(facts: Facts) -> tuple[float, int]:
         version = trained_at.get((call.policy, call.group))
         if version is not None:
             lag = max(0, version - call.version)
-            total, tokens, most = total + lag * call.sampled, tokens + call.sampled, max(most, lag)
+            total, tokens, most = total + lag * call.sampled_tokens, tokens + call.sampled_tokens, max(most, lag)
     return (total / tokens if tokens else 0.0), most
 
 
@@ -228,5 +228,5 @@ def bias_of(facts: Facts) -> LengthBias | None:
     """Sampled tokens of trained groups against admitted ones; a group that still plays has what it has."""
     tokens: defaultdict[int, int] = defaultdict(int)
     for call in facts.calls:
-        tokens[call.group] += call.sampled
+        tokens[call.group] += call.sampled_tokens
     return length_bias([tokens[group] for step in facts.steps for group in step.trained], list(tokens.values()))

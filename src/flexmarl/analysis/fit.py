@@ -15,11 +15,12 @@ from statistics import median
 
 import numpy as np
 
-from flexmarl.analysis.facts import Facts, MicroBatch
+from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit_engines import EngineFit
 from flexmarl.analysis.queues import Crowd
 from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
 from flexmarl.errors import ConfigError
+from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.simulator.costs import CostSettings, SharedHost, TrainerCosts
 
 ROUNDS = 60
@@ -30,7 +31,7 @@ class TrainerFit:
     """Costs of accumulating, of all policies at once."""
 
     def __init__(self, facts: Facts) -> None:
-        self._batches: defaultdict[str, list[MicroBatch]] = defaultdict(list)
+        self._batches: defaultdict[str, list[MicroBatchDone]] = defaultdict(list)
         for batch in facts.micro_batches:
             self._batches[batch.policy].append(batch)
         everyone, engines = Crowd(facts.training().values()), Crowd(facts.serving().values())
@@ -107,7 +108,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
     `pauses`: the time between an answer and the next call is the controller's, and counts as on the way of that call;
     False where it is the tools', which a simulation models by themselves.
     """
-    calls = Counter(call.policy for call in facts.calls)
+    calls = Counter[str](call.policy for call in facts.calls)
     for policy in slots:
         if calls[policy] < LEAST_CALLS:
             raise ConfigError(
@@ -116,7 +117,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
             )
     trainers = TrainerFit(facts)
     engines = EngineFit(facts, slots, pauses=pauses)
-    batches = Counter(batch.policy for batch in facts.micro_batches)
+    batches = Counter[str](batch.policy for batch in facts.micro_batches)
     costs = {
         policy: CostSettings(
             origin=origin,
@@ -148,7 +149,7 @@ def _loading(facts: Facts, policy: str) -> dict[str, float]:
     seen = {
         "load_s": [load.ended - load.began for load in facts.loads if load.policy == policy],
         "move_s": [move.ended - move.began for move in facts.moves if move.to == policy],
-        "start_s": [seconds for name, seconds in facts.started.items() if name.rsplit("/", 1)[0] == policy],
+        "start_s": [seconds for name, seconds in facts.started.items() if name.policy == policy],
     }
     return {name: rounded(median(values)) for name, values in seen.items() if values}
 

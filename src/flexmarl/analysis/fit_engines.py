@@ -15,10 +15,11 @@ from statistics import median
 
 import numpy as np
 
-from flexmarl.analysis.facts import Call, Facts
+from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.queues import Crowd, level
 from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
-from flexmarl.observability.overlap import Interval, union
+from flexmarl.events.overlap import Interval, union
+from flexmarl.events.serving_events import Called
 from flexmarl.records import split_trajectory_id
 from flexmarl.simulator.costs import EngineCosts
 
@@ -38,7 +39,7 @@ class EngineFit:
         crowd = {name: Crowd([union(times)]) for name, times in busy.items()}
         everyone = Crowd([union(times) for times in busy.values()])
         trainers = Crowd(facts.training().values())
-        by_instance: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
+        by_instance: defaultdict[tuple[str, str], list[Called]] = defaultdict(list)
         for call in facts.calls:
             by_instance[call.policy, call.instance].append(call)
         self._parts = {
@@ -95,16 +96,16 @@ class EngineFit:
 class InstanceCalls:
     """The calls of one instance, and the segments between two changes of its batch."""
 
-    def __init__(self, calls: Sequence[Call], slots: int, trainers: "Crowd", engines: "Crowd", own: "Crowd") -> None:
+    def __init__(self, calls: Sequence[Called], slots: int, trainers: "Crowd", engines: "Crowd", own: "Crowd") -> None:
         # Of calls sent at one moment, an earlier group's comes first, as rollout started them.
         calls = sorted(calls, key=lambda call: (call.began, split_trajectory_id(call.trajectory)))
         self._slots = slots
         self._others = (trainers, engines, own)
         self._sent = np.array([call.began for call in calls])
         self._ended = np.array([call.ended for call in calls])
-        self._sampled = np.array([max(call.sampled - call.kept, 1) for call in calls], dtype=float)
-        self._prompt = np.array([call.prompt for call in calls], dtype=float)
-        self._context = np.array([call.context + call.kept for call in calls], dtype=float)
+        self._sampled = np.array([max(call.sampled_tokens - call.kept_tokens, 1) for call in calls], dtype=float)
+        self._prompt = np.array([call.computed_tokens for call in calls], dtype=float)
+        self._context = np.array([call.prompt_tokens + call.kept_tokens for call in calls], dtype=float)
 
     @property
     def pace(self) -> float:

@@ -19,7 +19,7 @@ from flexmarl.analysis.curve import INK, PALETTE, STYLE
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.figures import SimulationReport
 from flexmarl.analysis.timeline import natural
-from flexmarl.observability.overlap import Interval, intersection, seconds, union
+from flexmarl.events.overlap import Interval, intersection, seconds, union
 
 MOST_LINES = 8
 """Policies that have a colour of their own; the others are drawn in grey, as one."""
@@ -86,7 +86,7 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
 def _draw_queues(axes: Axes, facts: Facts) -> None:
     """Waiting calls as areas, one upon the other."""
     began, ended = _reach(facts)
-    moments, places = _moments(began, ended), [look.at for look in facts.looks]
+    moments, places = _moments(began, ended), [look.t for look in facts.looks]
     waiting: defaultdict[str, list[float]] = defaultdict(list)
     policies = sorted({policy for look in facts.looks for policy in look.queued}, key=natural)
     for moment in moments:
@@ -109,7 +109,7 @@ def _draw_pools(axes: Axes, facts: Facts) -> None:
         serving[policy_of[instance]] = [
             a + b for a, b in zip(serving[policy_of[instance]], level(busy, moments), strict=True)
         ]
-    training = {policy: level(busy, moments) for policy, busy in facts.training().items()}
+    training: dict[str, list[int]] = {policy: level(busy, moments) for policy, busy in facts.training().items()}
     names = sorted({*serving, *training}, key=natural)
     _areas(axes, moments, {name: serving[name] for name in names}, began)
     below = {name: [-value for value in training.get(name, [0] * len(moments))] for name in names}
@@ -123,7 +123,7 @@ def _draw_steps(axes: Axes, facts: Facts) -> None:
     """A bar for each step: rollout, visible training, the rest."""
     playing = facts.playing
     working = union(interval for busy in facts.training().values() for interval in busy)
-    numbers = [step.number for step in facts.steps]
+    numbers = [step.step for step in facts.steps]
     whole = [[(step.began, step.ended)] for step in facts.steps]
     rollout = [seconds(intersection(step, playing)) for step in whole]
     trained = [seconds(intersection(step, working)) for step in whole]
@@ -145,9 +145,9 @@ def _draw_lengths(axes: Axes, facts: Facts) -> None:
     """Shares of calls, and of trajectories, that sampled at most so many tokens."""
     tokens: defaultdict[str, int] = defaultdict(int)
     for call in facts.calls:
-        tokens[call.trajectory] += call.sampled
+        tokens[call.trajectory] += call.sampled_tokens
     for name, values, colour in (
-        ("a call", [call.sampled for call in facts.calls], PALETTE[0]),
+        ("a call", [call.sampled_tokens for call in facts.calls], PALETTE[0]),
         ("a trajectory", list(tokens.values()), PALETTE[1]),
     ):
         values = sorted(max(1, value) for value in values)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flexmarl.analysis.facts import Call, Look
 from flexmarl.analysis.regression import Floats, Indices
-from flexmarl.observability.overlap import Interval
+from flexmarl.events.overlap import Interval
+from flexmarl.events.serving_events import Called, QueuesSeen
+from flexmarl.records import InstanceId
 
 
 class Crowd:
@@ -46,10 +47,10 @@ LOOKS = 2000
 """At most: a picture shows no more, and a look has an entry for every policy."""
 
 
-def looks_of(calls: Sequence[Call], slots: Mapping[str, int]) -> list[Look]:
+def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSeen]:
     """The queues at evenly spaced moments, by policy; `slots` are those of its instances.
 
-    >>> one = Call("a/0", "a", 2.0, 4.0, 5, 5, 9, 0, 0, "g0e0a0", waited=2.0)
+    >>> one = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
     >>> [(look.at, look.running["a"], look.queued["a"]) for look in looks_of([one], {"a": 1})][:2]
     [(0.0, 0, 1), (2.0, 1, 0)]
     """
@@ -57,15 +58,15 @@ def looks_of(calls: Sequence[Call], slots: Mapping[str, int]) -> list[Look]:
         change
         for call in calls
         for change in (
-            (call.began - call.waited, 0, call.policy, call.instance),
+            (call.began - call.waited_s, 0, call.policy, call.instance),
             (call.began, 1, call.policy, call.instance),
             (call.ended, 2, call.policy, call.instance),
         )
     )
-    given = Counter[str]()
+    given = Counter[InstanceId]()
     running, queued = Counter[str](dict.fromkeys(slots, 0)), Counter[str](dict.fromkeys(slots, 0))
     apart = (changes[-1][0] - changes[0][0]) / LOOKS if changes else 0.0
-    looks: list[Look] = []
+    looks: list[QueuesSeen] = []
     for place, (at, what, policy, instance) in enumerate(changes):
         busy = min(given[instance], slots[policy])
         beyond = given[instance] - busy
@@ -74,6 +75,6 @@ def looks_of(calls: Sequence[Call], slots: Mapping[str, int]) -> list[Look]:
         running[policy] += now_busy - busy
         queued[policy] += (1, -1, 0)[what] + given[instance] - now_busy - beyond
         last = place + 1 == len(changes)
-        if last or (changes[place + 1][0] > at and (not looks or changes[place + 1][0] - looks[-1].at > apart)):
-            looks.append(Look(at, dict(running), dict(queued)))
+        if last or (changes[place + 1][0] > at and (not looks or changes[place + 1][0] - looks[-1].t > apart)):
+            looks.append(QueuesSeen(t=at, running=dict(running), queued=dict(queued), lag_ms=0.0))
     return looks

@@ -1,11 +1,6 @@
 """Decides what a journal says about the commands and the processes of a run.
 
-| event               | fields                   | meaning                                                         |
-|---------------------|--------------------------|-----------------------------------------------------------------|
-| `process_started`   | `process`, `pid`, `node` | a process runs; under a name that was lost, it is a replacement |
-| `worker_lost`       | `process`, `because`     | it died, and nobody had stopped it                              |
-| `instance_lost`     | `instance`, `because`    | the pool gave up the instance of process `engine/{instance}`    |
-| `instance_replaced` | `instance`, `replaces`   | another instance serves in place of one that was lost           |
+A process is started, may be lost, and may be replaced: under its own name, or by an instance of another one.
 
 Report of a run: summary.json, the table before and after, curve.png and timeline.json.
 """
@@ -23,11 +18,15 @@ from rich.text import Text
 
 from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import render_timeline
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.metrics import read_metrics
-from flexmarl.observability.progress import duration
-from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.safe_json import json_text
+from flexmarl.events.event import Event
+from flexmarl.events.journal import read_run
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.progress import duration
+from flexmarl.events.run_events import ProcessStarted, WorkerLost
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text
+from flexmarl.events.serving_events import InstanceLost, InstanceReplaced
+from flexmarl.records import WorkerId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,39 +41,39 @@ class History:
     """How many of them had a successor."""
     earlier_s: float = 0.0
     """Seconds that all commands before the last one took."""
-    missing: set[str] = field(default_factory=set)
+    missing: set[WorkerId] = field(default_factory=set)
     """Lost, and not replaced so far."""
 
 
-def history_of(entries: Iterable[Mapping[str, Any]]) -> History:
+def history_of(events: Iterable[Event]) -> History:
     """Reads a journal as `read_run` yields it."""
     history, command, latest = History(), 1, 0.0
-    for entry in entries:
-        if entry["command"] != command:
-            command = entry["command"]
+    for event in events:
+        if event.command != command:
+            command = event.command
             history.processes, history.missing, history.earlier_s = {}, set(), latest
-        match entry["event"]:
-            case "process_started":
-                history.processes[entry["process"]] = {"pid": entry["pid"], "node": entry["node"]}
-                _replace(history, entry["process"])
-            case "worker_lost":
-                _lose(history, entry["process"])
-            case "instance_lost":
-                _lose(history, f"engine/{entry['instance']}")
-            case "instance_replaced":
-                _replace(history, f"engine/{entry['replaces']}")
-        latest = max(latest, entry["t"])
+        match event:
+            case ProcessStarted():
+                history.processes[event.process] = {"pid": event.pid, "node": event.node}
+                _replace(history, event.process)
+            case WorkerLost():
+                _lose(history, event.process)
+            case InstanceLost():
+                _lose(history, WorkerId.engine(event.instance))
+            case InstanceReplaced():
+                _replace(history, WorkerId.engine(event.replaces))
+        latest = max(latest, event.t)
     return history
 
 
-def _lose(history: History, process: str) -> None:
+def _lose(history: History, process: WorkerId) -> None:
     """One loss may be told twice: by the cluster, whose process it was, and by the pool, whose instance it was."""
     history.lost += process not in history.missing
     history.missing.add(process)
     history.processes.pop(process, None)
 
 
-def _replace(history: History, process: str) -> None:
+def _replace(history: History, process: WorkerId) -> None:
     history.replaced += process in history.missing
     history.missing.discard(process)
 

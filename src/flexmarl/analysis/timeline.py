@@ -15,7 +15,7 @@ Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.jso
     trainer/solver    a lane for micro-batches, one for updates
     engine/solver/0   as many lanes of calls as ran at once
 
-An event that says when it `began` is a slice in the row of its process, with its other fields as arguments. Of the
+An event that took time is a slice in the row of its process, with its other fields as arguments. Of the
 events that took no time the decisions are marks: those that give a reason. Events are written as they are read, so the
 length of the run does not matter; who they belong to is written last, when all processes are known.
 """
@@ -29,8 +29,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexmarl.observability.journal import START, TIMES, read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.event import Event, Timed, to_json
+from flexmarl.events.group_events import GroupReady
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_events import ProcessStarted, RunStarted
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.training_events import MicroBatchDone
+from flexmarl.records import CONTROLLER, WorkerId
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -60,17 +66,15 @@ class Lanes:
         return lane
 
 
-CONTROLLER = "controller"
-"""Process of the event loop; events that name no process are its own."""
 DECISIONS = "decisions"
 """The controller's lane of marks."""
-ORDER = (CONTROLLER, "trainer", "engine")
+ORDER = ("controller", "trainer", "engine")
 """From top to bottom, by the first part of a process's name; others come last."""
 
 TraceEvent = dict[str, Any]
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_OWN = frozenset({*TIMES, "event", "command"})
+_OWN = frozenset({"t", "event", "began", "ended"})
 
 
 def render_timeline(run_dir: Path) -> Path:
@@ -86,18 +90,18 @@ def render_timeline(run_dir: Path) -> Path:
     return folder.timeline
 
 
-def trace_events(entries: Iterable[Mapping[str, Any]]) -> Iterator[TraceEvent]:
-    """Yields the trace of a journal whose entries are on one clock; times are whole microseconds."""
+def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
+    """Yields the trace of a journal whose events are on one clock; times are whole microseconds."""
     rows, untrained = Rows(), Untrained()
-    for entry in entries:
-        if entry["event"] == "process_started":
-            rows.started(entry)
-        if "began" in entry:
-            yield rows.slice(entry)
-        elif "because" in entry:
-            yield rows.mark(entry)
-        for name, values in (*_queues(entry), *untrained.after(entry)):
-            yield {"name": name, "ph": "C", "ts": _us(entry["t"]), "pid": rows.controller, "tid": 0, "args": values}
+    for event in events:
+        if isinstance(event, ProcessStarted):
+            rows.started(event)
+        if isinstance(event, Timed):
+            yield rows.slice(event)
+        elif event.because:
+            yield rows.mark(event)
+        for name, values in (*_queues(event), *untrained.after(event)):
+            yield {"name": name, "ph": "C", "ts": _us(event.t), "pid": rows.controller, "tid": 0, "args": values}
     yield from rows.named()
 
 
@@ -106,33 +110,32 @@ class Rows:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._processes: dict[str, int] = {}
-        self._lanes: dict[tuple[str, str], Lanes] = {}
-        self._threads: dict[tuple[str, str, int], int] = {}
-        self._places: dict[str, list[str]] = {}
+        self._processes: dict[WorkerId, int] = {}
+        self._lanes: dict[tuple[WorkerId, str], Lanes] = {}
+        self._threads: dict[tuple[WorkerId, str, int], int] = {}
+        self._places: dict[WorkerId, list[str]] = {}
         self.controller = self._process(CONTROLLER)
         """Number of the controller's row."""
 
-    def started(self, entry: Mapping[str, Any]) -> None:
+    def started(self, event: ProcessStarted) -> None:
         """Notes where a process runs; one that was replaced, or started again by a resumed run, has several places."""
-        place = f"pid {entry['pid']} on {entry['node']}"
-        places = self._places.setdefault(entry["process"], [])
+        place = f"pid {event.pid} on {event.node}"
+        places = self._places.setdefault(event.process, [])
         if place not in places:
             places.append(place)
 
-    def slice(self, entry: Mapping[str, Any]) -> TraceEvent:
+    def slice(self, event: Timed) -> TraceEvent:
         """An event that took time."""
-        process, name = entry.get("process", CONTROLLER), _name(entry)
-        ended = _us(entry.get("ended", entry["t"]))
-        began = min(_us(entry["began"]), ended)
+        process, name = event.process, _name(event)
+        began, ended = _us(event.began), _us(event.ended)
         lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
         where = {"pid": self._process(process), "tid": self._thread(process, name, lane)}
-        return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(entry)}
+        return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(event)}
 
-    def mark(self, entry: Mapping[str, Any]) -> TraceEvent:
+    def mark(self, event: Event) -> TraceEvent:
         """A decision."""
         where = {"pid": self.controller, "tid": self._thread(CONTROLLER, DECISIONS, 0)}
-        return {"name": _name(entry), "ph": "i", "s": "t", "ts": _us(entry["t"]), **where, "args": _arguments(entry)}
+        return {"name": _name(event), "ph": "i", "s": "t", "ts": _us(event.t), **where, "args": _arguments(event)}
 
     def named(self) -> Iterator[TraceEvent]:
         """Names and order of rows and lanes."""
@@ -148,12 +151,12 @@ class Rows:
             yield _metadata("thread_name", *where, name=f"{name} {lane + 1}" if lane else name)
             yield _metadata("thread_sort_index", *where, sort_index=place)
 
-    def _process(self, name: str) -> int:
+    def _process(self, name: WorkerId) -> int:
         if name not in self._processes:
             self._processes[name] = next(self._numbers)
         return self._processes[name]
 
-    def _thread(self, process: str, name: str, number: int) -> int:
+    def _thread(self, process: WorkerId, name: str, number: int) -> int:
         lane = (process, name, number)
         if lane not in self._threads:
             self._threads[lane] = next(self._numbers)
@@ -166,14 +169,14 @@ class Untrained:
     def __init__(self) -> None:
         self._rows: Counter[str] = Counter()
 
-    def after(self, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, int]]]:
+    def after(self, event: Event) -> Iterator[tuple[str, Mapping[str, int]]]:
         """The counts, if the event changed them. A command starts at the end of a step, with none."""
-        match entry["event"]:
-            case "group_ready":
-                self._rows.update(entry["samples"])
-            case "micro_batch":
-                self._rows[entry["policy"]] -= entry["rows"]
-            case event if event == START:
+        match event:
+            case GroupReady():
+                self._rows.update(event.samples)
+            case MicroBatchDone():
+                self._rows[event.policy] -= event.rows
+            case RunStarted():
                 self._rows = Counter(dict.fromkeys(self._rows, 0))
             case _:
                 return
@@ -182,28 +185,28 @@ class Untrained:
             yield "untrained rows", {policy: max(0, rows) for policy, rows in self._rows.items()}
 
 
-def _queues(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float]]]:
+def _queues(event: Event) -> Iterator[tuple[str, Mapping[Any, float]]]:
     """What the monitor saw at one of its looks at the queues."""
-    if entry["event"] == "queues":
-        yield "queued calls", entry["queued"]
-        yield "running calls", entry["running"]
-        yield "event loop lag (ms)", {"worst": entry["lag_ms"]}
+    if isinstance(event, QueuesSeen):
+        yield "queued calls", event.queued
+        yield "running calls", event.running
+        yield "event loop lag (ms)", {"worst": event.lag_ms}
 
 
-def _name(entry: Mapping[str, Any]) -> str:
-    return entry["event"].removesuffix("_ended")
+def _name(event: Event) -> str:
+    return event.name.removesuffix("_ended")
 
 
-def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name not in _OWN}
+def _arguments(event: Event) -> dict[str, Any]:
+    return {name: value for name, value in to_json(event).items() if name not in _OWN}
 
 
 def _metadata(kind: str, process: int, thread: int, **values: Any) -> TraceEvent:
     return {"name": kind, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": values}
 
 
-def _order(process: str) -> tuple[int, list[tuple[int, str]]]:
-    kind = process.split("/")[0]
+def _order(process: WorkerId) -> tuple[int, list[tuple[int, str]]]:
+    kind = process.kind
     return (ORDER.index(kind) if kind in ORDER else len(ORDER), natural(process))
 
 

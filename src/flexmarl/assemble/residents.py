@@ -25,6 +25,7 @@ from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
+from flexmarl.events.hub import Events
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.engines import EngineParts, make_engine
@@ -32,7 +33,7 @@ from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import Trainer
@@ -111,7 +112,7 @@ class RealResidents:
     """Specifies engines and trainers that compute."""
 
     materials: Materials
-    open_cluster: Callable[[int], AbstractAsyncContextManager[Cluster]]
+    open_cluster: Callable[[int, Events], AbstractAsyncContextManager[Cluster]]
     """Opens the cluster for a number of residents."""
 
     @property
@@ -119,14 +120,14 @@ class RealResidents:
         """The object store, which holds the weights."""
         return self.materials.objects
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Opens the cluster: Ray, or this process."""
-        return self.open_cluster(residents)
+        return self.open_cluster(residents, events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[InferenceEngine]:
         """Specifies one inference instance."""
         return ResidentSpec(
-            name=f"{ResidentKind.ENGINE}/{instance}",
+            name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
             make=partial(self.materials.make_engine, policy),
@@ -138,7 +139,7 @@ class RealResidents:
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """Specifies the trainer of a policy."""
         return ResidentSpec(
-            name=f"{ResidentKind.TRAINER}/{policy}",
+            name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=partial(self.materials.make_trainer, policy),
@@ -177,7 +178,7 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
         materials = Materials(
             settings=settings, objects=InlineObjectStore(), device=cluster.device, store=store, thread=thread
         )
-        yield RealResidents(materials=materials, open_cluster=lambda residents: inproc_cluster())
+        yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
     finally:
         thread.close()
 
@@ -194,7 +195,9 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
         yield RealResidents(
             # Absolute: other processes may have another working directory.
             materials=Materials(settings=settings, objects=objects, device=device, store=path.absolute()),
-            open_cluster=lambda residents: ray_cluster(settings.cluster, leases=leases, residents=residents),
+            open_cluster=lambda residents, events: ray_cluster(
+                settings.cluster, leases=leases, residents=residents, events=events
+            ),
         )
 
 

@@ -18,21 +18,24 @@ from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.residents import settle_memory
-from flexmarl.assemble.wire import initial_versions, journal_start, make_evaluator, watch_workers, wire
+from flexmarl.assemble.wire import initial_versions, make_evaluator, tell_start, watch_workers, wire
 from flexmarl.assemble.world import World, open_world
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
+from flexmarl.events.backends.tensorboard import TensorBoardSink
+from flexmarl.events.event import Event
+from flexmarl.events.hub import Events
+from flexmarl.events.journal import Journal, check_format
+from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.progress import progress_on
+from flexmarl.events.run_events import MonitorFailed, RunFailed
+from flexmarl.events.run_folder import RunFolder, make_run_folder
+from flexmarl.events.safe_json import is_secret_key, parse_json
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
-from flexmarl.observability.backends.tensorboard import TensorBoardSink
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import JsonlSink, Metrics
-from flexmarl.observability.progress import progress_on
-from flexmarl.observability.run_folder import RunFolder, make_run_folder
-from flexmarl.observability.safe_json import is_secret_key, parse_json
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.publish import Publisher
@@ -86,34 +89,35 @@ class Run:
             store = open_store(self._blueprint, path)  # First: of a folder in which a run is live, nothing is touched.
             stack.push_async_callback(store.close)
             clock = run_clock()
-            journal = Journal(folder.journal, clock)
+            journal, events = Journal(folder.journal), Events(clock)
             stack.callback(journal.close)
-            stop.note = lambda because: journal.event("run_failed", because=because)
-            stack.enter_context(failure_told(journal))
+            events.listen(Event, journal.write)
+            stop.note = lambda because: events.emit(RunFailed(because=because))
+            stack.enter_context(failure_told(events))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
-                world = await stack.enter_async_context(open_world(self._blueprint, store, path))
+                world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))
-            journal_start(self._blueprint, world, journal)
-            lost = watch_workers(world, journal)
+            tell_start(self._blueprint, world, events)
+            lost = watch_workers(world, events)
             checkpoints = Checkpoints(
                 folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
             )
             start = None
             if self._resumed:
-                start = await resume(checkpoints, world.trainers, store, journal=journal, say=console.print)
+                start = await resume(checkpoints, world.trainers, store, events=events, say=console.print)
             settle_memory()
             orchestrator, monitor = wire(
                 self._blueprint,
                 world,
-                journal=journal,
+                events=events,
                 metrics=metrics,
                 progress=progress_on(console, clock),
                 checkpoints=checkpoints,
                 start=start,
             )
-            await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, journal=journal)
+            await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, events=events)
 
 
 @contextmanager
@@ -152,13 +156,13 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
 
 @contextmanager
-def failure_told(journal: Journal) -> Iterator[None]:
+def failure_told(events: Events) -> Iterator[None]:
     """Records an exception that ends the block in the journal."""
     try:
         yield
     except BaseException as error:
         with suppress(OSError):  # On a full disk, say, which then is what ended the run.
-            journal.event("run_failed", because=f"{type(error).__name__}: {text_of(error)}")
+            events.emit(RunFailed(because=f"{type(error).__name__}: {text_of(error)}"))
         raise
 
 
@@ -182,7 +186,7 @@ async def until_lost(
     *,
     beside: Coroutine[Any, Any, None],
     lost: "asyncio.Future[None]",
-    journal: Journal,
+    events: Events,
 ) -> None:
     """Awaits the run while the monitor watches; raises as soon as `lost` does."""
     run = asyncio.create_task(running, name="orchestrator")
@@ -197,7 +201,7 @@ async def until_lost(
             task.cancel()
         _, ended = await asyncio.gather(run, watching, return_exceptions=True)
         if isinstance(ended, Exception):
-            journal.event("monitor_failed", because=f"{type(ended).__name__}: {ended}")
+            events.emit(MonitorFailed(because=f"{type(ended).__name__}: {ended}"))
 
 
 def run_clock() -> Callable[[], float]:
@@ -219,6 +223,8 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
             f"set trainable: true on one, or use `flexmarl eval`"
         )
+    if going_on is not None:
+        check_same_run(settings, RunFolder(going_on))
     blueprint = draw_up(settings)
     if going_on is None:
         folder = new_run_folder(settings)
@@ -227,7 +233,6 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
         written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
     else:
         folder = RunFolder(going_on)
-        check_same_run(settings, folder)
     return Run(blueprint, folder, resumed=going_on is not None)
 
 
@@ -243,11 +248,12 @@ def new_run_folder(settings: RunSettings) -> RunFolder:
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     """Raises CheckpointError naming the settings in which a run and its resumption differ and must not.
 
-    ConfigError if there is no run, or if it is another user's.
+    ConfigError if there is no run, or if it is another user's; FlexmarlError if its journal is of another format.
     """
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
     check_ours(folder.path, "--resume")
+    check_format(folder.journal)
     # Loaded, not read: a setting that came after the run was begun is what it was then, its default.
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
@@ -280,9 +286,8 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
     async with scratch_world(blueprint) as world:
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
         versions = Versions(initial_versions(settings, start))
-        journal = Journal(None, run_clock())
         publisher = Publisher(
-            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=world.pool.events
         )
         for policy in world.trainers:
             await publisher.publish(policy, versions.served[policy])
@@ -310,7 +315,7 @@ async def scratch_world(blueprint: Blueprint) -> AsyncIterator[World]:
     """Opens a world whose store is discarded afterwards."""
     with TemporaryDirectory(prefix="flexmarl-") as folder:
         path = Path(folder) / "experience.sqlite"
-        async with open_world(blueprint, open_store(blueprint, path), path) as world:
+        async with open_world(blueprint, open_store(blueprint, path), path, Events()) as world:
             yield world
 
 

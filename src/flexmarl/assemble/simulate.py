@@ -12,16 +12,18 @@ import yaml
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.run import failure_told, new_run_folder, until_lost
-from flexmarl.assemble.wire import journal_start, watch_workers, wire
+from flexmarl.assemble.wire import tell_start, watch_workers, wire
 from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
+from flexmarl.events.event import Event
+from flexmarl.events.hub import Events
+from flexmarl.events.journal import Journal
+from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.progress import NullProgress
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.rows import TURN_COLUMNS
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import JsonlSink, Metrics
-from flexmarl.observability.progress import NullProgress
-from flexmarl.observability.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.saving import resume
 from flexmarl.simulator.store import SimulatedStore
@@ -56,7 +58,7 @@ class Disturbance(Protocol):
         """Wraps the store in one that can fail."""
         ...
 
-    def begin(self, journal: Journal, die: Callable[[], None], checkpoints: Path) -> None:
+    def begin(self, events: Events, die: Callable[[], None], checkpoints: Path) -> None:
         """Begins a life of the run, which `die` ends as the loss of its controller would."""
         ...
 
@@ -115,7 +117,7 @@ async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say, disturban
     async with AsyncExitStack() as stack:
         store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
         stack.push_async_callback(store.close)
-        journal = Journal(folder.journal, clock)
+        journal = Journal(folder.journal)
         stack.callback(journal.close)
         metrics = Metrics(clock, [JsonlSink(folder.metrics), _Told(say, settings.steps, clock)])
         stack.callback(metrics.close)
@@ -155,14 +157,14 @@ class _Life:
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
         """Plays one life; returns False if it was lost and can be resumed. Raises errors that no resumption heals."""
-        dead = asyncio.Event()
-        playing = asyncio.create_task(self.play(resumed=resumed, disturbance=disturbance), name="life")
+        dead, events = asyncio.Event(), self._events()
+        playing = asyncio.create_task(self._play(events, resumed=resumed, disturbance=disturbance), name="life")
 
         def die() -> None:
             dead.set()
             playing.cancel()
 
-        disturbance.begin(self._journal, die, self._saved)
+        disturbance.begin(events, die, self._saved)
         try:
             await asyncio.shield(playing)
         except (TrainingError, WorkerError, StoreError, CheckpointError):
@@ -174,24 +176,33 @@ class _Life:
             return False
         return True
 
-    async def play(self, *, resumed: bool, disturbance: Disturbance | None = None) -> None:
+    async def play(self, *, resumed: bool) -> None:
         """Plays one life to its end."""
-        settings, journal, blueprint, store = self._blueprint.settings, self._journal, self._blueprint, self._store
+        await self._play(self._events(), resumed=resumed)
+
+    def _events(self) -> Events:
+        """Those of one life, whose parts listen to it alone."""
+        events = Events()
+        events.listen(Event, self._journal.write)
+        return events
+
+    async def _play(self, events: Events, *, resumed: bool, disturbance: Disturbance | None = None) -> None:
+        settings, blueprint, store = self._blueprint.settings, self._blueprint, self._store
         residents: Residents = modelled(settings, blueprint.team, store)
         if disturbance is not None:
             blueprint, store = disturbance.blueprint(blueprint), disturbance.store(store)
             residents = disturbance.residents(modelled(settings, blueprint.team, store))
-        with failure_told(journal):
-            async with world_of(settings, store, residents) as world:
-                journal_start(blueprint, world, journal)
-                lost = watch_workers(world, journal)
+        with failure_told(events):
+            async with world_of(settings, store, residents, events) as world:
+                tell_start(blueprint, world, events)
+                lost = watch_workers(world, events)
                 start = None
                 if resumed:
-                    start = await resume(self._checkpoints, world.trainers, store, journal=journal, say=self._say)
+                    start = await resume(self._checkpoints, world.trainers, store, events=events, say=self._say)
                 orchestrator, _ = wire(
                     blueprint,
                     world,
-                    journal=journal,
+                    events=events,
                     metrics=self._metrics,
                     progress=NullProgress(),
                     checkpoints=self._checkpoints,
@@ -200,7 +211,7 @@ class _Life:
                 if disturbance is None:
                     await orchestrator.run()
                 else:
-                    await until_lost(orchestrator.run(), beside=disturbance.watch(world), lost=lost, journal=journal)
+                    await until_lost(orchestrator.run(), beside=disturbance.watch(world), lost=lost, events=events)
 
 
 class _Told:

@@ -15,15 +15,16 @@ from functools import partial
 
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import World
-from flexmarl.cluster.interface import ResidentKind, ResidentPlace
+from flexmarl.cluster.interface import ResidentKind
 from flexmarl.config import RunSettings
 from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import TrainingError
+from flexmarl.events.hub import Events
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import Progress
+from flexmarl.events.run_events import ProcessStarted, Resumed, RunStarted, WorkerLost
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.scaling import RULES
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import Progress
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.asynchronous import Asynchronous, Stream
 from flexmarl.orchestrator.balance import Balancer
@@ -35,18 +36,16 @@ from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import PRODUCTION, Parts, Rules
 from flexmarl.orchestrator.per_policy import PerPolicy
-from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Gate, Publisher, Updates
 from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.synchronous import Synchronous
 from flexmarl.orchestrator.versions import Versions, law_of
-from flexmarl.records import PolicyName, Version, WorkerLost
+from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version, WorkerId
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.simulator.costs import costs_of
-from flexmarl.training.residency import Swapped
 from flexmarl.training.session import TrainingSession
 
 
@@ -59,21 +58,21 @@ def make_parts(
     gate: Gate | None,
     monitor: Monitor,
     checkpoints: Checkpoints,
-    journal: Journal,
+    events: Events,
     warn: Callable[[str], None],
     rules: Rules,
 ) -> Parts:
-    """All that the orchestrator joins. Made when the pool reports to the journal already."""
+    """All that the orchestrator joins."""
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
-    sessions = make_sessions(settings, world, versions, monitor)
-    crediting = make_crediting(settings, world, admission, monitor, journal)
+    sessions = make_sessions(settings, world, versions, events)
+    crediting = make_crediting(settings, world, admission, monitor, events)
     publisher = Publisher(
-        trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, journal=journal
+        trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=events
     )
     return Parts(
-        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, journal=journal),
+        feed=Feed(source=blueprint.source, admission=admission, groups=settings.batch.groups, events=events),
         admission=admission,
-        rollout=make_rollout(blueprint, world, admission, gate, journal, rules),
+        rollout=make_rollout(blueprint, world, admission, gate, events, rules),
         crediting=crediting,
         collector=Collector(
             crediting=crediting,
@@ -81,27 +80,27 @@ def make_parts(
             versions=versions,
             release=release_of(settings),
             on_ready=lambda policy: sessions[policy].notify_ready(),
-            journal=journal,
+            events=events,
         ),
         trainers=world.trainers,
         sessions=sessions,
         pool=world.pool,
         publisher=publisher,
-        updates=Updates(sessions, publisher, monitor=monitor, journal=journal),
+        updates=Updates(sessions, publisher, monitor=monitor, events=events),
         versions=versions,
         evaluator=make_evaluator(blueprint, world, versions),
         checkpoints=checkpoints,
-        journal=journal,
+        events=events,
         monitor=monitor,
         warn=warn,
         prune=None if budget_bytes is None else partial(world.store.prune, budget_bytes=budget_bytes),
-        balancer=make_balancer(settings, world, journal),
+        balancer=make_balancer(settings, world, events),
         residency=world.residency,
     )
 
 
 def make_sessions(
-    settings: RunSettings, world: World, versions: Versions, monitor: Monitor
+    settings: RunSettings, world: World, versions: Versions, events: Events
 ) -> Mapping[PolicyName, TrainingSession]:
     """One for each trained policy, at the version that it serves."""
     return {
@@ -112,7 +111,7 @@ def make_sessions(
             micro_batch=settings.policies[policy].training.micro_batch,
             version=versions.served[policy],
             ahead=world.cluster.crosses,
-            on_report=monitor.accumulated,
+            events=events,
             residency=world.residency,
         )
         for policy, trainer in world.trainers.items()
@@ -120,7 +119,7 @@ def make_sessions(
 
 
 def make_crediting(
-    settings: RunSettings, world: World, admission: Admission, monitor: Monitor, journal: Journal
+    settings: RunSettings, world: World, admission: Admission, monitor: Monitor, events: Events
 ) -> Crediting:
     """What judges finished groups."""
     return Crediting(
@@ -128,22 +127,22 @@ def make_crediting(
         credit=settings.credit,
         trained=[PolicyName(name) for name in settings.trained],
         admission=admission,
-        journal=journal,
-        appraisal=make_appraisal(settings, world, monitor, journal),
+        events=events,
+        appraisal=make_appraisal(settings, world, events),
         on_report=monitor.credited,
     )
 
 
-def make_appraisal(settings: RunSettings, world: World, monitor: Monitor, journal: Journal) -> Appraisal | None:
+def make_appraisal(settings: RunSettings, world: World, events: Events) -> Appraisal | None:
     """What asks trainers for what credit needs of them; None: the settings need nothing."""
     training = {policy: settings.policies[policy].training for policy in world.trainers}
     if not any(of_policy.needs_appraisal for of_policy in training.values()):
         return None
-    return Appraisal(trainers=world.trainers, training=training, journal=journal, on_divergence=monitor.diverged)
+    return Appraisal(trainers=world.trainers, training=training, events=events)
 
 
 def make_rollout(
-    blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, journal: Journal, rules: Rules
+    blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, events: Events, rules: Rules
 ) -> Rollout:
     """What plays the training tasks; its calls wait at the gate, if there is one."""
     player = partial(player_of(blueprint, world), store=world.store)
@@ -152,7 +151,7 @@ def make_rollout(
         admission=admission,
         settings=blueprint.settings.rollout,
         episodes=blueprint.settings.batch.episodes,
-        journal=journal,
+        events=events,
         policies=[agent.policy for agent in blueprint.team.agents.values()],
         greedy="greedy" in blueprint.settings.credit.uses,
     )
@@ -183,13 +182,13 @@ def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Ev
     )
 
 
-def make_balancer(settings: RunSettings, world: World, journal: Journal) -> Balancer | None:
-    """What moves instances between policies; None if the run has no rule for it. Made after `journal_pool`."""
+def make_balancer(settings: RunSettings, world: World, events: Events) -> Balancer | None:
+    """What moves instances between policies; None if the run has no rule for it."""
     balance = settings.balance
     if balance.rule == "none" and balance.start != "by_share":
         return None
     slots = {policy: slots_of(settings, policy) for policy in map(PolicyName, settings.policies)}
-    return Balancer(world.pool, RULES[balance.rule](balance), balance, journal, slots=slots)
+    return Balancer(world.pool, RULES[balance.rule](balance), balance, events, slots=slots)
 
 
 def slots_of(settings: RunSettings, policy: PolicyName) -> int:
@@ -220,7 +219,7 @@ def wire(
     blueprint: Blueprint,
     world: World,
     *,
-    journal: Journal,
+    events: Events,
     metrics: Metrics,
     progress: Progress,
     checkpoints: Checkpoints,
@@ -230,9 +229,8 @@ def wire(
     """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
     settings = blueprint.settings
     check_engines(settings, world.pool.capabilities)
-    journal_world(world, journal)
     if start:
-        journal_resumption(start, journal)
+        tell_resumption(start, events)
     versions = Versions(initial_versions(settings, start))
     monitor = Monitor(
         name=settings.name,
@@ -241,7 +239,7 @@ def wire(
         progress=progress,
         pool=world.pool,
         versions=versions,
-        journal=journal,
+        events=events,
         processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
     )
     gate = rules.gate() if settings.pipeline.ahead and settings.mode.synchronous else None
@@ -254,7 +252,7 @@ def wire(
         gate=gate,
         monitor=monitor,
         checkpoints=checkpoints,
-        journal=journal,
+        events=events,
         warn=progress.note,
         rules=rules,
     )
@@ -283,7 +281,7 @@ def pipeline_of(
         store=store,
         settings=settings.pipeline,
         retries=settings.rollout.group_retries,
-        journal=parts.journal,
+        events=parts.events,
         monitor=parts.monitor,
         window=rules.window,
     )
@@ -292,79 +290,54 @@ def pipeline_of(
     return Asynchronous(parts, stream)
 
 
-def journal_world(world: World, journal: Journal) -> None:
-    """From now on engines and training devices report to the journal."""
-    journal_pool(world.pool, journal)
-    if world.residency:
-        world.residency.on_swap = partial(journal_swap, journal)
-
-
-def journal_resumption(start: RunState, journal: Journal) -> None:
+def tell_resumption(start: RunState, events: Events) -> None:
     """Where the run goes on."""
-    journal.event(
-        "resumed",
-        step=start.step,
-        versions=start.versions,
-        next_group=start.admission.next_group,
-        active=start.replayed,
+    events.emit(
+        Resumed(
+            step=start.step,
+            versions=start.versions,
+            next_group=GroupId(start.admission.next_group),
+            active=start.replayed,
+        )
     )
 
 
-def journal_swap(journal: Journal, swapped: Swapped) -> None:
-    """A policy's training state came onto devices, or was set aside."""
-    journal.event(
-        "swapped",
-        process=f"{ResidentKind.TRAINER}/{swapped.policy}",
-        began=journal.moment(swapped.began),
-        ended=journal.moment(swapped.ended),
-        policy=swapped.policy,
-        direction=swapped.direction,
-        place=swapped.place,
-        because=swapped.because,
-    )
-
-
-def journal_start(blueprint: Blueprint, world: World, journal: Journal) -> None:
+def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
     """What runs, and in which processes: those that run, and those that will follow."""
     settings, team = blueprint.settings, blueprint.team
-    journal.event(
-        "run_started",
-        because=team.level.because,
-        level=team.level.name,
-        seed=settings.seed,
-        mode=settings.mode,
-        release=release_of(settings),
-        chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
+    events.emit(
+        RunStarted(
+            because=team.level.because,
+            level=team.level.name,
+            seed=settings.seed,
+            mode=settings.mode,
+            release=release_of(settings),
+            chat={agent.policy: agent.renderer.extension.summary for agent in team.agents.values()},
+        )
     )
-
-    def started(name: str, place: ResidentPlace) -> None:
-        journal.event("process_started", process=name, pid=place.pid, node=place.node)
 
     places = world.processes.places
     here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
-    started("controller", ResidentPlace(node=here, pid=os.getpid()))
+    events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=here))
     for name, place in places.items():
-        started(name, place)
-    world.processes.on_started = started
+        events.emit(ProcessStarted(process=WorkerId.parse(name), pid=place.pid, node=place.node))
 
 
-def watch_workers(world: World, journal: Journal) -> "asyncio.Future[None]":
-    """Tells the pool of engines that died; the future fails when a trainer died, since its gradients died with it."""
+def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
+    """Has the pool give up engines that died; the future fails when a trainer died: its gradients died with it."""
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def lost(worker: WorkerLost) -> None:
-        journal.event("worker_lost", process=worker.name, node=worker.node, pid=worker.pid, because=worker.because)
-        world.processes.places.pop(worker.name, None)
-        role, _, name = worker.name.partition("/")
-        if role == ResidentKind.ENGINE:
-            world.pool.lose(name, worker.because)
+        world.processes.places.pop(worker.process, None)
+        if worker.process.kind == ResidentKind.ENGINE:
+            world.pool.lose(worker.process.instance, worker.because)
         elif not failed.done():
             failed.set_exception(
                 TrainingError(
-                    f"policy '{name}': the trainer's process (pid {worker.pid} on {worker.node}) died: "
-                    f"{worker.because}; go on from the last checkpoint with --resume"
+                    f"policy '{worker.process.policy}': the trainer's process (pid {worker.pid} on {worker.node}) "
+                    f"died: {worker.because}; go on from the last checkpoint with --resume"
                 )
             )
 
-    world.cluster.on_lost = lost
+    events.listen(WorkerLost, lost)
     return failed

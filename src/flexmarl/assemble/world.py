@@ -19,11 +19,13 @@ from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import ProcessStarted
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.costs import costs_of
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.objects import SimulatedObjectStore
@@ -42,11 +44,11 @@ class Residents(Protocol):
         """The object store, which holds the weights."""
         ...
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Opens the cluster, with room for so many residents at a time."""
         ...
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[InferenceEngine]:
         """Specifies one inference instance, named `{policy}/{number}`."""
         ...
 
@@ -68,13 +70,10 @@ class Processes:
     """Every process that the run has had, by its name."""
 
     places: dict[str, ResidentPlace] = field(default_factory=dict)
-    on_started: Callable[[str, ResidentPlace], None] = lambda name, place: None
-    """Called with every process that is added."""
 
     def add(self, resident: Resident[Any]) -> None:
         """Adds the process of a resident that has started."""
         self.places[resident.name] = resident.place
-        self.on_started(resident.name, resident.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,9 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | None) -> AsyncIterator[World]:
+async def open_world(
+    blueprint: Blueprint, store: ExperienceStore, path: Path | None, events: Events
+) -> AsyncIterator[World]:
     """Makes engines and trainers around a store; leaving the block ends them, and closes the store.
 
     `path` is the store's file, if it has one. Raises ConfigError if the world needs a package that is not installed.
@@ -111,7 +112,7 @@ async def open_world(blueprint: Blueprint, store: ExperienceStore, path: Path | 
             residents = stack.enter_context(open_ray(blueprint, path))
         else:
             residents = modelled(settings, blueprint.team, store)
-        yield await stack.enter_async_context(world_of(settings, store, residents))
+        yield await stack.enter_async_context(world_of(settings, store, residents, events))
 
 
 @asynccontextmanager
@@ -119,16 +120,20 @@ async def world_of(
     settings: RunSettings,
     store: ExperienceStore,
     residents: Residents,
+    events: Events,
     *,
     make_pool: Callable[..., InferencePool] = InferencePool,
 ) -> AsyncIterator[World]:
-    """Spawns a run's residents; leaving the block ends them. The store is the caller's to close."""
+    """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
+
+    Cluster, pool and residency emit to `events` what happens to them.
+    """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
-    names = {policy: [f"{policy}/{n}" for n in range(settings.policies[policy].instances)] for policy in served}
+    names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
     engines = [residents.engine(policy, name) for policy in served for name in names[policy]]
     trainers = [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers)))
+        cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers), events))
         processes, remotes = Processes(), dict[str, Any]()
         for resident in await cluster.spawn([*engines, *trainers]):
             remotes[resident.name] = resident.remote
@@ -137,15 +142,16 @@ async def world_of(
         of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
-            {policy: [remotes[f"engine/{name}"] for name in names[policy]] for policy in served},
+            {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
             settings.pool,
             respawn=partial(respawn, cluster, residents, processes) if replaces else None,
+            events=events,
         )
         groups = residents.process_groups(of_policies)
         yield World(
             objects=residents.objects,
             store=store,
-            residency=await stack.enter_async_context(Residency(groups, settings.process_groups).open())
+            residency=await stack.enter_async_context(Residency(groups, settings.process_groups, events=events).open())
             if groups
             else None,
             pool=await stack.enter_async_context(pool.open()),
@@ -177,7 +183,7 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
 
 
 async def respawn(
-    cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: str
+    cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: InstanceId
 ) -> InferenceEngine:
     """Starts an instance in place of a lost one."""
     if seconds := residents.replacement_s(policy):
@@ -185,4 +191,6 @@ async def respawn(
     (resident,) = await cluster.spawn([residents.engine(policy, instance)])
     if cluster.has_processes:
         processes.add(resident)
+        place = resident.place
+        cluster.events.emit(ProcessStarted(process=WorkerId.engine(instance), pid=place.pid, node=place.node))
     return resident.remote

@@ -12,7 +12,7 @@ from flexmarl.cli.options import Overrides, assemble, load_run_folder
 from flexmarl.cli.terminal import SafeConsole, say
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.safe_json import json_text
+from flexmarl.events.safe_json import json_text
 
 
 def evaluate(

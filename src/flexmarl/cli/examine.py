@@ -14,7 +14,7 @@ from flexmarl.cli.machine import look_at_machine
 from flexmarl.cli.models import Finding, look_at_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
-from flexmarl.observability.machine import this_machine
+from flexmarl.events.machine import this_machine
 from flexmarl.tasks.sound import MOST_COMPARED
 
 Look = Callable[[], Iterable[Finding]]

@@ -10,8 +10,8 @@ from flexmarl.cli.models import Finding, ModelFacts
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.config.run import PolicySettings
+from flexmarl.events.machine import GIB, Machine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.observability.machine import GIB, Machine
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}

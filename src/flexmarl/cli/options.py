@@ -8,7 +8,8 @@ import typer
 
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import check_format
+from flexmarl.events.run_folder import RunFolder
 
 
 class Lazy:
@@ -43,8 +44,12 @@ Overrides = Annotated[
 
 
 def load_run_folder(path: Path, overrides: list[str] | None = None) -> tuple[RunSettings, RunFolder]:
-    """Returns the settings and the folder of a trained run. Raises ConfigError if `path` is no run folder."""
+    """Returns the settings and the folder of a trained run.
+
+    Raises ConfigError if `path` is no run folder, FlexmarlError if the run is of another format.
+    """
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")
+    check_format(folder.journal)
     return load_run(folder.config, overrides or ()), folder

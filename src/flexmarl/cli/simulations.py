@@ -26,9 +26,9 @@ from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override
 from flexmarl.config.yaml_text import parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.safe_json import json_text, plain
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.simulator.costs import costs_of
 from flexmarl.testing.faults.fault_plan import read_plan

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from flexmarl.cli.terminal import SafeConsole, printable, say
 from flexmarl.errors import ConfigError, StoreError
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text
 from flexmarl.experience.backends.store_file import StoreReader, read_store
 from flexmarl.experience.export import export_parquet
 from flexmarl.experience.interface import Table
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote
-from flexmarl.observability.run_folder import RunFolder
-from flexmarl.observability.safe_json import json_text
 
 CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24

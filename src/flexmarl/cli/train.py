@@ -9,7 +9,7 @@ import typer
 from flexmarl.cli.options import Config, Overrides, assemble
 from flexmarl.cli.terminal import SafeConsole, outlived, say
 from flexmarl.config import cautions, load_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.run_folder import RunFolder
 
 
 def train(

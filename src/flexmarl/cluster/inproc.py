@@ -15,7 +15,9 @@ from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.records import WorkerLost
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import WorkerLost
+from flexmarl.records import WorkerId
 
 T = TypeVar("T")
 HERE = "here"
@@ -125,15 +127,27 @@ class InprocResident(Generic[T]):
 
 @asynccontextmanager
 async def inproc_cluster(
-    nodes: Mapping[str, int] | None = None, *, start_s: float = 0.0, crosses: bool = False, latency_s: float = 0.0
+    nodes: Mapping[str, int] | None = None,
+    *,
+    start_s: float = 0.0,
+    crosses: bool = False,
+    latency_s: float = 0.0,
+    events: Events | None = None,
 ) -> AsyncIterator["InprocCluster"]:
     """Opens a cluster for the length of a block.
 
     `nodes` gives the number of residents that each node has room for; None means one node without a limit. A spawn
-    takes `start_s`. With `crosses`, calls are copied and take `latency_s` each way.
+    takes `start_s`. With `crosses`, calls are copied and take `latency_s` each way. Losses are emitted to `events`.
     """
     async with task_block() as tasks:
-        cluster = InprocCluster(tasks, nodes or {HERE: NO_LIMIT}, start_s=start_s, crosses=crosses, latency_s=latency_s)
+        cluster = InprocCluster(
+            tasks,
+            nodes or {HERE: NO_LIMIT},
+            start_s=start_s,
+            crosses=crosses,
+            latency_s=latency_s,
+            events=events or Events(),
+        )
         try:
             yield cluster
         finally:
@@ -149,10 +163,17 @@ class InprocCluster:
     """
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, nodes: Mapping[str, int], *, start_s: float, crosses: bool, latency_s: float
+        self,
+        tasks: asyncio.TaskGroup,
+        nodes: Mapping[str, int],
+        *,
+        start_s: float,
+        crosses: bool,
+        latency_s: float,
+        events: Events,
     ) -> None:
         """See `inproc_cluster`. Proxies run their tasks in `tasks`."""
-        self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
+        self.events = events
         self.residents: list[InprocResident[Any]] = []
         """All residents that were made, in order, including ended ones."""
         self._tasks = tasks
@@ -221,4 +242,6 @@ class InprocCluster:
         if place.node in self._free:
             self._free[place.node] += 1
         if because:
-            self.on_lost(WorkerLost(name=resident.name, node=place.node, pid=place.pid, because=because))
+            self.events.emit(
+                WorkerLost(process=WorkerId.parse(resident.name), node=place.node, pid=place.pid, because=because)
+            )

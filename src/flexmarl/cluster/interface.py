@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
-from flexmarl.records import WorkerLost
+from flexmarl.events.hub import Events
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -92,10 +92,15 @@ class Resident(Protocol[T_co]):
 
 
 class Cluster(Protocol):
-    """The residents of one run. A context manager opens it and, at the end of its block, calls `close`."""
+    """The residents of one run. A context manager opens it and, at the end of its block, calls `close`.
 
-    on_lost: Callable[[WorkerLost], None]
-    """Called once for every resident that ended without having been stopped, as soon as that is known."""
+    It emits `WorkerLost` once for every resident that ended without having been stopped, as soon as that is known.
+    """
+
+    @property
+    def events(self) -> Events:
+        """Where it emits them."""
+        ...
 
     @property
     def crosses(self) -> bool:

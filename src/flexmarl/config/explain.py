@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flexmarl.observability.safe_json import MASK, is_secret_key, masked
+from flexmarl.events.safe_json import MASK, is_secret_key, masked
 
 Location = tuple[int | str, ...]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from flexmarl.errors import StoreError
+from flexmarl.events.safe_json import json_text
 from flexmarl.experience.interface import Column, ColumnKind
-from flexmarl.observability.safe_json import json_text
 from flexmarl.records import AgentName
 
 Stored = int | float | str | bytes

@@ -14,11 +14,12 @@ from typing import cast
 import numpy as np
 
 from flexmarl.errors import EngineError
+from flexmarl.events.hub import Events
+from flexmarl.events.serving_events import Called
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
-from flexmarl.inference.observed import CallRecord
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import Generation, GenerationRequest, Version, VersionRun
+from flexmarl.records import Generation, GenerationRequest, InstanceId, Version, VersionRun, WorkerId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,7 @@ class Weights:
 class Instance:
     """One inference replica of a policy, and the tasks that wait for it."""
 
-    name: str
+    name: InstanceId
     engine: InferenceEngine
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     """Capabilities of its engine, after the pool has asked for them."""
@@ -112,18 +113,17 @@ class Call:
         """Earlier parts of the answer, joined with `generation`."""
         return generation if self.part is None else joined(self.part, generation)
 
-    def record(self, generation: Generation) -> CallRecord:
-        """The record of the call for the pool's observers. Its instance has answered just now."""
+    def answered(self, generation: Generation, events: Events) -> Called:
+        """Makes the event of the call's answer. Its instance has answered just now."""
         assert self.instance is not None
         whole = self.whole(generation)
         kept = 0 if self.part is None else len(self.part.response_ids)
-        return CallRecord(
-            instance=self.instance.name,
+        return Called(
+            process=WorkerId.engine(self.instance.name),
+            began=events.moment(self.sent_at),
             policy=self.request.policy,
-            request_id=self.request.request_id,
-            sent_at=self.sent_at,
-            waited_s=self.sent_at - self.asked_at if self.part is None else 0.0,
-            answered_at=asyncio.get_running_loop().time(),
+            request=self.request.request_id,
+            waited_s=round(self.sent_at - self.asked_at, 6) if self.part is None else 0.0,
             prompt_tokens=len(self.request.prompt_ids) - kept,
             sampled_tokens=len(whole.response_ids),
             kept_tokens=kept,

@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from flexmarl.errors import EngineError
+from flexmarl.events.hub import Events
 from flexmarl.inference.calls import Call, Instance, Line
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.instances import Instances, Start
-from flexmarl.inference.observed import PoolObservers
-from flexmarl.records import FinishReason, Generation, unserved
+from flexmarl.records import FinishReason, Generation, InstanceId, unserved
 
 NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around them"
 
@@ -27,13 +27,13 @@ NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around
 class Dispatch:
     """Gives the calls of one policy to its instances, and reads the answers."""
 
-    def __init__(self, instances: Instances, *, start: Start, awake: asyncio.Event, observers: PoolObservers) -> None:
+    def __init__(self, instances: Instances, *, start: Start, awake: asyncio.Event, events: Events) -> None:
         """No call is given to an instance while `awake` is not set."""
         self.line = Line()
         self._instances = instances
         self._start = start
         self._awake = awake
-        self._observers = observers
+        self._events = events
         self._due = False
         self._closed = False
 
@@ -80,7 +80,7 @@ class Dispatch:
 
     def _place(self) -> None:
         """Gives waiting calls to instances with free places: to each instance all its calls in one `generate`."""
-        shares: dict[str, list[Call]] = defaultdict(list)
+        shares: dict[InstanceId, list[Call]] = defaultdict(list)
         now, router = asyncio.get_running_loop().time(), self._instances.router
         while len(self.line) and router.has_place:
             call = self.line.take()
@@ -140,7 +140,7 @@ class Dispatch:
             self.add(call)
         else:
             call.end(generation)
-            self._observers.on_call(call.record(generation))
+            self._events.emit(call.answered(generation, self._events))
 
     def _freed(self, call: Call) -> Instance:
         """Frees the call's place at its instance, for calls that wait. Returns the instance."""

@@ -21,15 +21,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from flexmarl.errors import EngineError
+from flexmarl.events.hub import Events
+from flexmarl.events.serving_events import InstanceLost, InstanceReplaced, Loaded
 from flexmarl.inference.calls import Instance, Weights
 from flexmarl.inference.interface import InferenceEngine
-from flexmarl.inference.observed import LoadRecord, PoolObservers
 from flexmarl.inference.routing import Router
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, vouches
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 
-Respawn = Callable[[PolicyName, str], Awaitable[InferenceEngine]]
+Respawn = Callable[[PolicyName, InstanceId], Awaitable[InferenceEngine]]
 """Starts an engine for a policy and a new instance's name, which was never used before. The lost one is closed."""
 Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Future[None]]
 """Starts a named task that ends with the pool. If the pool is closed, it returns a cancelled future instead."""
@@ -48,25 +49,26 @@ class Instances:
         start: Start,
         awake: asyncio.Event,
         on_available: Callable[[], None],
-        observers: PoolObservers,
+        events: Events,
     ) -> None:
         """`on_available` is called when an instance becomes live, or when no more will come.
 
         No replacement is started while `awake` is not set.
         """
         self.policy = policy
-        self.live = {f"{policy}/{number}": Instance(f"{policy}/{number}", e) for number, e in enumerate(engines)}
-        self.leaving: dict[str, Instance] = {}
+        names = [InstanceId(policy, number) for number in range(len(engines))]
+        self.live = {name: Instance(name, engine) for name, engine in zip(names, engines, strict=True)}
+        self.leaving: dict[InstanceId, Instance] = {}
         """Instances on their way to another policy. Until they serve it, this policy can take them back."""
         self.router = Router(self.live, settings.routing, max_running=settings.max_running)
-        self.lost: dict[str, str] = {}
+        self.lost: dict[InstanceId, str] = {}
         """Why each instance was given up."""
         self._settings = settings
         self._respawn = respawn
         self._start = start
         self._awake = awake
         self._on_available = on_available
-        self._observers = observers
+        self._events = events
         self._numbers = itertools.count(len(engines))
         self._replacements_left = settings.replacements if respawn else 0
         self._coming = 0
@@ -100,7 +102,7 @@ class Instances:
         """Asks every engine for its capabilities. An engine that fails to answer, or is too slow, is lost."""
         await asyncio.gather(*(self._ask_live(instance) for instance in list(self.live.values())))
 
-    async def load(self, weights: Weights) -> dict[str, Checksum]:
+    async def load(self, weights: Weights) -> dict[InstanceId, Checksum]:
         """Has every live instance load. Returns the checksum of each instance that serves the weights.
 
         An instance that fails, is too slow, or has an unexpected checksum is lost. If none is live, it waits for a
@@ -120,7 +122,7 @@ class Instances:
             raise EngineError(f"no instance of '{self.policy}' serves version {weights.version}: {because}")
         return held
 
-    def lose(self, name: str, because: str) -> None:
+    def lose(self, name: InstanceId, because: str) -> None:
         """Gives up an instance: its tasks are cancelled, and it is replaced if a replacement is left.
 
         If it was leaving, its new policy replaces it.
@@ -146,7 +148,7 @@ class Instances:
             self._start(self._close(lost.engine), f"close-{lost.name}")
         self._settle()
 
-    def leave(self, name: str) -> Instance:
+    def leave(self, name: InstanceId) -> Instance:
         """Takes a live instance out of service: it gets no more requests and loads.
 
         Raises EngineError if there is no such instance, or if it is the last one.
@@ -185,17 +187,19 @@ class Instances:
             self.arrivals.discard(arrival)
             arrival.set_result(None)
 
-    async def take_in(self, moved: Instance, *, unless: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+    async def take_in(
+        self, moved: Instance, *, unless: Callable[[], bool] = lambda: False
+    ) -> tuple[InstanceId | None, str]:
         """Makes a moved engine an instance of this policy, live once it holds the newest weights.
 
-        Returns its new name and "". If loading fails, the instance is lost and replaced, and the second text says why.
-        If `unless()` is true after the load, the instance does not become live, and both texts are "".
+        Returns its new id and "". If loading fails, the instance is lost and replaced, and the text says why. If
+        `unless()` is true after the load, the instance does not become live, and the id is None.
         """
-        instance = Instance(f"{self.policy}/{next(self._numbers)}", moved.engine, moved.capabilities)
+        instance = Instance(self._new_id(), moved.engine, moved.capabilities)
         if failure := await self._join(instance, unless):
             self._note_loss(instance.name, failure)
             self.replace(instance)
-        return instance.name if failure or instance.name in self.live else "", failure
+        return (instance.name if failure or instance.name in self.live else None), failure
 
     @property
     def reasons(self) -> str:
@@ -219,8 +223,8 @@ class Instances:
         """Has the instance load. Returns "", or why it does not hold the weights."""
         if not instance.capabilities.loads_weights:
             return f"version {weights.version} was published, but its engine does not load weights"
-        clock, what = asyncio.get_running_loop().time, f"version {weights.version}"
-        began, deadline = clock(), asyncio.timeout(self._settings.load_timeout_s)
+        what = f"version {weights.version}"
+        began, deadline = self._events.now(), asyncio.timeout(self._settings.load_timeout_s)
         try:
             async with deadline:
                 held = await instance.weighted.load_weights(self.policy, weights.version, weights.key)
@@ -230,40 +234,46 @@ class Instances:
         if weights.expected is not None and not vouches(held, weights.expected):
             return f"{what} has checksum {weights.expected}, but it holds {held}"
         instance.version, instance.holds, instance.checksum = weights.version, weights, held
-        self._observers.on_loaded(
-            LoadRecord(
-                instance=instance.name,
+        self._events.emit(
+            Loaded(
+                process=WorkerId.engine(instance.name),
+                began=began,
                 policy=self.policy,
                 version=weights.version,
                 checksum=held,
-                began_at=began,
-                ended_at=clock(),
             )
         )
         return ""
 
     async def _replace(self, old: Instance) -> None:
         """Closes the old engine, then starts instances until one serves in its place, or no replacement is left."""
-        clock = asyncio.get_running_loop().time
-        lost_at = clock()
+        lost_at = self._events.now()
         try:
             await self._close(old.engine)
             while self._replacements_left:
                 await self._awake.wait()
                 self._replacements_left -= 1
-                name = f"{self.policy}/{next(self._numbers)}"
+                name = self._new_id()
                 with self._arriving():
                     failure = await self._spawn(name)
                 if not failure:
-                    version = self.live[name].version
-                    self._observers.on_replaced(old.name, name, version, clock() - lost_at)
+                    self._events.emit(
+                        InstanceReplaced(
+                            process=WorkerId.engine(name),
+                            began=lost_at,
+                            instance=name,
+                            replaces=old.name,
+                            version=self.live[name].version,
+                            because=f"{old.name} was lost",
+                        )
+                    )
                     return
                 self._note_loss(name, failure)
         finally:
             self._coming -= 1
             self._settle()
 
-    async def _spawn(self, name: str) -> str:
+    async def _spawn(self, name: InstanceId) -> str:
         """Starts an instance, which becomes live once it holds the newest weights. Returns "", or why it failed."""
         assert self._respawn is not None
         deadline = asyncio.timeout(self._settings.start_timeout_s)
@@ -300,9 +310,12 @@ class Instances:
             async with asyncio.timeout(self._settings.close_timeout_s):
                 await engine.close()
 
-    def _note_loss(self, name: str, because: str) -> None:
+    def _new_id(self) -> InstanceId:
+        return InstanceId(self.policy, next(self._numbers))
+
+    def _note_loss(self, name: InstanceId, because: str) -> None:
         self.lost[name] = because
-        self._observers.on_lost(name, because)
+        self._events.emit(InstanceLost(instance=name, because=because))
 
     def _settle(self) -> None:
         """Wakes the tasks that wait for an instance, unless none is live and one may still come."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from flexmarl.inference.calls import Instance
 from flexmarl.inference.instances import Instances
 from flexmarl.inference.settings import PoolSettings
+from flexmarl.records import InstanceId
 
 _TIMES_ASKED = 2
 """Aborts per request. A request that reaches the engine just after the first abort is ended by the second one."""
@@ -26,8 +27,8 @@ class Move:
 
     def __init__(self, instance: Instance, source: Instances, target: Instances, settings: PoolSettings) -> None:
         self._instance, self._source, self._target, self._settings = instance, source, target, settings
-        self.became = ""
-        """Name of the instance after the move; "" if it is lost before it gets one, or the move has not ended."""
+        self.became: InstanceId | None = None
+        """Id of the instance after the move; None if it is lost before it gets one, or the move has not ended."""
         self.failure = "the pool was left meanwhile"
         """Why it does not serve the target; "" if it does."""
 

@@ -20,18 +20,19 @@ from typing import Any, Self
 
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
+from flexmarl.events.hub import Events
+from flexmarl.events.serving_events import Moved
 from flexmarl.inference.calls import Call, Instance, Weights
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
 from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import Move
-from flexmarl.inference.observed import MoveRecord, PoolObservers
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
+from flexmarl.records import EngineUse, Generation, GenerationRequest, InstanceId, PolicyName, Version, WorkerId
 
 
-class InferencePool(PoolObservers):
+class InferencePool:
     """All instances of all policies behind one call. It serves inside `async with pool.open():`.
 
     Who made an engine closes it when the run ends, replacements too; a lost one is closed as soon as it is lost.
@@ -43,14 +44,15 @@ class InferencePool(PoolObservers):
         settings: PoolSettings | None = None,
         *,
         respawn: Respawn | None = None,
+        events: Events | None = None,
     ) -> None:
-        """Instances are named `{policy}/{number}`. Without `respawn`, lost ones are not replaced."""
-        super().__init__()
+        """Without `respawn`, lost instances are not replaced. The pool emits to `events` what happens in it."""
+        self.events = events or Events()
         self._settings = settings or PoolSettings()
         self._numbers = itertools.count()
         self._under_way = 0
         self._asked = asyncio.Event()
-        self._became: dict[str, str] = {}
+        self._became: dict[InstanceId, InstanceId] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._open = False
@@ -65,22 +67,22 @@ class InferencePool(PoolObservers):
                 start=self._start,
                 awake=self._awake,
                 on_available=partial(self._give_out, policy),
-                observers=self,
+                events=self.events,
             )
             for policy, engines in instances.items()
         }
         self._dispatches = {
-            policy: Dispatch(of_policy, start=self._start, awake=self._awake, observers=self)
+            policy: Dispatch(of_policy, start=self._start, awake=self._awake, events=self.events)
             for policy, of_policy in self._policies.items()
         }
 
     @property
-    def lost(self) -> dict[str, str]:
+    def lost(self) -> dict[InstanceId, str]:
         """Why each instance that was given up was."""
         return {name: because for policy in self._policies.values() for name, because in policy.lost.items()}
 
     @property
-    def given(self) -> dict[PolicyName, dict[str, int]]:
+    def given(self) -> dict[PolicyName, dict[InstanceId, int]]:
         """How many requests each live instance was given and has not answered, for every policy that has published.
 
         Instances can move between these.
@@ -169,7 +171,7 @@ class InferencePool(PoolObservers):
 
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
-    ) -> dict[str, Checksum]:
+    ) -> dict[InstanceId, Checksum]:
         """Every instance of the policy loads the version; returns the checksum of each one that serves it.
 
         From now on an instance that replaces another one, or is moved here, serves no other version. One publication
@@ -177,21 +179,22 @@ class InferencePool(PoolObservers):
         """
         return await self._instances_of(policy).load(Weights(version, key, expected))
 
-    async def move(self, instance: str, *, to: PolicyName, because: str = "") -> str:
-        """Has an instance serve another policy from its newest weights; returns its new name.
+    async def move(self, instance: InstanceId, *, to: PolicyName, because: str = "") -> InstanceId:
+        """Has an instance serve another policy from its newest weights; returns its new id.
 
         Its running requests go on at another instance of their policy, or end first (settings: on_move). If the
         caller is cancelled, the move goes on. Raises EngineError if it is refused, and then nothing has changed; or
         if it fails, and then the instance is lost, and replaced for the policy it was moved to. It stays where it is
         if that policy loses all others meanwhile.
         """
-        source, target = self._instances_of(_policy_of(instance)), self._instances_of(to)
+        source, target = self._instances_of(instance.policy), self._instances_of(to)
         if because_not := self._hindrance(source, target, instance):
             raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
         move = Move(source.leave(instance), source, target, self._settings)
         await asyncio.wait([self._start(self._run_move(move, instance, to, because), f"move-{instance}")])
         if move.failure:
             raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
+        assert move.became is not None
         return move.became
 
     async def sleep(self) -> None:
@@ -221,18 +224,18 @@ class InferencePool(PoolObservers):
             for dispatch in self._dispatches.values():
                 dispatch.give_out_soon()
 
-    def lose(self, instance: str, because: str) -> None:
+    def lose(self, instance: InstanceId, because: str) -> None:
         """Gives up an instance whose death was noticed elsewhere; one that is not live is no error.
 
         One that was moved is known by its earlier names too.
         """
         while instance in self._became:
             instance = self._became[instance]
-        policy = self._policies.get(_policy_of(instance))
+        policy = self._policies.get(instance.policy)
         if self._open and policy is not None:
             policy.lose(instance, because)
 
-    async def usage(self) -> dict[str, EngineUse]:
+    async def usage(self) -> dict[InstanceId, EngineUse]:
         """The load of every live instance that says it within the grace period."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
         told = await asyncio.gather(*(self._use(instance.engine) for instance in live))
@@ -248,7 +251,7 @@ class InferencePool(PoolObservers):
     def _give_out(self, policy: PolicyName) -> None:
         self._dispatches[policy].give_out_soon()
 
-    def _hindrance(self, source: Instances, target: Instances, instance: str) -> str:
+    def _hindrance(self, source: Instances, target: Instances, instance: InstanceId) -> str:
         """Why the instance cannot move now, or nothing."""
         if source is target:
             return "it serves that policy already"
@@ -274,21 +277,20 @@ class InferencePool(PoolObservers):
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
-    async def _run_move(self, move: Move, instance: str, to: PolicyName, because: str) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
+    async def _run_move(self, move: Move, instance: InstanceId, to: PolicyName, because: str) -> None:
+        began = self.events.now()
         await move.run()
-        if move.became:
+        if move.became is not None:
             self._became[instance] = move.became
-        if not move.failure:
-            self.on_moved(
-                MoveRecord(
+        if move.became is not None and not move.failure:
+            self.events.emit(
+                Moved(
+                    process=WorkerId.engine(move.became),
+                    began=began,
                     instance=instance,
                     to=to,
                     became=move.became,
                     because=because,
-                    began_at=began,
-                    ended_at=clock(),
                 )
             )
 
@@ -342,7 +344,3 @@ class InferencePool(PoolObservers):
             task.cancel()
         for dispatch in self._dispatches.values():
             dispatch.close()
-
-
-def _policy_of(instance: str) -> PolicyName:
-    return PolicyName(instance.rpartition("/")[0])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flexmarl.errors import EngineError
+from flexmarl.records import InstanceId
 
 _REMEMBERED = 65_536
 """Maximum number of conversations whose instance is remembered. The one used longest ago is forgotten first."""
@@ -15,7 +16,7 @@ _REMEMBERED = 65_536
 class Placement:
     """The chosen instance, and why."""
 
-    instance: str
+    instance: InstanceId
     because: str
 
 
@@ -58,20 +59,20 @@ class Router:
     """
 
     def __init__(
-        self, instances: Iterable[str], routing: str = "least_tokens", *, max_running: int | None = None
+        self, instances: Iterable[InstanceId], routing: str = "least_tokens", *, max_running: int | None = None
     ) -> None:
         """No instance gets more than `max_running` requests at a time; None means no bound."""
         self._routing = ROUTINGS[routing]
         self._max_running = max_running
-        self._loads: dict[str, Load] = {}
-        self._heap: list[tuple[int, int, str]] = []
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._loads: dict[InstanceId, Load] = {}
+        self._heap: list[tuple[int, int, InstanceId]] = []
+        self._homes: OrderedDict[str, InstanceId] = OrderedDict()
         self._next_ticket = 0
         for instance in instances:
             self.add(instance)
 
     @property
-    def instances(self) -> tuple[str, ...]:
+    def instances(self) -> tuple[InstanceId, ...]:
         """All instances that can be chosen, also those without a free place now."""
         return tuple(self._loads)
 
@@ -80,16 +81,16 @@ class Router:
         """True if some instance has a free place."""
         return self._first() is not None
 
-    def load(self, instance: str) -> Load:
+    def load(self, instance: InstanceId) -> Load:
         """Load of an instance."""
         return self._loads[instance]
 
-    def add(self, instance: str) -> None:
+    def add(self, instance: InstanceId) -> None:
         """Adds an instance without load."""
         self._loads[instance] = Load()
         self._take_ticket(instance)
 
-    def remove(self, instance: str) -> None:
+    def remove(self, instance: InstanceId) -> None:
         """Removes an instance and its load. Unknown names are ignored."""
         self._loads.pop(instance, None)
 
@@ -104,7 +105,7 @@ class Router:
         self._take_ticket(chosen.instance)
         return chosen
 
-    def finish(self, instance: str, tokens: int) -> None:
+    def finish(self, instance: InstanceId, tokens: int) -> None:
         """Takes a request off the load of its instance. Ignored if the instance was removed."""
         if instance in self._loads:
             load = self._loads[instance]
@@ -118,30 +119,30 @@ class Router:
             raise EngineError("no live instance has a place" if self._loads else "no live instance is left")
         least = self._measure(first)
         home = self._homes.get(conversation) if conversation is not None else None
-        if home in self._loads and self._can_take(home) and self._measure(home) <= least:
+        if home is not None and home in self._loads and self._can_take(home) and self._measure(home) <= least:
             return Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
         if len(self._loads) == 1:
             return Placement(first, "the only instance")
         return Placement(first, self._routing.because.format(measure=least))
 
-    def _remember(self, conversation: str, instance: str) -> None:
+    def _remember(self, conversation: str, instance: InstanceId) -> None:
         self._homes[conversation] = instance
         self._homes.move_to_end(conversation)
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
 
-    def _measure(self, instance: str) -> int:
+    def _measure(self, instance: InstanceId) -> int:
         return self._routing.measure(self._loads[instance])
 
-    def _can_take(self, instance: str) -> bool:
+    def _can_take(self, instance: InstanceId) -> bool:
         return self._max_running is None or self._loads[instance].requests < self._max_running
 
-    def _take_ticket(self, instance: str) -> None:
+    def _take_ticket(self, instance: InstanceId) -> None:
         self._loads[instance].ticket = self._next_ticket
         self._next_ticket += 1
         self._push(instance)
 
-    def _push(self, instance: str) -> None:
+    def _push(self, instance: InstanceId) -> None:
         """Pushes the instance's present entry. A full instance is pushed again when it has finished a request."""
         if not self._can_take(instance):
             return
@@ -151,10 +152,10 @@ class Router:
             return
         heapq.heappush(self._heap, self._entry(instance))
 
-    def _entry(self, instance: str) -> tuple[int, int, str]:
+    def _entry(self, instance: InstanceId) -> tuple[int, int, InstanceId]:
         return (self._measure(instance), self._loads[instance].ticket, instance)
 
-    def _first(self) -> str | None:
+    def _first(self) -> InstanceId | None:
         """The next instance with a free place; None if there is none."""
         while self._heap:
             instance = self._heap[0][2]

@@ -13,14 +13,14 @@ from typing import Protocol
 
 from flexmarl.inference.demand import Expectation
 from flexmarl.inference.settings import BalanceSettings
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoad:
     """One policy's queue and instances at one moment."""
 
-    instances: Mapping[str, int] = field(default_factory=dict)
+    instances: Mapping[InstanceId, int] = field(default_factory=dict)
     """Number of requests that each live instance runs, by name."""
     waiting: int = 0
     """Number of requests that no instance runs; they wait in the pool or in an engine."""
@@ -39,7 +39,7 @@ class PolicyLoad:
 class Move:
     """The decision that an instance serves the policy `to` from now on, and why."""
 
-    instance: str
+    instance: InstanceId
     to: PolicyName
     because: str
 
@@ -128,7 +128,7 @@ class DrainTime:
         return [Move(idlest(known[donor])[0], to, because)]
 
 
-def without(load: PolicyLoad, instance: str) -> PolicyLoad:
+def without(load: PolicyLoad, instance: InstanceId) -> PolicyLoad:
     """The load after the instance has left: the requests that it ran wait again."""
     left = {name: running for name, running in load.instances.items() if name != instance}
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
@@ -208,7 +208,7 @@ def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyNa
     return given
 
 
-def idlest(load: PolicyLoad) -> Sequence[str]:
+def idlest(load: PolicyLoad) -> Sequence[InstanceId]:
     """The policy's instances, in order of the number of requests that they run, lowest first."""
     return sorted(load.instances, key=lambda name: (load.instances[name], name))
 

@@ -10,7 +10,7 @@ unblocked by the trainers
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum
 
@@ -19,17 +19,14 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import CreditRow
 from flexmarl.credit.returns import token_rewards
-from flexmarl.observability.journal import Journal
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.records import PolicyName, SampleId
 from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.settings import TrainingSettings
 
 Memory = Mapping[str, float]
 """What a run remembers from batch to batch; the coefficient of a policy is in it as `kl_coef/{policy}`."""
-
-
-OnDivergence = Callable[[PolicyName, float, float], None]
-"""Called with the mean divergence of a policy's rows of a batch, and the coefficient that they paid."""
 
 
 class Appraisal:
@@ -40,16 +37,14 @@ class Appraisal:
         *,
         trainers: Mapping[PolicyName, Trainer],
         training: Mapping[PolicyName, TrainingSettings],
-        journal: Journal,
-        on_divergence: OnDivergence = lambda policy, kl, coef: None,
+        events: Events,
     ) -> None:
         """`training` has an entry for every policy of `trainers`."""
         self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}
         self._in_reward = {
             policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
         }
-        self._journal = journal
-        self._on_divergence = on_divergence
+        self._events = events
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
         """Mean divergence of each row of this batch."""
 
@@ -81,14 +76,14 @@ class Appraisal:
             following = settings.adapted(coef, kl, len(kls))
             if settings.target is not None:
                 after[_name(policy)] = following
-            self._on_divergence(policy, kl, coef)
-            self._journal.event(
-                "kl_in_reward",
-                policy=policy,
-                kl=kl,
-                coef=coef,
-                next_coef=following,
-                because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
+            self._events.emit(
+                DivergenceCharged(
+                    policy=policy,
+                    kl=kl,
+                    coef=coef,
+                    next_coef=following,
+                    because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
+                )
             )
         return after
 

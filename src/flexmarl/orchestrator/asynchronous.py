@@ -30,9 +30,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken
+from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
@@ -63,7 +64,7 @@ class Stream:
         store: ExperienceStore,
         settings: PipelineSettings,
         retries: int,
-        journal: Journal,
+        events: Events,
         monitor: Monitor,
         window: type[Window] = Window,
     ) -> None:
@@ -75,7 +76,7 @@ class Stream:
         self._store = store
         self._settings = settings
         self._retries = retries
-        self._journal = journal
+        self._events = events
         self._monitor = monitor
         law = admission.law
         self._window = window(law.window, step=law.groups if law.steps_in_order else None)
@@ -117,7 +118,7 @@ class Stream:
             self._check_alive()
             self._stop_late_head()
             await self._wait()
-        self._journal.event("group_taken", group=taken.group, step=step, because=taken.because)
+        self._events.emit(GroupTaken(group=taken.group, step=step, because=taken.because))
         return self._done.pop(taken.group)
 
     def give_back(self, group: GroupRecord) -> None:
@@ -184,7 +185,7 @@ class Stream:
         ids = [turn.sample_id for episode in played.finished for turn in episode.turns] if played else []
         await self._store.settle(ids, Outcome(state=RowState.EXPIRED, reason=because))
         self._admission.expire(group, again=again)
-        self._journal.event("group_expired", group=group, again=again, because=because)
+        self._events.emit(GroupExpired(group=group, again=again, because=because))
 
     def _stop_late_head(self) -> None:
         late = self._window.overdue(asyncio.get_running_loop().time(), self._settings.head_deadline_s)
@@ -192,7 +193,7 @@ class Stream:
             because = f"it held up others for longer than pipeline.head_deadline_s={self._settings.head_deadline_s:g}"
             if self._stop(late, because):
                 self._window.ended(late)
-                self._journal.event("group_stopped", group=late, because=because)  # Its end may be a grace away.
+                self._events.emit(GroupStopped(group=late, because=because))  # Its end may be a grace away.
                 self._note_barren(because)
 
     def _stop(self, group: GroupId, because: str) -> bool:

@@ -13,36 +13,37 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from flexmarl.errors import EngineError
+from flexmarl.events.hub import Events
+from flexmarl.events.serving_events import Called, Moved, MoveFailed
 from flexmarl.inference.demand import Demand
-from flexmarl.inference.observed import CallRecord, MoveRecord
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, moves_back, start_moves
 from flexmarl.inference.settings import BalanceSettings
-from flexmarl.observability.journal import Journal
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName
 
 
 class Balancer:
-    """Moves instances of one pool. Made after all others that listen to the pool: it listens beside them."""
+    """Moves instances of one pool. It listens to the events of that pool."""
 
     def __init__(
         self,
         pool: InferencePool,
         rule: BalanceRule,
         settings: BalanceSettings,
-        journal: Journal,
+        events: Events,
         *,
         slots: Mapping[PolicyName, int],
     ) -> None:
         """`slots` are the requests that an instance of each policy serves at a time."""
-        self._pool, self._rule, self._settings, self._journal, self._slots = pool, rule, settings, journal, slots
+        self._pool, self._rule, self._settings, self._events, self._slots = pool, rule, settings, events, slots
         self._demand = Demand()
         self._moved, self._moving_s = 0, 0.0
         self._moving = asyncio.Lock()
         self._rollout_ended = asyncio.Event()
         self._configured: Mapping[PolicyName, int] = {}
         """Instances at the beginning."""
-        self._listen()
+        events.listen(Called, self._called)
+        events.listen(Moved, self._made)
 
     async def watch(self) -> None:
         """Looks and moves until it is cancelled."""
@@ -91,7 +92,7 @@ class Balancer:
         try:
             await self._pool.move(move.instance, to=move.to, because=move.because)
         except EngineError as error:
-            self._journal.event("move_failed", because=str(error), instance=move.instance, to=move.to)
+            self._events.emit(MoveFailed(because=str(error), instance=move.instance, to=move.to))
 
     @property
     def _move_s(self) -> float:
@@ -101,7 +102,7 @@ class Balancer:
         waiting = self._pool.waiting
         return {policy: self._load(policy, given, waiting[policy]) for policy, given in self._pool.given.items()}
 
-    def _load(self, policy: PolicyName, given: Mapping[str, int], waiting: int) -> PolicyLoad:
+    def _load(self, policy: PolicyName, given: Mapping[InstanceId, int], waiting: int) -> PolicyLoad:
         """What an instance was given beyond its slots waits in its engine."""
         slots = self._slots[policy]
         return PolicyLoad(
@@ -111,18 +112,11 @@ class Balancer:
             expected=self._demand.expected(policy),
         )
 
-    def _listen(self) -> None:
-        told_of_call, told_of_move = self._pool.on_call, self._pool.on_moved
+    def _called(self, call: Called) -> None:
+        if here := call.sampled_tokens - call.kept_tokens:
+            serving_s = call.seconds * call.sampled_tokens / here
+            self._demand.answered(call.policy, tokens=call.sampled_tokens, serving_s=serving_s)
 
-        def called(call: CallRecord) -> None:
-            told_of_call(call)
-            if here := call.sampled_tokens - call.kept_tokens:
-                serving_s = (call.answered_at - call.sent_at) * call.sampled_tokens / here
-                self._demand.answered(call.policy, tokens=call.sampled_tokens, serving_s=serving_s)
-
-        def moved(move: MoveRecord) -> None:
-            told_of_move(move)
-            self._moved += 1
-            self._moving_s += move.ended_at - move.began_at
-
-        self._pool.on_call, self._pool.on_moved = called, moved
+    def _made(self, move: Moved) -> None:
+        self._moved += 1
+        self._moving_s += move.seconds

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, boundary
-from flexmarl.observability.safe_json import json_text, parse_json
+from flexmarl.events.safe_json import json_text, parse_json
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
 from flexmarl.records import GroupId, PolicyName, Version

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from flexmarl.events.group_events import GroupReady
+from flexmarl.events.hub import Events
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.orchestrator.streaming import Streaming
@@ -53,14 +54,14 @@ class Collector:
         versions: Versions,
         release: Release,
         on_ready: Ready,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._crediting = crediting
         self._admission = admission
         self._versions = versions
         self._release = Release.AT_END if crediting.batch_wide else release
         self._on_ready = on_ready
-        self._journal = journal
+        self._events = events
         self._streaming: Streaming | None = None
         self._turn = asyncio.Lock()
         self._came: dict[GroupId, GroupRecord] = {}
@@ -203,11 +204,10 @@ class Collector:
         """Reports each group as ready, or ends it as FILTERED, after all of it was credited."""
         for group in groups:
             if group.group in self._samples:
-                self._journal.event(
-                    "group_ready",
-                    group=group.group,
-                    samples=self._samples[group.group],
-                    because="all its episodes are terminal",
+                self._events.emit(
+                    GroupReady(
+                        group=group.group, samples=self._samples[group.group], because="all its episodes are terminal"
+                    )
                 )
             elif group.finished:
                 self._crediting.filtered(group.group, "no row has weight")

@@ -12,7 +12,7 @@ unblocked by the store
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,10 @@ from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping.shape import RewardParts, reward_parts
+from flexmarl.events.group_events import GroupFiltered, GroupsCredited
+from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.rows import credit_row, open_row
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,
@@ -80,7 +81,7 @@ class Crediting:
         credit: CreditSettings,
         trained: Collection[PolicyName],
         admission: Admission,
-        journal: Journal,
+        events: Events,
         appraisal: Appraisal | None = None,
         on_report: OnReport = lambda report: None,
     ) -> None:
@@ -89,7 +90,7 @@ class Crediting:
         self._settings = credit
         self.trained = frozenset(trained)
         self._admission = admission
-        self._journal = journal
+        self._events = events
         self._appraisal = appraisal
         self._on_report = on_report
         self.memory: Mapping[str, float] = {}
@@ -148,12 +149,13 @@ class Crediting:
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
         self._on_report(credit.report)
-        self._journal.event(
-            "credited",
-            groups=[group.group for group in groups],
-            report=credit.report,
-            parts=reward_parts(rows),
-            because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
+        self._events.emit(
+            GroupsCredited(
+                groups=tuple(group.group for group in groups),
+                report={agent: asdict(report) for agent, report in credit.report.items()},
+                parts={agent: asdict(parts) for agent, parts in reward_parts(rows).items()},
+                because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
+            )
         )
         credited: list[Credited] = []
         for group in groups:
@@ -185,7 +187,7 @@ class Crediting:
     def filtered(self, group: GroupId, because: str) -> None:
         """Ends a group all of whose rows have ended."""
         self._admission.move(group, GroupState.FILTERED)
-        self._journal.event("group_filtered", group=group, because=because)
+        self._events.emit(GroupFiltered(group=group, because=because))
 
     def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
         return self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))

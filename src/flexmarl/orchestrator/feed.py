@@ -10,7 +10,8 @@ unblocked by rollout, which asks when it has a free query slot; `look_again`, wh
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.group_events import GroupAdmitted
+from flexmarl.events.hub import Events
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission
@@ -20,12 +21,12 @@ from flexmarl.tasks import SourceExhausted, TaskSource
 class Feed:
     """Draws tasks from the source, at the positions that admission gives."""
 
-    def __init__(self, *, source: TaskSource, admission: Admission, groups: int, journal: Journal) -> None:
+    def __init__(self, *, source: TaskSource, admission: Admission, groups: int, events: Events) -> None:
         self._source = source
         self._admission = admission
         self.num_groups = groups
         """P: number of groups in a step."""
-        self._journal = journal
+        self._events = events
         self._changed = asyncio.Event()
         self._ended = False
         self.exhausted: SourceExhausted | None = None
@@ -86,13 +87,13 @@ class Feed:
         task = self._source.train(self._admission.next_position)
         verdict = self._admission.may_admit()
         group = self._admission.admit()
-        self._journal.event("group_admitted", group=group, step=step, task=task.input_id, because=verdict.because)
+        self._events.emit(GroupAdmitted(group=group, step=step, task=task.input_id, because=verdict.because))
         return GroupRecord(group=group, task=task, step=step)
 
     def _again(self, group: GroupId, step: int) -> GroupRecord:
         task = self._source.train(self._admission.position(group))
         because = "it was active when the run was saved"
-        self._journal.event("group_admitted", group=group, step=step, task=task.input_id, because=because)
+        self._events.emit(GroupAdmitted(group=group, step=step, task=task.input_id, because=because))
         return GroupRecord(group=group, task=task, step=step, attempt=self._admission.attempt(group))
 
     def _may_come_again(self) -> bool:

@@ -16,17 +16,29 @@ from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.shaping.shape import RewardParts
 from flexmarl.errors import cause_of
+from flexmarl.events.group_events import Refilled, RolloutEnded
+from flexmarl.events.hub import Events
+from flexmarl.events.lag import measure_lag
+from flexmarl.events.metrics import Metrics, time_shares
+from flexmarl.events.overlap import Interval, overlap, seconds, union
+from flexmarl.events.progress import Progress, ProgressView
+from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Updated
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
-from flexmarl.observability.journal import Journal
-from flexmarl.observability.lag import measure_lag
-from flexmarl.observability.metrics import Metrics, time_shares
-from flexmarl.observability.overlap import Interval, overlap, seconds, union
-from flexmarl.observability.progress import Progress, ProgressView
 from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import AgentName, AnyTurn, EngineUse, Episode, GroupRecord, PolicyName, Version
-from flexmarl.training.interface import Accumulated, UpdateReport
+from flexmarl.records import (
+    CONTROLLER,
+    AgentName,
+    AnyTurn,
+    EngineUse,
+    Episode,
+    GroupRecord,
+    InstanceId,
+    PolicyName,
+    Version,
+)
 
 COMPARED = 50_000
 """Newest episodes whose lengths are compared: as many as show a bias of a percent, and sorted in milliseconds."""
@@ -37,7 +49,7 @@ TICK_S = 0.25
 class Monitor:
     """The one place that names figures. It only watches: nothing waits for it.
 
-    What it is told of training comes in times of the event loop; in the journal they are the journal's.
+    Of updates, micro-batches, divergence and refills it hears as events; finished groups and phases it is given.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class Monitor:
         progress: Progress,
         pool: InferencePool,
         versions: Versions,
-        journal: Journal,
+        events: Events,
         processes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`processes` counts the ones that are alive, where there are several."""
@@ -59,8 +71,12 @@ class Monitor:
         self._progress = progress
         self._pool = pool
         self._versions = versions
-        self._journal = journal
+        self._events = events
         self._processes = processes
+        events.listen(MicroBatchDone, self._accumulated)
+        events.listen(Updated, self._updated)
+        events.listen(DivergenceCharged, self._diverged)
+        events.listen(Refilled, self._refilled)
         self._phase = "starting"
         self._step = 0
         self._done: int | None = None
@@ -75,7 +91,7 @@ class Monitor:
         self._stalest: Counter[PolicyName] = Counter()
         self._finished_lengths: deque[int] = deque(maxlen=COMPARED)
         self._trained_lengths: deque[int] = deque(maxlen=COMPARED)
-        self._usage: Mapping[str, EngineUse] = {}
+        self._usage: Mapping[InstanceId, EngineUse] = {}
         self._queues: Mapping[str, Any] = {}
         self._step_lag_ms = 0.0
         self._look_lag_ms = 0.0
@@ -100,16 +116,14 @@ class Monitor:
     @contextmanager
     def rollout(self, step: int | None = None) -> Iterator[None]:
         """Counts the block's time as rollout, of one step or of many: training in it is hidden."""
-        began = self._playing_since = self._journal.now()
+        began = self._playing_since = self._events.now()
         try:
             with self._metrics.time("rollout"):
                 yield
         finally:
-            self._rollout.append((self._playing_since, self._journal.now()))
+            self._rollout.append((self._playing_since, self._events.now()))
             self._playing_since = None
-            self._journal.event(
-                "rollout_ended", process="controller", began=began, step=self._step if step is None else step
-            )
+            self._events.emit(RolloutEnded(process=CONTROLLER, began=began, step=self._step if step is None else step))
 
     def begin(self, step: int, phase: str) -> None:
         """What goes on from now. The first call says how many steps an earlier command did; later ones do not count:
@@ -156,52 +170,35 @@ class Monitor:
             for size in seen.group_sizes:
                 self._metrics.mean(f"credit/{agent}/group_size", size)
 
-    def diverged(self, policy: PolicyName, kl: float, coef: float) -> None:
+    def _diverged(self, batch: DivergenceCharged) -> None:
         """Notes how far a policy's rows were from the reference, and what that cost them."""
-        self._metrics.mean(f"train/{policy}/kl_to_reference", kl)
-        self._metrics.mean(f"train/{policy}/kl_coef", coef)
+        self._metrics.mean(f"train/{batch.policy}/kl_to_reference", batch.kl)
+        self._metrics.mean(f"train/{batch.policy}/kl_coef", batch.coef)
 
-    def refilled(self, step: int, *, generated: int, kept: int, because: str) -> None:
+    def _refilled(self, step: Refilled) -> None:
         """Notes how many groups a step took to be filled."""
-        self._metrics.add("refill/generated", generated)
-        self._metrics.add("refill/dropped", generated - kept)
-        self._journal.event("refilled", step=step, generated=generated, kept=kept, because=because)
+        self._metrics.add("refill/generated", step.generated)
+        self._metrics.add("refill/dropped", step.generated - step.kept)
 
-    def accumulated(self, done: Accumulated) -> None:
+    def _accumulated(self, done: MicroBatchDone) -> None:
         """Notes a micro-batch."""
-        report, process = done.report, f"trainer/{done.policy}"
-        began, ended = self._journal.moment(done.began), self._journal.moment(done.ended)
-        self._training[process].append((began, ended))
+        self._training[done.process].append((done.began, done.ended))
         self._metrics.add("train/micro_batches")
-        self._journal.event(
-            "micro_batch",
-            process=process,
-            began=began,
-            ended=ended,
-            policy=done.policy,
-            micro_batch=report.micro_batch_id,
-            rows=report.num_samples + report.open_samples,
-            tokens=report.num_tokens + report.open_tokens,
-            duration_s=report.duration_s,
-        )
 
-    def updated(self, policy: PolicyName, report: UpdateReport, began: float) -> None:
-        """Notes an update that ends now, and its figures."""
-        process, began = f"trainer/{policy}", self._journal.moment(began)
-        self._training[process].append((began, self._journal.now()))
-        self._lag.made(policy, report.version, self._journal.now())
-        self._journal.event(
-            "updated", process=process, began=began, policy=policy, version=report.version, report=report
-        )
-        for name, value in (("loss", report.loss), ("grad_norm", report.grad_norm), *report.means.items()):
+    def _updated(self, update: Updated) -> None:
+        """Notes an update, and its figures."""
+        policy, report = update.policy, update.report
+        self._training[update.process].append((update.began, update.ended))
+        self._lag.made(policy, update.version, update.ended)
+        for name, value in (("loss", report["loss"]), ("grad_norm", report["grad_norm"]), *report["means"].items()):
             self._metrics.mean(f"train/{policy}/{name}", value)
-        self._metrics.gauge(f"train/{policy}/learning_rate", report.learning_rate)
-        self._metrics.add(f"train/{policy}/samples", report.num_samples)
-        self._metrics.add("train/tokens", report.num_tokens)
+        self._metrics.gauge(f"train/{policy}/learning_rate", report["learning_rate"])
+        self._metrics.add(f"train/{policy}/samples", report["num_samples"])
+        self._metrics.add("train/tokens", report["num_tokens"])
 
     def published(self, policy: PolicyName, version: Version) -> None:
-        """Notes that every instance of the policy serves a version that `updated` told of."""
-        self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._journal.now()))
+        """Notes that every instance of the policy serves a version that an `Updated` made."""
+        self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._events.now()))
 
     def taken(self, group: GroupRecord) -> None:
         """Notes how long the episodes are that training takes."""
@@ -244,7 +241,7 @@ class Monitor:
 
     def _flush_overlap(self) -> None:
         if self._playing_since is not None:  # It goes on: what follows belongs to the next step.
-            now = self._journal.now()
+            now = self._events.now()
             self._rollout.append((self._playing_since, now))
             self._playing_since = now
         beside = overlap(self._training, self._rollout)
@@ -284,7 +281,7 @@ class Monitor:
         queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
         if queues != self._queues:
             self._queues = queues
-            self._journal.event("queues", **queues)
+            self._events.emit(QueuesSeen(**queues))
         self._look_lag_ms = 0.0
 
     @property
@@ -329,9 +326,9 @@ def _path(name: str) -> str:
     return name if name.startswith("agent/") else f"team/{name}"
 
 
-def _by_policy(counts: Mapping[str, int]) -> dict[str, int]:
-    """Sums over the instances of each policy, which are named `{policy}/{number}`."""
+def _by_policy(counts: Mapping[InstanceId, int]) -> dict[str, int]:
+    """Sums over the instances of each policy."""
     sums: Counter[str] = Counter()
     for instance, count in counts.items():
-        sums[instance.rsplit("/", 1)[0]] += count
+        sums[instance.policy] += count
     return dict(sums)

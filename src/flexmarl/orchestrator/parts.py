@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flexmarl.events.hub import Events
 from flexmarl.experience.window import Window
 from flexmarl.inference.pool import InferencePool
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.collect import Collector, Crediting
 from flexmarl.orchestrator.evaluate import Evaluator
@@ -80,7 +80,7 @@ class Parts:
     versions: Versions
     evaluator: Evaluator
     checkpoints: Checkpoints
-    journal: Journal
+    events: Events
     monitor: Monitor
     warn: Callable[[str], None] = _ignore
     """Puts a line on the screen; the journal has it already."""

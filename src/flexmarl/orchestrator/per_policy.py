@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from flexmarl.events.group_events import BatchFilled, GroupReady
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.asynchronous import Stream
 from flexmarl.orchestrator.parts import Parts
@@ -127,11 +128,12 @@ class PerPolicy:
         for policy, of_policy in samples.items():
             self._queues[policy].shares.append(_Share(group, of_policy, now))
             self._queues[policy].changed.set()
-        self._parts.journal.event(
-            "group_ready",
-            group=group,
-            samples={policy: len(of_policy) for policy, of_policy in samples.items()},
-            because="all its episodes are terminal",
+        self._parts.events.emit(
+            GroupReady(
+                group=group,
+                samples={policy: len(of_policy) for policy, of_policy in samples.items()},
+                because="all its episodes are terminal",
+            )
         )
 
     async def _train(self, policy: PolicyName) -> None:
@@ -143,7 +145,7 @@ class PerPolicy:
                 tasks.create_task(session.accumulate(), name=f"accumulate/{policy}")
                 groups, divisors = await self._fill(policy)
                 self._parts.crediting.end_batch(policy)
-                self._parts.journal.event("batch_filled", policy=policy, version=session.version, groups=groups)
+                self._parts.events.emit(BatchFilled(policy=policy, version=session.version, groups=tuple(groups)))
                 session.close_step()
             weights = await self._parts.updates.update(policy, divisors)
             if weights:

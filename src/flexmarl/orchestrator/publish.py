@@ -31,14 +31,15 @@ unblocked by each of the three in turn
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Divisors, PolicyName, Version
+from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version, WorkerId
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
 
@@ -85,13 +86,13 @@ class Publisher:
         pool: InferencePool,
         objects: ObjectStore,
         versions: Versions,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._trainers = trainers
         self._pool = pool
         self._objects = objects
         self._versions = versions
-        self._journal = journal
+        self._events = events
         self._keys: dict[PolicyName, ObjectKey] = {}
 
     async def publish(self, policy: PolicyName, version: Version) -> None:
@@ -100,7 +101,7 @@ class Publisher:
 
     async def set(self, policy: PolicyName, version: Version) -> NewWeights:
         """Puts the weights into the object store. After this, the policy's training devices are not needed."""
-        began = self._journal.now()
+        began = self._events.now()
         key, checksum = await self._trainers[policy].publish(version)
         return NewWeights(policy=policy, version=version, key=key, checksum=checksum, began=began)
 
@@ -112,8 +113,8 @@ class Publisher:
         policy, version = new.policy, new.version
         await self._pool.load_weights(policy, version, new.key, new.checksum)
         self._versions.acknowledged(policy, version)
-        self._journal.event(
-            "published", process="controller", began=new.began, policy=policy, version=version, checksum=new.checksum
+        self._events.emit(
+            Published(process=CONTROLLER, began=new.began, policy=policy, version=version, checksum=new.checksum)
         )
         stale = self._keys.pop(policy, None)
         self._keys[policy] = new.key
@@ -130,25 +131,33 @@ class Updates:
         publisher: Publisher,
         *,
         monitor: Monitor,
-        journal: Journal,
+        events: Events,
     ) -> None:
         self._sessions = sessions
         self._publisher = publisher
         self._monitor = monitor
-        self._journal = journal
+        self._events = events
 
     async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
         """Updates the policy, puts its weights into the object store, and frees its training devices.
 
         Returns the weights to serve, or None if the batch has no weighted token: there was no update.
         """
-        session, began = self._sessions[policy], asyncio.get_running_loop().time()
+        session, began = self._sessions[policy], self._events.now()
         report = await session.finish(divisors)
         weights = None
         if report is None:
-            self._journal.event("update_skipped", policy=policy, because="no weighted token in the step")
+            self._events.emit(UpdateSkipped(policy=policy, because="no weighted token in the step"))
         else:
-            self._monitor.updated(policy, report, began)
+            self._events.emit(
+                Updated(
+                    process=WorkerId.trainer(policy),
+                    began=began,
+                    policy=policy,
+                    version=report.version,
+                    report=asdict(report),
+                )
+            )
             with self._monitor.time("publish"):
                 weights = await self._publisher.set(policy, report.version)
         session.leave()

@@ -12,17 +12,18 @@ unblocked by every part in turn; any failure ends the run as an exception
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.errors import cause_of
+from flexmarl.events.run_events import Evaluated, StepEnded, StepStarted
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.evaluate import Evaluation
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
-from flexmarl.records import GroupId
+from flexmarl.records import CONTROLLER, GroupId
 
 LEFT_BEHIND_S = 1.0
 """Time that tasks which workflows left behind get to end, at the end of a run."""
@@ -76,7 +77,7 @@ class Orchestrator:
             parts.checkpoints,
             parts.trainers,
             checkpoint,
-            journal=parts.journal,
+            events=parts.events,
             warn=parts.warn,
             prune=parts.prune,
         )
@@ -133,18 +134,19 @@ class Orchestrator:
         return self._earlier_s + asyncio.get_running_loop().time() - self._began
 
     async def _step(self) -> None:
-        parts, began = self._parts, self._parts.journal.now()
-        parts.journal.event("step_started", step=self.step, versions=parts.versions.served)
+        parts, began = self._parts, self._parts.events.now()
+        parts.events.emit(StepStarted(step=self.step, versions=parts.versions.served))
         parts.monitor.begin(self.step, "rollout and training")
         trained = await self._pipeline.step(self.step, rest=self._rests_after(self.step + 1))
         self.step += 1
-        parts.journal.event(
-            "step_ended",
-            process="controller",
-            began=began,
-            step=self.step - 1,
-            trained=trained,
-            versions=parts.versions.served,
+        parts.events.emit(
+            StepEnded(
+                process=CONTROLLER,
+                began=began,
+                step=self.step - 1,
+                trained=tuple(trained),
+                versions=parts.versions.served,
+            )
         )
 
     def _rests_after(self, step: int) -> bool:
@@ -180,12 +182,12 @@ class Orchestrator:
         parts = self._parts
         if not self._evaluate.tasks:
             return None
-        began = parts.journal.now()
+        began = parts.events.now()
         parts.monitor.begin(self.step, f"evaluating {when} training")
         with parts.monitor.time("evaluate"):
             evaluation = await parts.evaluator.run(num_tasks)
         parts.monitor.evaluated(when, evaluation)
-        parts.journal.event(
-            "evaluated", process="controller", began=began, when=when, step=self.step, evaluation=evaluation
+        parts.events.emit(
+            Evaluated(process=CONTROLLER, began=began, when=when, step=self.step, evaluation=asdict(evaluation))
         )
         return evaluation

@@ -18,11 +18,20 @@ unblocked by nothing else: no other part of the run has started yet
 from collections.abc import Awaitable, Callable, Mapping
 
 from flexmarl.errors import CheckpointError
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import (
+    CheckpointDropped,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    CheckpointRemoved,
+    CheckpointSaved,
+    StorePruned,
+    StoreRewound,
+)
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.observability.journal import Journal
 from flexmarl.orchestrator.checkpoint import Checkpoints, Found, RunState, Saved, first_group
 from flexmarl.orchestrator.settings import CheckpointSettings
-from flexmarl.records import GroupId, PolicyName, Version
+from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import AdmissionState
 from flexmarl.training.interface import Trainer
 
@@ -39,14 +48,14 @@ class Saver:
         trainers: Mapping[PolicyName, Trainer],
         settings: CheckpointSettings,
         *,
-        journal: Journal,
+        events: Events,
         warn: Callable[[str], None],
         prune: Prune | None,
     ) -> None:
         self._checkpoints = checkpoints
         self._trainers = trainers
         self._settings = settings
-        self._journal = journal
+        self._events = events
         self._warn = warn
         self._prune = prune
 
@@ -64,7 +73,7 @@ class Saver:
 
         Otherwise it raises CheckpointError: the run must end, because its work would be lost.
         """
-        began = self._journal.now()
+        began = self._events.now()
         try:
             saved = await self._checkpoints.save(state, self._trainers)
         except CheckpointError as error:
@@ -76,22 +85,24 @@ class Saver:
     async def _make_room(self, before_group: GroupId, because: str) -> None:
         rows = await self._prune(before_group) if self._prune else 0
         if rows:
-            self._journal.event("store_pruned", before_group=before_group, rows=rows, because=because)
+            self._events.emit(StorePruned(before_group=before_group, rows=rows, because=because))
 
     def _failed(self, state: RunState, error: CheckpointError, last: bool) -> None:
         """The run goes on if an older checkpoint is there and a later save will come; else now is the time to end."""
         older = [one.step for one in self._checkpoints.held() if not one.damage]
-        self._journal.event("checkpoint_failed", step=state.step, because=str(error))
+        self._events.emit(CheckpointFailed(step=state.step, because=str(error)))
         if last or not older:
             raise error
         self._warn(f"no checkpoint of step {state.step}: {error}. Going on; the newest is of step {older[-1]}")
 
     def _tell(self, state: RunState, saved: Saved, began: float) -> None:
-        self._journal.event(
-            "checkpoint", process="controller", began=began, step=state.step, path=saved.path, bytes=saved.num_bytes
+        self._events.emit(
+            CheckpointSaved(
+                process=CONTROLLER, began=began, step=state.step, path=str(saved.path), bytes=saved.num_bytes
+            )
         )
         for drop in saved.dropped:
-            self._journal.event("checkpoint_dropped", step=drop.step, because=drop.because)
+            self._events.emit(CheckpointDropped(step=drop.step, because=drop.because))
         budget = self._settings.budget_bytes
         if budget is not None and saved.num_bytes > budget:
             self._warn(
@@ -105,7 +116,7 @@ async def resume(
     trainers: Mapping[PolicyName, Trainer],
     store: ExperienceStore,
     *,
-    journal: Journal,
+    events: Events,
     say: Callable[[str], None],
 ) -> RunState:
     """Goes back to the newest intact checkpoint, or to step 0 if the run was killed before its first.
@@ -114,18 +125,18 @@ async def resume(
     Raises CheckpointError if there are checkpoints and none is intact.
     """
     for left in checkpoints.clear_partial():
-        journal.event("checkpoint_removed", path=left, because="a killed run left it half-written")
+        events.emit(CheckpointRemoved(path=str(left), because="a killed run left it half-written"))
     found = await checkpoints.find()
     for because in found.passed_over:
-        journal.event("checkpoint_passed_over", because=because)
+        events.emit(CheckpointPassedOver(because=because))
         say(f"passed over a checkpoint: {because}")
     state = await _restored(checkpoints, found, trainers, say)
-    next_group, active = state.admission.next_group, state.replayed
-    rows = await store.rewind(GroupId(next_group), replay=active)
+    next_group, active = GroupId(state.admission.next_group), state.replayed
+    rows = await store.rewind(next_group, replay=active)
     because = f"groups from {next_group} on are played again"
     if active:
         because += f", and {len(active)} that were active: {', '.join(map(str, active))}"
-    journal.event("store_rewound", next_group=next_group, replay=active, rows=rows, because=because)
+    events.emit(StoreRewound(next_group=next_group, replay=active, rows=rows, because=because))
     say(f"going on after step {state.step}; {because}, {rows} rows of them are discarded")
     return state
 

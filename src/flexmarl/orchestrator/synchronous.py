@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.group_events import Refilled
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.publish import Gate, NewWeights
 from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName
@@ -128,7 +129,9 @@ class Synchronous:
     def _note_refill(self, step: int) -> None:
         refill = self._parts.collector.refill
         if refill.refills:
-            self._parts.monitor.refilled(step, generated=refill.admitted, kept=refill.kept, because=refill.because)
+            self._parts.events.emit(
+                Refilled(step=step, generated=refill.admitted, kept=refill.kept, because=refill.because)
+            )
 
     def _check_alive(self, step: int) -> None:
         """Raises EpisodeError if every group of the step failed: a workflow, tool or engine must be broken."""

@@ -18,14 +18,16 @@ from flexmarl.records.episode import (
 )
 from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
+    CONTROLLER,
     AgentName,
     EpisodeId,
     GroupId,
+    InstanceId,
     PolicyName,
     SampleId,
     Scalar,
     Version,
-    WorkerLost,
+    WorkerId,
     make_sample_id,
     make_trajectory_id,
     split_sample_id,
@@ -36,6 +38,7 @@ from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, R
 __all__ = [
     "AgentName",
     "AnyTurn",
+    "CONTROLLER",
     "CreditLine",
     "CreditedTurn",
     "Divisors",
@@ -52,6 +55,7 @@ __all__ = [
     "GroupId",
     "GroupRecord",
     "GroupState",
+    "InstanceId",
     "IntArray",
     "LARGEST_REWARD",
     "LossReport",
@@ -69,7 +73,7 @@ __all__ = [
     "Turn",
     "Version",
     "VersionRun",
-    "WorkerLost",
+    "WorkerId",
     "exact_match",
     "make_sample_id",
     "make_trajectory_id",

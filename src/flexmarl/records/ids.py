@@ -1,8 +1,7 @@
-"""Names and identifiers: plain strings and integers with a meaning. WorkerLost: the record of a process that died."""
+"""Names and identifiers: strings and integers with a meaning."""
 
 import re
-from dataclasses import dataclass
-from typing import NewType
+from typing import Any, NewType
 
 AgentName = NewType("AgentName", str)
 PolicyName = NewType("PolicyName", str)
@@ -53,12 +52,83 @@ def split_sample_id(sample_id: str) -> tuple[str, int, str]:
     return input_id, int(hop), trajectory_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
-    """A worker's process died without being stopped."""
+class InstanceId(str):
+    """One inference instance of a policy; its text is `{policy}/{number}`. No number is used twice in a run.
 
-    name: str
-    """Name of the worker, e.g. `engine/solver/0` or `trainer/solver`."""
-    node: str
-    pid: int
-    because: str
+    >>> InstanceId("solver", 0), InstanceId.parse("solver/0").number
+    ('solver/0', 0)
+    """
+
+    __slots__ = ("number", "policy")
+    policy: PolicyName
+    """The policy that it serves under this id."""
+    number: int
+
+    def __new__(cls, policy: str, number: int) -> "InstanceId":
+        """Equal to its text, which is what files and screens have."""
+        made = super().__new__(cls, f"{policy}/{number}")
+        made.policy, made.number = PolicyName(policy), number
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is copied to another process."""
+        return InstanceId, (self.policy, self.number)
+
+    @classmethod
+    def parse(cls, text: str) -> "InstanceId":
+        """The id whose text a file or a user gave. Raises ValueError if it is none."""
+        policy, _, number = text.rpartition("/")
+        if not (policy and number.isdecimal()):
+            raise ValueError(f"an instance must look like 'solver/0', got {text!r}")
+        return cls(policy, int(number))
+
+
+class WorkerId(str):
+    """One worker of a run, which has a row on the timeline: `controller`, `trainer/solver`, `engine/solver/0`."""
+
+    __slots__ = ("kind", "number", "policy")
+    kind: str
+    """`controller`, `trainer` or `engine`."""
+    policy: PolicyName
+    """The policy that it serves or trains; empty for the controller."""
+    number: int | None
+    """Of an engine."""
+
+    def __new__(cls, kind: str, policy: str = "", number: int | None = None) -> "WorkerId":
+        """Equal to its text, which is what files and screens have."""
+        parts = [kind, *([policy] if policy else []), *([] if number is None else [str(number)])]
+        made = super().__new__(cls, "/".join(parts))
+        made.kind, made.policy, made.number = str(kind), PolicyName(policy), number
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it is copied to another process."""
+        return WorkerId, (self.kind, self.policy, self.number)
+
+    @classmethod
+    def parse(cls, text: str) -> "WorkerId":
+        """The id whose text a file has."""
+        kind, _, rest = text.partition("/")
+        policy, _, number = rest.rpartition("/")
+        return cls(kind, policy, int(number)) if policy and number.isdecimal() else cls(kind, rest)
+
+    @classmethod
+    def engine(cls, instance: InstanceId) -> "WorkerId":
+        """The engine behind an instance."""
+        return cls("engine", instance.policy, instance.number)
+
+    @classmethod
+    def trainer(cls, policy: str) -> "WorkerId":
+        """The trainer of a policy."""
+        return cls("trainer", policy)
+
+    @property
+    def instance(self) -> InstanceId:
+        """The instance of an engine. Raises ValueError if it is no engine."""
+        if self.kind != "engine" or self.number is None:
+            raise ValueError(f"'{self}' is no engine of a policy, so it has no instance")
+        return InstanceId(self.policy, self.number)
+
+
+CONTROLLER = WorkerId("controller")
+"""The process of the event loop."""

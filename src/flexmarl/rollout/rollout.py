@@ -11,7 +11,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetried
+from flexmarl.events.hub import Events
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.calls import Lockstep
@@ -36,7 +37,7 @@ class Rollout:
         admission: Admission,
         settings: RolloutSettings,
         episodes: int,
-        journal: Journal,
+        events: Events,
         policies: Sequence[PolicyName] = (),
         greedy: bool = False,
     ) -> None:
@@ -48,7 +49,7 @@ class Rollout:
         self._admission = admission
         self._settings = settings
         self._episodes = episodes
-        self._journal = journal
+        self._events = events
         self._policies = tuple(policies)
         self._greedy = greedy
         self._stops: dict[GroupId, Stop] = {}
@@ -87,10 +88,10 @@ class Rollout:
             reason = f"{verdict.because}; the last reason: {played.episodes[-1].reason}"
             if not verdict.allowed:
                 self._admission.move(group.group, GroupState.FAILED)
-                self._journal.event("group_failed", group=group.group, because=reason)
+                self._events.emit(GroupFailed(group=group.group, because=reason))
                 break
             self._admission.move(group.group, GroupState.WAITING)
-            self._journal.event("group_retried", group=group.group, because=reason)
+            self._events.emit(GroupRetried(group=group.group, because=reason))
             group = replace(group, attempt=self._admission.attempt(group.group))
         del self._stops[group.group]
         await emit(played)
@@ -137,10 +138,8 @@ class Rollout:
     def _note_failure(self, episode: Episode, stop: Stop) -> None:
         """Writes to the journal an episode that ended unfinished although nobody stopped it."""
         if not episode.finished and not stop.because:
-            self._journal.event(
-                "episode_failed",
-                group=episode.group,
-                episode=episode.episode,
-                status=episode.status,
-                because=episode.reason,
+            self._events.emit(
+                EpisodeFailed(
+                    group=episode.group, episode=episode.episode, status=episode.status, because=episode.reason
+                )
             )

@@ -31,8 +31,10 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from flexmarl.errors import ConfigError
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.event import Event
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import Called
 from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
 from flexmarl.records import split_sample_id, split_trajectory_id
 from flexmarl.settings import Settings
@@ -226,30 +228,30 @@ def _plans_of(run: Path) -> tuple[RecordedPlan, ...]:
     return plans
 
 
-def plans_in(events: Iterable[Mapping[str, Any]]) -> tuple[RecordedPlan, ...]:
+def plans_in(events: Iterable[Event]) -> tuple[RecordedPlan, ...]:
     """Returns the plan of each training group, in order of admission; of a repeated group, that of the last attempt."""
-    groups: dict[int, dict[tuple[int, int], dict[int, Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[int, dict[tuple[int, int], dict[int, Called]]] = defaultdict(lambda: defaultdict(dict))
     for event in events:
-        if event["event"] == "call" and event["finish"] in COMPLETE and event["sampled_tokens"]:
-            _, hop, trajectory = split_sample_id(event["request"])
+        if isinstance(event, Called) and event.finish in COMPLETE and event.sampled_tokens:
+            _, hop, trajectory = split_sample_id(event.request)
             group, index, attempt = split_trajectory_id(trajectory)
             if group < EVALUATION_GROUPS:
                 groups[group][attempt, index][hop] = event
     return tuple(_plan(groups[group]) for group in sorted(groups))
 
 
-def _plan(episodes: Mapping[tuple[int, int], Mapping[int, Mapping[str, Any]]]) -> RecordedPlan:
+def _plan(episodes: Mapping[tuple[int, int], Mapping[int, Called]]) -> RecordedPlan:
     last = max(attempt for attempt, _ in episodes)
     return RecordedPlan(tuple(_calls(episodes[place]) for place in sorted(episodes) if place[0] == last))
 
 
-def _calls(by_hop: Mapping[int, Mapping[str, Any]]) -> Calls:
+def _calls(by_hop: Mapping[int, Called]) -> Calls:
     events = [by_hop[hop] for hop in sorted(by_hop)]
-    began = [event["began"] for event in events[1:]]
-    ended = [event.get("ended", event["t"]) for event in events]
+    began = [event.began for event in events[1:]]
+    ended = [event.ended for event in events]
     # Calls of one episode may overlap: the pause between them is then 0.
     pauses = [max(0.0, after - before) for after, before in zip(began, ended, strict=False)]
     return tuple(
-        PlannedCall(event["policy"], event["sampled_tokens"], pause)
+        PlannedCall(event.policy, event.sampled_tokens, pause)
         for event, pause in zip(events, [*pauses, 0.0], strict=True)
     )

@@ -13,9 +13,10 @@ from typing import cast
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
+from flexmarl.events.hub import Events
 from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import PolicyName
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.costs import CostSettings
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
@@ -43,12 +44,12 @@ class ModelledResidents:
     """Number of replacements for which every node has extra room."""
     nodes: int = 1
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Makes nodes that each have room for all residents, so that those of a lost node can start on another."""
         names = [NODE] if self.nodes == 1 else [f"{NODE}-{n}" for n in range(self.nodes)]
-        return inproc_cluster(dict.fromkeys(names, residents + self.spare))
+        return inproc_cluster(dict.fromkeys(names, residents + self.spare), events=events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[InferenceEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[InferenceEngine]:
         """Specifies one inference instance, which may be moved to another policy."""
         make = partial(
             ModelledEngine,
@@ -60,7 +61,7 @@ class ModelledResidents:
             costs_of=lambda other: self.costs(other).engine,
         )
         return ResidentSpec(
-            name=f"{ResidentKind.ENGINE}/{instance}",
+            name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
             make=make,
@@ -70,7 +71,7 @@ class ModelledResidents:
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """Specifies the trainer of a policy."""
         return ResidentSpec(
-            name=f"{ResidentKind.TRAINER}/{policy}",
+            name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=partial(

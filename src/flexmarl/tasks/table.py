@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from flexmarl.errors import ConfigError, MissingExtra, boundary
-from flexmarl.observability.safe_json import parse_json
+from flexmarl.events.safe_json import parse_json
 from flexmarl.records import Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted

@@ -11,7 +11,7 @@ import numpy as np
 from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.errors import ConfigError, MissingExtra, WorkerError
-from flexmarl.records import WorkerLost
+from flexmarl.events.run_events import WorkerLost
 
 LONGEST_S = 600.0
 """Time limit of a check; beyond it the cluster hangs. A busy machine may take minutes to start a few processes."""
@@ -137,12 +137,12 @@ def probe(name: str, make: Callable[[], Any] | None = None) -> ResidentSpec[Prob
 class Losses:
     """Collects the losses that a cluster reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.told: list[WorkerLost] = []
         self._first = asyncio.Event()
+        cluster.events.listen(WorkerLost, self._lost)
 
-    def __call__(self, lost: WorkerLost) -> None:
-        """Records a loss."""
+    def _lost(self, lost: WorkerLost) -> None:
         self.told.append(lost)
         self._first.set()
 
@@ -163,14 +163,14 @@ async def check_cluster(cluster: Cluster, kill: Kill) -> None:
     """
     (resident,) = await cluster.spawn([probe("shared")])
     for check in (*CALL_CHECKS, *LIFE_CHECKS):
-        cluster.on_lost = losses = Losses()
+        losses = Losses(cluster)
         try:
             async with asyncio.timeout(LONGEST_S):
                 await (check(resident) if check in CALL_CHECKS else check(cluster, kill, losses))
         except Exception as error:
             error.add_note(f"in the conformance check: {check.__name__.replace('_', ' ')}")
             raise
-    cluster.on_lost = losses = Losses()
+    losses = Losses(cluster)
     await cluster.close()
     await cluster.close()
     assert "shared" in str(await raised(resident.remote.echo(1), WorkerError))
@@ -331,7 +331,7 @@ async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill,
     lost = await losses.first()
     assert "dies" in str(await raised(dies.remote.echo(1), WorkerError))
     assert await lives.remote.echo(1) == 1
-    assert (lost.name, lost.node, lost.pid) == ("dies", place.node, place.pid)
+    assert (lost.process, lost.node, lost.pid) == ("dies", place.node, place.pid)
     assert lost.because
     await dies.stop()
     await lives.stop()
@@ -341,7 +341,7 @@ async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill,
 async def a_death_is_told_though_nobody_calls(cluster: Cluster, kill: Kill, losses: Losses) -> None:
     (idle,) = await cluster.spawn([probe("idle")])
     kill(idle)
-    assert (await losses.first()).name == "idle"
+    assert (await losses.first()).process == "idle"
     (again,) = await cluster.spawn([probe("idle")])
     assert await again.remote.echo(1) == 1
     await again.stop()

@@ -22,6 +22,10 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import EngineError, TrainingError
+from flexmarl.events.hub import Events
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import NullProgress, Progress
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore, Row
 from flexmarl.experience.rows import TURN_COLUMNS
@@ -29,14 +33,11 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import NullProgress, Progress
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.parts import PRODUCTION
 from flexmarl.orchestrator.run import RunOutcome
 from flexmarl.orchestrator.saving import resume
-from flexmarl.records import GenerationRequest, PolicyName, Task
+from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId
 from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
@@ -110,28 +111,28 @@ class ScriptedResidents:
         """`engines` has the engines of each policy, in the order of their instance numbers."""
         self.objects, self._engines, self._trainers = objects, engines, trainers
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Makes a cluster in this process."""
-        return inproc_cluster()
+        return inproc_cluster(events=events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[WeightedEngine]:
         """Specifies one of the engines."""
         return ResidentSpec(
-            name=f"{ResidentKind.ENGINE}/{instance}",
+            name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,
             make=lambda: self.make_engine(policy, instance),
             error=EngineError,
         )
 
-    def make_engine(self, policy: PolicyName, instance: str) -> WeightedEngine:
+    def make_engine(self, policy: PolicyName, instance: InstanceId) -> WeightedEngine:
         """Returns the engine of an instance, whose name ends with its number."""
-        return self._engines[policy][int(instance.rpartition("/")[2])]
+        return self._engines[policy][instance.number]
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """Specifies the trainer of a policy."""
         return ResidentSpec(
-            name=f"{ResidentKind.TRAINER}/{policy}",
+            name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
             contract=Trainer,
             make=lambda: self._trainers[policy],
@@ -219,7 +220,8 @@ class ScriptedRun:
         }
         self.world: World
         """The world of the run; `play` makes it."""
-        self.journal = MemoryJournal(lambda: asyncio.get_running_loop().time())
+        self.events = RememberedEvents(None)
+        """The events of the run so far."""
         self.progress: Progress = NullProgress()
         self.rules = PRODUCTION
         self.metrics: dict[int, Mapping[str, float]] = {}
@@ -242,10 +244,6 @@ class ScriptedRun:
             self.failure = failure
             raise
         return self
-
-    def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Returns the events of the journal, all or those of one name."""
-        return self.journal.events(name)
 
     def rows(self) -> list[Row]:
         """Returns every row of every agent, in the order of sample ids."""
@@ -277,14 +275,16 @@ class ScriptedRun:
         )
         for trainer in self.trainers.values():
             trainer.rows = StoreRows(self.store)
-        async with world_of(self.settings, self.store, self.residents(), make_pool=self.make_pool) as self.world:
+        async with world_of(
+            self.settings, self.store, self.residents(), self.events, make_pool=self.make_pool
+        ) as self.world:
             start = None
             if self._resumes:
-                start = await resume(checkpoints, self.trainers, self.store, journal=self.journal, say=self.said.append)
+                start = await resume(checkpoints, self.trainers, self.store, events=self.events, say=self.said.append)
             orchestrator, _ = wire(
                 self.blueprint,
                 self.world,
-                journal=self.journal,
+                events=self.events,
                 metrics=Metrics(asyncio.get_running_loop().time, [self]),
                 progress=self.progress,
                 checkpoints=checkpoints,

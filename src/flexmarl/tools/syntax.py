@@ -21,7 +21,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from flexmarl.observability.safe_json import parse_json
+from flexmarl.events.safe_json import parse_json
 from flexmarl.settings import Settings
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
+from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, SampleId, Version
 
 FloatArray64 = NDArray[np.float64]
 
@@ -33,26 +33,6 @@ class UpdateReport:
     """`clipped`, `kl_to_sampler`, `entropy`, and the figures of the correction, each a mean per weighted token of the
     rows that went through the model."""
     duration_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulated:
-    """A micro-batch that is in the gradient cache, with the times that its session measured."""
-
-    policy: PolicyName
-    report: LossReport
-    ended: float
-    """When the session received the report, by the event loop's clock."""
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds of work of the trainer, without the time that a micro-batch sent ahead waited for its turn."""
-        return self.report.duration_s
-
-    @property
-    def began(self) -> float:
-        """When the trainer began to work on it."""
-        return self.ended - self.duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

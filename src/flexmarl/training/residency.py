@@ -14,13 +14,14 @@ A `ProcessGroup` is the interface to the training processes of a policy, which a
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 from flexmarl.cluster.allocation import Lease, Places
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import FlexmarlError, TrainingError, boundary
-from flexmarl.records import PolicyName
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import Swapped
+from flexmarl.records import PolicyName, WorkerId
 from flexmarl.training.settings import ProcessGroupSettings
 from flexmarl.training.swapping import Direction, Need, Standing, Swap, Where, gives_way, next_swap
 
@@ -49,23 +50,6 @@ class ProcessGroup(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swapped:
-    """A swap that has ended."""
-
-    policy: PolicyName
-    direction: Direction
-    place: int
-    because: str
-    began: float
-    """Time by the event loop's clock, as is `ended`."""
-    ended: float
-
-
-def _ignore(swapped: Swapped) -> None:
-    pass
-
-
 class Residency:
     """Shares training devices between policies. It swaps inside `async with residency.open():`.
 
@@ -82,12 +66,11 @@ class Residency:
         groups: Mapping[PolicyName, ProcessGroup],
         settings: ProcessGroupSettings,
         *,
-        on_swap: Callable[[Swapped], None] = _ignore,
+        events: Events | None = None,
     ) -> None:
-        """At first all policies are off devices."""
+        """At first all policies are off devices. Every swap that has ended is emitted to `events`."""
         self._groups, self._settings = groups, settings
-        self.on_swap = on_swap
-        """Called with every swap that has ended."""
+        self._events = events or Events()
         self._places = Places(min(settings.at_once or len(groups), len(groups)))
         self._standings = {policy: Standing(policy=policy) for policy in groups}
         self._wakes: dict[PolicyName, Callable[[], None]] = {}
@@ -223,21 +206,21 @@ class Residency:
         except FlexmarlError as error:
             self._fail(error)
             return
-        ended = self._now()
+        took = self._now() - began
         if swap.direction is Direction.RESUME:
-            standing.where, standing.resume_s = Where.HERE, ended - began
+            standing.where, standing.resume_s = Where.HERE, took
         else:
-            standing.where, standing.suspend_s = Where.AWAY, ended - began
+            standing.where, standing.suspend_s = Where.AWAY, took
             self._places.release(swap.policy)
         self._swapped.set()
-        self.on_swap(
+        self._events.emit(
             Swapped(
+                process=WorkerId.trainer(swap.policy),
+                began=self._events.moment(began),
                 policy=swap.policy,
                 direction=swap.direction,
                 place=lease.place,
                 because=swap.because,
-                began=began,
-                ended=ended,
             )
         )
         self._settle()

@@ -11,19 +11,17 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexmarl.errors import TrainingError, boundary
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.interface import ExperienceStore, Outcome
-from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleId, Version
-from flexmarl.training.interface import Accumulated, Trainer, UpdateReport
+from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleId, Version, WorkerId
+from flexmarl.training.interface import Trainer, UpdateReport
 from flexmarl.training.residency import Residency
 from flexmarl.training.settings import ProcessGroupSettings
-
-
-def _ignore(accumulated: Accumulated) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +55,20 @@ class TrainingSession:
         micro_batch: int,
         version: Version,
         ahead: bool = False,
-        on_report: Callable[[Accumulated], None] = _ignore,
+        events: Events | None = None,
         residency: Residency | None = None,
     ) -> None:
-        """`residency` shares devices between policies; without it, the policy has its own."""
+        """`residency` shares devices between policies; without it, the policy has its own.
+
+        Every micro-batch that was accumulated is emitted to `events`.
+        """
         self._policy = policy
         self._store = store
         self._trainer = trainer
         self._micro_batch = micro_batch
         self._version = version
         self._at_once = 2 if ahead else 1
-        self._on_report = on_report
+        self._events = events or Events()
         self._wake = asyncio.Event()
         self._residency = residency or Residency({}, ProcessGroupSettings())
         self._residency.join(policy, self._wake.set)
@@ -236,7 +237,19 @@ class TrainingSession:
         for sample_id, drop in dropped.items():
             await self._store.settle([sample_id], Outcome(state=RowState.FILTERED, reason=drop.because))
         self._residency.trained(self._policy, report.num_samples + report.open_samples, report.duration_s)
-        self._on_report(Accumulated(policy=self._policy, report=report, ended=ended))
+        ended = self._events.moment(ended)
+        self._events.emit(
+            MicroBatchDone(
+                process=WorkerId.trainer(self._policy),
+                began=ended - report.duration_s,
+                ended=ended,
+                policy=self._policy,
+                micro_batch=report.micro_batch_id,
+                rows=report.num_samples + report.open_samples,
+                tokens=report.num_tokens + report.open_tokens,
+                duration_s=report.duration_s,
+            )
+        )
 
     async def _give_back(self, batch_id: str, ids: Sequence[SampleId]) -> None:
         """Makes rows that were not accumulated READY again. If their group was dropped, they end FILTERED instead."""

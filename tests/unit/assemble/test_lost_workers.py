@@ -10,39 +10,37 @@ from flexmarl.assemble.wire import watch_workers
 from flexmarl.assemble.world import Processes
 from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.records import WorkerLost
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.run_events import WorkerLost
+from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 
 
 def death_of(name: str) -> WorkerLost:
-    return WorkerLost(name=name, node="here", pid=7, because="its process was killed")
+    return WorkerLost(process=WorkerId.parse(name), node="here", pid=7, because="its process was killed")
 
 
 class Watched:
     """A world of which only its processes and its pool's losses are looked at. Made inside the event loop."""
 
     def __init__(self) -> None:
-        self.journal, self.losses = MemoryJournal(), []
-        self.cluster = SimpleNamespace(on_lost=None)
+        self.events, self.losses = RememberedEvents(), []
         self.processes = Processes(
             {name: ResidentPlace(node="here", pid=7) for name in ("engine/one/0", "trainer/one")}
         )
         pool = SimpleNamespace(lose=lambda instance, because: self.losses.append((instance, because)))
-        self.failed = watch_workers(
-            SimpleNamespace(cluster=self.cluster, pool=pool, processes=self.processes), self.journal
-        )
+        self.failed = watch_workers(SimpleNamespace(pool=pool, processes=self.processes), self.events)
 
 
 def test_a_dead_trainer_ends_a_run_that_waits_for_something_else():
     async def life():
         watched = Watched()
-        asyncio.get_running_loop().call_later(5.0, watched.cluster.on_lost, death_of("trainer/one"))
+        asyncio.get_running_loop().call_later(5.0, watched.events.emit, death_of("trainer/one"))
         waits = asyncio.Event()
         with pytest.raises(TrainingError, match=r"policy 'one'.*pid 7 on here.*was killed.*--resume"):
-            await until_lost(waits.wait(), beside=asyncio.sleep(3600), lost=watched.failed, journal=watched.journal)
+            await until_lost(waits.wait(), beside=asyncio.sleep(3600), lost=watched.failed, events=watched.events)
         assert asyncio.get_running_loop().time() == 5.0
-        assert [event["process"] for event in watched.journal.events("worker_lost")] == ["trainer/one"]
+        assert [event.process for event in watched.events.of(WorkerLost)] == ["trainer/one"]
 
     run_virtual(life())
 
@@ -50,10 +48,10 @@ def test_a_dead_trainer_ends_a_run_that_waits_for_something_else():
 def test_a_dead_engine_is_the_pools_to_replace_and_the_run_goes_on():
     async def life():
         watched = Watched()
-        watched.cluster.on_lost(death_of("engine/one/0"))
+        watched.events.emit(death_of("engine/one/0"))
         assert watched.losses == [("one/0", "its process was killed")]
         assert list(watched.processes.places) == ["trainer/one"]
-        await until_lost(asyncio.sleep(1), beside=asyncio.sleep(3600), lost=watched.failed, journal=watched.journal)
+        await until_lost(asyncio.sleep(1), beside=asyncio.sleep(3600), lost=watched.failed, events=watched.events)
         assert not watched.failed.done()
 
     run_virtual(life())

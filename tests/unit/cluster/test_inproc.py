@@ -53,7 +53,7 @@ def test_residents_go_where_most_room_is_and_leave_it_when_they_end() -> None:
 def test_a_kill_is_told_once_and_ends_the_live_resident_of_that_name() -> None:
     async def scenario() -> None:
         async with inproc_cluster({"a": 2}, crosses=True) as cluster:
-            cluster.on_lost = losses = Losses()
+            losses = Losses(cluster)
             (first,) = await cluster.spawn([probe("engine/solver/0")])
             cluster.kill("engine/solver/0", "its node lost power")
             (second,) = await cluster.spawn([probe("engine/solver/0")])

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import FinishReason, Version, VersionRun
+from flexmarl.records import FinishReason, InstanceId, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, utf8_text
 from tests.unit.inference.models import POLICY, request
@@ -58,10 +59,14 @@ class Spare:
         return engine
 
     def listen(self, pool):
-        pool.on_lost = lambda instance, because: self.told.append(("lost", instance, because))
-        pool.on_replaced = lambda *replaced: self.told.append(("replaced", *replaced))
+        pool.events.listen(InstanceLost, lambda lost: self.told.append(("lost", lost.instance, lost.because)))
+        pool.events.listen(
+            InstanceReplaced,
+            lambda new: self.told.append(("replaced", new.replaces, new.instance, new.version, new.seconds)),
+        )
         self.loads, self.calls = [], []
-        pool.on_loaded, pool.on_call = self.loads.append, self.calls.append
+        pool.events.listen(Loaded, self.loads.append)
+        pool.events.listen(Called, self.calls.append)
 
 
 @asynccontextmanager
@@ -109,15 +114,15 @@ def test_a_lost_instance_is_closed_and_another_one_serves_in_its_place_what_was_
 def test_an_idle_instance_whose_death_is_noticed_elsewhere_is_replaced_before_the_next_request():
     async def scenario():
         async with serving([Engine(), Engine()], Engine()) as at:
-            at.pool.lose("solver/0", "its process was killed")
-            at.pool.lose("solver/0", "its process was killed")
-            at.pool.lose("solver/9", "it never was")
-            at.pool.lose("nobody/0", "it never was")
+            at.pool.lose(InstanceId("solver", 0), "its process was killed")
+            at.pool.lose(InstanceId("solver", 0), "its process was killed")
+            at.pool.lose(InstanceId("solver", 9), "it never was")
+            at.pool.lose(InstanceId("nobody", 0), "it never was")
             assert list(await at.pool.usage()) == ["solver/1"]
             await asyncio.sleep(11.0)
             assert list(await at.pool.usage()) == ["solver/1", "solver/2"]
         assert at.pool.lost == {"solver/0": "its process was killed"}
-        at.pool.lose("solver/1", "the run has ended, and so has its process")
+        at.pool.lose(InstanceId("solver", 1), "the run has ended, and so has its process")
         assert list(at.pool.lost) == ["solver/0"]
 
     run_virtual(scenario())
@@ -126,12 +131,12 @@ def test_an_idle_instance_whose_death_is_noticed_elsewhere_is_replaced_before_th
 def test_while_a_replacement_is_on_its_way_requests_wait_no_longer_than_they_want_to():
     async def scenario():
         async with serving([Engine()], Engine()) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             hasty, patient = await asyncio.gather(
                 at.pool.generate(request("hasty"), timeout_s=3.0), at.pool.generate(request("patient", max_tokens=10))
             )
             assert (hasty.finish, hasty.response_ids.size, text(patient)) == (FinishReason.ABORT, 0, LETTERS)
-            assert [call.request_id for call in at.spare.calls] == ["patient"]
+            assert [call.request for call in at.spare.calls] == ["patient"]
             assert now() == 20.0
 
     run_virtual(scenario())
@@ -147,7 +152,7 @@ def test_a_request_whose_time_is_over_when_its_instance_is_lost_is_not_played_ag
         async with serving([deaf, other]) as at:
             call = asyncio.create_task(at.pool.generate(request("r", max_tokens=10), timeout_s=3.0))
             await asyncio.sleep(4.0)
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             answer = await call
             assert (answer.finish, now(), deaf.aborted) == (FinishReason.ABORT, 4.0, ["r"])
         assert other.requests == []
@@ -180,7 +185,7 @@ def test_a_replacement_that_fails_counts_and_the_next_one_is_started(because):
         async with InferencePool({POLICY: [Engine()]}, PoolSettings(replacements=2), respawn=spare).open() as pool:
             spare.listen(pool)
             await pool.load_weights(*V1)
-            pool.lose("solver/0", "killed")
+            pool.lose(InstanceId("solver", 0), "killed")
             assert text(await pool.generate(request("r", max_tokens=10))) == LETTERS
         assert pool.lost == {"solver/0": "killed", "solver/1": because}
         assert spare.told[-1][:4] == ("replaced", "solver/0", "solver/2", 1)
@@ -195,9 +200,9 @@ def test_when_all_replacements_are_used_up_every_caller_learns_all_reasons():
     async def scenario():
         spares = [Engine(), OSError("no such node"), OSError("no node at all")]
         async with serving([Engine()], *spares) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             await at.pool.generate(request("r"))
-            at.pool.lose("solver/1", "killed too")
+            at.pool.lose(InstanceId("solver", 1), "killed too")
             with pytest.raises(EngineError) as raised:
                 await at.pool.generate(request("r"))
             assert str(raised.value) == (
@@ -215,7 +220,7 @@ def test_without_replacements_a_lost_instance_is_only_closed():
     async def scenario():
         old = Engine()
         async with serving([old, Engine()], replacements=0) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             await asyncio.sleep(100.0)
             assert list(await at.pool.usage()) == ["solver/1"]
         assert (old.closed_at, at.spare.started) == (0.0, [])
@@ -228,7 +233,7 @@ def test_a_lost_instance_that_hangs_in_closing_delays_its_replacement_for_a_boun
     async def scenario():
         old = Engine(close_s=min(close_s, 1e9))
         async with serving([old], Engine()) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             await at.pool.generate(request("r"))
         assert at.spare.started == [(min(close_s, 30.0), "solver/1")]
 
@@ -239,7 +244,7 @@ def test_a_replacement_that_loads_an_older_version_serves_only_when_it_has_the_n
     async def scenario():
         stays, new = Engine(), Engine(load_s=5.0)
         async with serving([Engine(), stays], new) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             await asyncio.sleep(12.0)
             assert new.loads == [1], "the witness: it is loading version 1"
             assert await at.pool.load_weights(*V2) == {"solver/1": "sum:k2"}
@@ -264,7 +269,7 @@ def test_a_replacement_that_finds_the_older_version_released_goes_on_with_the_ne
     async def scenario():
         new = Engine(load_s=5.0, checksum=held)
         async with serving([Engine(), Engine()], new) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             await asyncio.sleep(12.0)
             await at.pool.load_weights(*V2)
             released.add("k1")
@@ -295,7 +300,7 @@ def test_an_instance_that_dies_while_it_loads_is_not_waited_for():
             dying.load_s = 100.0
             loading = asyncio.create_task(at.pool.load_weights(*V2))
             await asyncio.sleep(1.0)
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             assert await loading == {"solver/1": "sum:k2"}
             assert now() == 1.0
 
@@ -351,17 +356,17 @@ def test_the_pool_tells_of_every_answered_call_and_every_load():
             await at.pool.generate(request("s"), timeout_s=2.5)
         (load,) = at.spare.loads
         first, second = at.spare.calls
-        assert (load.instance, load.version, load.checksum, load.began_at, load.ended_at) == (
+        assert (load.instance, load.version, load.checksum, load.began, load.ended) == (
             "solver/0",
             1,
             "sum:k1",
             0.0,
             2.0,
         )
-        assert (first.instance, first.policy, first.request_id, first.version) == ("solver/0", "solver", "r", 1)
-        assert (first.sent_at, first.answered_at) == (2.0, 8.0)
+        assert (first.instance, first.policy, first.request, first.version) == ("solver/0", "solver", "r", 1)
+        assert (first.began, first.ended) == (2.0, 8.0)
         assert (first.prompt_tokens, first.sampled_tokens, first.reused_tokens) == (4, 6, 0)
-        assert (second.finish, second.sampled_tokens, second.answered_at) == (FinishReason.ABORT, 3, 12.0)
+        assert (second.finish, second.sampled_tokens, second.ended) == (FinishReason.ABORT, 3, 12.0)
 
     run_virtual(scenario())
 
@@ -369,7 +374,7 @@ def test_the_pool_tells_of_every_answered_call_and_every_load():
 def test_leaving_the_pool_ends_waiting_calls_and_replacements_on_their_way():
     async def scenario():
         async with serving([Engine()], Engine()) as at:
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             call = asyncio.create_task(at.pool.generate(request("r")))
             await asyncio.sleep(1.0)
         with pytest.raises(EngineError, match="not open"):
@@ -384,7 +389,7 @@ def test_a_call_that_waits_for_a_replacement_which_has_not_even_begun_ends_with_
     async def scenario():
         async def kill(pool):
             await asyncio.sleep(0)
-            pool.lose("solver/0", "killed")
+            pool.lose(InstanceId("solver", 0), "killed")
 
         async with serving([Engine()], Engine()) as at:
             killing = asyncio.create_task(kill(at.pool))

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EngineError
+from flexmarl.events.serving_events import Called, InstanceLost, Moved
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.routing import ROUTINGS
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import FinishReason, PolicyName, Version
+from flexmarl.records import FinishReason, InstanceId, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import utf8_text
 from tests.unit.inference.models import request
@@ -89,9 +90,9 @@ class Stage:
         self.engines = {f"{policy}/{i}": self.engine(policy) for policy in POLICIES for i in range(counts[policy])}
         served = {p: [e for name, e in self.engines.items() if name.startswith(p)] for p in POLICIES}
         self.pool = InferencePool(served, schedule.pool, respawn=self.respawn)
-        self.pool.on_moved = lambda move: self.seen.update(["moved"])
-        self.pool.on_lost = lambda instance, because: self.seen.update([because.split(" ")[0]])
-        self.pool.on_call = lambda call: self.seen.update({"went on": bool(call.kept_tokens)})
+        self.pool.events.listen(Moved, lambda move: self.seen.update(["moved"]))
+        self.pool.events.listen(InstanceLost, lambda lost: self.seen.update([lost.because.split(" ")[0]]))
+        self.pool.events.listen(Called, lambda call: self.seen.update({"went on": bool(call.kept_tokens)}))
         self.served = dict.fromkeys(POLICIES, Version(0))
 
     def engine(self, policy):
@@ -139,7 +140,7 @@ class Stage:
             return
         name, to = self.chance.choice(live), self.chance.choice(POLICIES)
         try:
-            became = await self.pool.move(name, to=to)
+            became = await self.pool.move(InstanceId.parse(name), to=to)
         except EngineError as error:
             self.seen.update(["refused" if "cannot be moved" in str(error) else "failed"])
             return
@@ -150,7 +151,7 @@ class Stage:
         await asyncio.sleep(self.chance.uniform(0, 40))
         name = self.chance.choice(list(self.engines))
         self.engines[name].fail("killed")
-        self.pool.lose(name, "killed")
+        self.pool.lose(InstanceId.parse(name), "killed")
 
     async def play(self):
         async with self.pool.open():

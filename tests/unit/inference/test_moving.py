@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.events.serving_events import Called, Moved
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
-from flexmarl.records import FinishReason
+from flexmarl.records import FinishReason, InstanceId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import utf8_text
 from tests.unit.inference.moving import JUDGE, LETTERS, SOLVER, Movable, ask, publish
@@ -31,7 +32,8 @@ def play(scenario, *, solvers=2, judges=1, respawn=None, make=Movable, **setting
         engines = {SOLVER: [make(SOLVER) for _ in range(solvers)], JUDGE: [Movable(JUDGE) for _ in range(judges)]}
         async with InferencePool(engines, PoolSettings(**settings), respawn=respawn).open() as pool:
             at = SimpleNamespace(pool=pool, solvers=engines[SOLVER], judges=engines[JUDGE], moved=[], calls=[])
-            pool.on_moved, pool.on_call = at.moved.append, at.calls.append
+            pool.events.listen(Moved, at.moved.append)
+            pool.events.listen(Called, at.calls.append)
             await publish(pool)
             await scenario(at)
         assert [engine.misdirected for engine in engines[SOLVER] + engines[JUDGE]] == [[]] * (solvers + judges)
@@ -42,7 +44,7 @@ def play(scenario, *, solvers=2, judges=1, respawn=None, make=Movable, **setting
 def test_a_moved_instance_serves_its_new_policy_from_its_newest_weights_under_a_name_of_it():
     async def scenario(at):
         await publish(at.pool, 2, JUDGE)
-        assert await at.pool.move("solver/1", to=JUDGE, because="many wait") == "judge/1"
+        assert await at.pool.move(InstanceId("solver", 1), to=JUDGE, because="many wait") == "judge/1"
         assert at.solvers[1].loads[-1] == (JUDGE, 2)
         answers = await asyncio.gather(*(ask(at.pool, i, JUDGE) for i in range(4)))
         assert [text(answer) for answer in answers] == [LETTERS[JUDGE]] * 4
@@ -57,7 +59,7 @@ def test_requests_of_a_moved_instance_go_on_at_another_one_where_they_stopped():
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/1", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 1), to=JUDGE)
         assert now() == 5.0, "the move waits for the token under way, and for nothing else"
         answers = await asyncio.gather(*calls)
         (rest,) = (one for one in at.solvers[0].requests if one.offset)
@@ -66,7 +68,7 @@ def test_requests_of_a_moved_instance_go_on_at_another_one_where_they_stopped():
         assert [(len(a.logprobs), a.finish) for a in answers] == [(10, FinishReason.STOP)] * 2
         assert now() == 10.0
         moved = at.calls[-1]
-        assert (moved.request_id, moved.prompt_tokens, moved.sampled_tokens, moved.kept_tokens) == ("1", 3, 10, 5)
+        assert (moved.request, moved.prompt_tokens, moved.sampled_tokens, moved.kept_tokens) == ("1", 3, 10, 5)
 
     play(scenario)
 
@@ -75,7 +77,7 @@ def test_an_answer_says_which_version_sampled_what_on_which_side_of_a_move():
     async def scenario(at):
         call = ask(at.pool, "a"), ask(at.pool, "b")
         await asyncio.sleep(4.5)
-        await asyncio.gather(at.pool.move("solver/1", to=JUDGE), publish(at.pool, 2, SOLVER))
+        await asyncio.gather(at.pool.move(InstanceId("solver", 1), to=JUDGE), publish(at.pool, 2, SOLVER))
         answers = await asyncio.gather(*call)
         assert [[(run.start, run.version) for run in answer.versions] for answer in answers] == [[(0, 1), (5, 2)]] * 2
 
@@ -86,7 +88,7 @@ def test_with_drain_the_instance_ends_first_what_it_runs():
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/1", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 1), to=JUDGE)
         assert now() == 10.0
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
         assert all(not one.offset for one in at.solvers[0].requests)
@@ -105,7 +107,7 @@ def test_where_no_other_engine_can_continue_its_requests_the_instance_ends_them_
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/1", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 1), to=JUDGE)
         assert now() == 10.0
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
         assert all(not one.offset for one in at.solvers[0].requests)
@@ -117,7 +119,7 @@ def test_a_request_that_is_moved_keeps_its_patience_and_what_it_has():
     async def scenario(at):
         calls = [ask(at.pool, i, timeout_s=7.0) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/0", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 0), to=JUDGE)
         moved, _ = await asyncio.gather(*calls)
         assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcdefg")
         assert now() == 7.0
@@ -129,7 +131,7 @@ def test_a_request_in_line_again_whose_time_is_over_comes_back_with_what_it_has(
     async def scenario(at):
         calls = [ask(at.pool, i, timeout_s=7.0) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/0", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 0), to=JUDGE)
         assert at.pool.waiting == {SOLVER: 1, JUDGE: 0}
         moved, _ = await asyncio.gather(*calls)
         assert (moved.finish, text(moved)) == (FinishReason.ABORT, "abcde")
@@ -150,7 +152,7 @@ def test_a_request_in_line_again_whose_time_is_over_comes_back_with_what_it_has(
 def test_a_move_that_cannot_be_is_refused_and_changes_nothing(instance, to, because):
     async def scenario(at):
         with pytest.raises(EngineError, match=because):
-            await at.pool.move(instance, to=to)
+            await at.pool.move(InstanceId.parse(instance), to=to)
         assert list(await at.pool.usage()) == ["solver/0", "solver/1", "judge/0"]
 
     play(scenario)
@@ -161,12 +163,12 @@ def test_no_instance_moves_to_a_policy_without_weights_or_while_the_pool_sleeps(
         async with InferencePool({SOLVER: [Movable(SOLVER), Movable(SOLVER)], JUDGE: [Movable(JUDGE)]}).open() as pool:
             await publish(pool, 1, SOLVER)
             with pytest.raises(EngineError, match="has published no weights that it could load"):
-                await pool.move("solver/0", to=JUDGE)
+                await pool.move(InstanceId("solver", 0), to=JUDGE)
 
     async def asleep(at):
         await at.pool.sleep()
         with pytest.raises(EngineError, match="the pool is asleep"):
-            await at.pool.move("solver/0", to=JUDGE)
+            await at.pool.move(InstanceId("solver", 0), to=JUDGE)
 
     run_virtual(unpublished())
     play(asleep)
@@ -183,7 +185,7 @@ def test_an_instance_that_does_not_hold_the_new_policys_weights_is_lost_and_repl
 
     async def scenario(at):
         with pytest.raises(EngineError, match=r"was not moved to 'judge': version 1 has checksum .* but it holds torn"):
-            await at.pool.move("solver/1", to=JUDGE)
+            await at.pool.move(InstanceId("solver", 1), to=JUDGE)
         assert list(at.pool.lost) == ["judge/1"]
         await asyncio.sleep(11.0)
         assert list(await at.pool.usage()) == ["solver/0", "judge/0", "judge/2"]
@@ -202,7 +204,7 @@ def test_an_instance_that_does_not_end_its_requests_is_lost_and_they_start_again
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(0.5)
         with pytest.raises(EngineError, match=r"it did not end its requests within 4\.0 s"):
-            await at.pool.move("solver/0", to=JUDGE)
+            await at.pool.move(InstanceId("solver", 0), to=JUDGE)
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
         assert list(at.pool.lost) == ["solver/0"]
         assert now() == 15.0
@@ -214,9 +216,9 @@ def test_an_instance_that_dies_while_it_drains_is_known_by_its_old_name():
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
-        at.pool.lose("solver/0", "its process was killed")
+        at.pool.lose(InstanceId("solver", 0), "its process was killed")
         with pytest.raises(EngineError, match="its process was killed"):
             await moving
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
@@ -227,8 +229,8 @@ def test_an_instance_that_dies_while_it_drains_is_known_by_its_old_name():
 
 def test_a_moved_instance_that_dies_later_is_known_by_its_old_name_too():
     async def scenario(at):
-        await at.pool.move("solver/0", to=JUDGE)
-        at.pool.lose("solver/0", "its process was killed")
+        await at.pool.move(InstanceId("solver", 0), to=JUDGE)
+        at.pool.lose(InstanceId("solver", 0), "its process was killed")
         assert at.pool.lost == {"judge/1": "its process was killed"}
 
     play(scenario)
@@ -238,9 +240,9 @@ def test_an_instance_whose_policy_loses_all_others_meanwhile_stays():
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
-        at.pool.lose("solver/1", "its process was killed")
+        at.pool.lose(InstanceId("solver", 1), "its process was killed")
         with pytest.raises(EngineError, match="'solver' has lost its other instances meanwhile, so it stays"):
             await moving
         assert [text(await call) for call in calls] == [LETTERS[SOLVER]] * 2
@@ -253,9 +255,9 @@ def test_an_instance_whose_policy_loses_all_others_meanwhile_stays():
 def test_an_instance_comes_back_whose_policy_loses_all_others_while_it_loads(version):
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
-        at.pool.lose("solver/1", "its process was killed")
+        at.pool.lose(InstanceId("solver", 1), "its process was killed")
         call = ask(at.pool, "waits")
         if version == 2:
             await publish(at.pool, 2, SOLVER)
@@ -275,9 +277,9 @@ def test_an_instance_goes_though_its_policy_loses_all_others_while_another_one_i
 
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
-        at.pool.lose("solver/1", "its process was killed")
+        at.pool.lose(InstanceId("solver", 1), "its process was killed")
         assert await moving == "judge/1"
         assert (text(await ask(at.pool, "waits")), now()) == (LETTERS[SOLVER], 21.0)
 
@@ -290,9 +292,9 @@ def test_an_instance_that_is_reported_dead_while_it_loads_is_lost_and_replaced_a
 
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
-        at.pool.lose("solver/0", "its process was killed")
+        at.pool.lose(InstanceId("solver", 0), "its process was killed")
         with pytest.raises(EngineError, match="its process was killed"):
             await moving
         await asyncio.sleep(1.0)
@@ -305,7 +307,7 @@ def test_an_instance_that_is_reported_dead_while_it_loads_is_lost_and_replaced_a
 def test_a_version_published_while_an_instance_loads_the_one_before_is_loaded_before_it_serves():
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(2.0)
         await publish(at.pool, 2, JUDGE)
         assert now() == 2.0, "only live instances are waited for"
@@ -321,7 +323,7 @@ def test_an_instance_that_loads_for_its_old_policy_moves_when_it_has():
         at.solvers[0].load_s = 5.0
         loading = asyncio.create_task(publish(at.pool, 2, SOLVER))
         await asyncio.sleep(2.0)
-        assert await at.pool.move("solver/0", to=JUDGE) == "judge/1"
+        assert await at.pool.move(InstanceId("solver", 0), to=JUDGE) == "judge/1"
         assert at.solvers[0].loads == [(SOLVER, 1), (SOLVER, 2), (JUDGE, 1)]
         await loading
         assert now() == 10.0
@@ -332,7 +334,7 @@ def test_an_instance_that_loads_for_its_old_policy_moves_when_it_has():
 def test_a_move_goes_on_when_who_asked_for_it_is_gone():
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
         moving.cancel()
         await asyncio.sleep(5.0)
@@ -347,7 +349,7 @@ def test_leaving_the_pool_ends_a_move():
             {SOLVER: [Movable(SOLVER, load_s=5.0) for _ in "ab"], JUDGE: [Movable(JUDGE)]}
         ).open() as p:
             await publish(p)
-            moving = asyncio.create_task(p.move("solver/0", to=JUDGE))
+            moving = asyncio.create_task(p.move(InstanceId("solver", 0), to=JUDGE))
             await asyncio.sleep(1.0)
         with pytest.raises(EngineError, match="the pool was left meanwhile"):
             await moving
@@ -388,7 +390,7 @@ def test_a_moved_instance_finds_those_that_wait_for_its_new_policy():
     async def scenario(at):
         calls = [ask(at.pool, i, JUDGE) for i in range(2)]
         await asyncio.sleep(3.0)
-        await at.pool.move("solver/0", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 0), to=JUDGE)
         await asyncio.gather(*calls)
         assert now() == 13.0
 
@@ -414,7 +416,7 @@ def test_requests_that_come_while_the_pool_sleeps_wait_and_those_that_run_stand_
 def test_a_pool_that_is_to_sleep_lets_instances_arrive_first():
     async def scenario(at):
         at.solvers[0].load_s = 5.0
-        moving = asyncio.create_task(at.pool.move("solver/0", to=JUDGE))
+        moving = asyncio.create_task(at.pool.move(InstanceId("solver", 0), to=JUDGE))
         await asyncio.sleep(1.0)
         await at.pool.sleep()
         assert (moving.done(), now()) == (True, 5.0)
@@ -451,7 +453,7 @@ def test_a_moved_call_whose_last_instance_is_lost_comes_back_with_what_it_has():
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(2)]
         await asyncio.sleep(4.5)
-        await at.pool.move("solver/1", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 1), to=JUDGE)
         await asyncio.sleep(1.0)
         at.solvers[0].fail("it died")
         moved, other = (await asyncio.gather(*calls, return_exceptions=True))[::-1]

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.events.serving_events import Called
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
@@ -215,7 +216,7 @@ def test_a_pool_that_is_torn_down_gives_out_nothing_more():
 
     async def serve(engines, calls):
         async with InferencePool({POLICY: engines}).open() as pool:
-            pool.on_call = kill
+            pool.events.listen(Called, kill)
             calls += [asyncio.create_task(pool.generate(request(i))) for i in range(6)]
             try:
                 await asyncio.sleep(1000)

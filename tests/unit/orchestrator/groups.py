@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexmarl.credit import CreditSettings
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
@@ -88,7 +88,7 @@ class Bench:
     ) -> None:
         self.store = SqliteStore(agents=[AgentName("solver"), AgentName("judge")], columns=TURN_COLUMNS)
         self.admission = Admission(AdmissionLaw(groups=groups, lag=0, window=1))
-        self.journal = MemoryJournal()
+        self.events = RememberedEvents()
         self.versions = Versions({SOLVER: Version(0), JUDGE: Version(0)})
         self.ready: list[PolicyName] = []
         self.crediting = Crediting(
@@ -96,7 +96,7 @@ class Bench:
             credit=CreditSettings.model_validate({"filter": None, **credit}),
             trained=[SOLVER],
             admission=self.admission,
-            journal=self.journal,
+            events=self.events,
             appraisal=appraisal,
         )
         self.collector = Collector(
@@ -105,7 +105,7 @@ class Bench:
             versions=self.versions,
             release=release,
             on_ready=self.ready.append,
-            journal=self.journal,
+            events=self.events,
         )
         self.collector.open()
         for _ in range(groups):

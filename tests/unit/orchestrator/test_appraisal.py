@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditRow, credit_rows
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.appraisal import Appraisal, paid
 from flexmarl.records import GroupRecord, PolicyName, Sample, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
@@ -46,12 +47,12 @@ PLAYED = HeldRows()
 
 
 def appraisal_of(
-    journal: MemoryJournal | None = None, *, trainer: type[FakeTrainer] = Opinionated, **training: object
+    events: RememberedEvents | None = None, *, trainer: type[FakeTrainer] = Opinionated, **training: object
 ) -> Appraisal:
     return Appraisal(
         trainers={SOLVER: trainer(SOLVER, InlineObjectStore(), rows=PLAYED)},
         training={SOLVER: TrainingSettings.model_validate(training)},
-        journal=journal or MemoryJournal(),
+        events=events or RememberedEvents(),
     )
 
 
@@ -134,15 +135,15 @@ def test_the_greedy_play_and_calls_without_a_token_are_not_asked_about() -> None
 
 
 def test_the_coefficient_adapts_at_the_end_of_a_batch_and_is_remembered() -> None:
-    journal = MemoryJournal()
+    events = RememberedEvents()
     settings = {"type": "k1", "where": "reward", "coef": 1.0, "target": 0.1, "horizon": 10}
-    appraisal = appraisal_of(journal, kl=settings)
+    appraisal = appraisal_of(events, kl=settings)
     rows = [row for number in range(2) for row in filled(appraisal, group_of(number, [1.0, 0.0]))]
     after = appraisal.end_batch({"other": 3.0})
     # The divergence is five times the target: clipped to 0.2, for each row's share of the horizon.
     assert after == {"other": 3.0, "kl_coef/solver": pytest.approx(1 + 0.2 * len(rows) / 10, rel=1e-12)}
-    (event,) = journal.events("kl_in_reward")
-    assert event["kl"] == pytest.approx(DRIFT, rel=1e-6)
+    (event,) = events.of(DivergenceCharged)
+    assert event.kl == pytest.approx(DRIFT, rel=1e-6)
     assert appraisal.end_batch(after) == after, "nothing was seen since"
     (row, *_) = filled(appraisal, group_of(5, [1.0]), after)
     assert row.parts["kl"] == pytest.approx(-after["kl_coef/solver"] * DRIFT * row.num_tokens, rel=1e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flexmarl.agents import Team
+from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.records import PolicyName, RowState, SampleId, Task, Turn
 from flexmarl.testing.run import ScriptedRun
 from flexmarl.training.interface import Appraised
@@ -56,7 +57,7 @@ def test_rewards_pay_more_from_batch_to_batch_while_the_divergence_is_above_its_
     tmp_path: Path, mode: dict[str, Any]
 ) -> None:
     run = run_of(tmp_path, **mode).play()
-    coefs = [event["next_coef"] for event in run.events("kl_in_reward")]
+    coefs = [event.next_coef for event in run.events.of(DivergenceCharged)]
     assert len(coefs) >= 3
     assert coefs == sorted(coefs)
     assert coefs[0] > 0.1
@@ -84,7 +85,7 @@ def test_the_batch_of_a_policy_ends_for_that_policy_alone(tmp_path: Path) -> Non
         trainer.appraise = partial(appraise, trainer)
     run.play()
     for policy, other in (("solver", "writer"), ("writer", "solver")):
-        ended = [event["event"] for event in run.events() if event.get("policy") == policy]
+        ended = [event.name for event in run.events.all if getattr(event, "policy", None) == policy]
         steps = [event for event in ended if event in ("kl_in_reward", "batch_filled")]
         assert len(steps) >= 4, "or nothing was seen"
         assert steps == ["kl_in_reward", "batch_filled"] * (len(steps) // 2), f"{other} ended a batch of {policy}"
@@ -92,11 +93,11 @@ def test_the_batch_of_a_policy_ends_for_that_policy_alone(tmp_path: Path) -> Non
 
 def test_the_divergence_and_its_price_are_figures_of_the_step(tmp_path: Path) -> None:
     run = run_of(tmp_path).play()
-    events = run.events("kl_in_reward")
+    events = run.events.of(DivergenceCharged)
     for step, event in enumerate(events, start=1):
         figures = run.metrics[step]
         assert figures["train/solver/kl_to_reference"] == pytest.approx(0.5, abs=1e-6)
-        assert figures["train/solver/kl_coef"] == event["coef"]
+        assert figures["train/solver/kl_coef"] == event.coef
 
 
 def test_a_critics_values_and_returns_reach_the_trainer(tmp_path: Path) -> None:
@@ -112,6 +113,6 @@ def test_a_resumed_run_goes_on_with_the_coefficient_it_had(tmp_path: Path) -> No
     whole = run_of(tmp_path / "whole", steps=4).play()
     run_of(tmp_path / "cut", steps=2).play()
     again = run_of(tmp_path / "cut", steps=4).play()
-    coefs = [[event["next_coef"] for event in run.events("kl_in_reward")] for run in (whole, again)]
+    coefs = [[event.next_coef for event in run.events.of(DivergenceCharged)] for run in (whole, again)]
     assert coefs[1] == coefs[0][2:]
     assert whole.trainers[SOLVER].weight == again.trainers[SOLVER].weight

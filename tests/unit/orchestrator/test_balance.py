@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.serving_events import Called, Moved, MoveFailed
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import RULES, Move
 from flexmarl.inference.settings import BalanceSettings, PoolSettings
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.balance import Balancer
-from flexmarl.orchestrator.pool_journal import journal_pool
+from flexmarl.records import InstanceId
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.inference.moving import JUDGE, SOLVER, Movable, ask, publish
 
@@ -33,33 +34,32 @@ def play(scenario, *, rule="queue_gap", load_s=0.0, slots=4, max_running=None, *
     async def main():
         name = rule if isinstance(rule, str) else "queue_gap"
         balance = BalanceSettings(rule=name, **changes)
-        journal = MemoryJournal(asyncio.get_running_loop().time)
+        events = RememberedEvents(asyncio.get_running_loop().time)
         engines = {SOLVER: [Movable(SOLVER) for _ in range(3)], JUDGE: [Movable(JUDGE)]}
-        async with InferencePool(engines, PoolSettings(max_running=max_running)).open() as pool:
-            journal_pool(pool, journal)
+        async with InferencePool(engines, PoolSettings(max_running=max_running), events=events).open() as pool:
             await publish(pool)
             for engine in engines[SOLVER]:
                 engine.load_s = load_s
             decides = RULES[rule](balance) if isinstance(rule, str) else rule
-            balancer = Balancer(pool, decides, balance, journal, slots={SOLVER: slots, JUDGE: slots})
+            balancer = Balancer(pool, decides, balance, events, slots={SOLVER: slots, JUDGE: slots})
             watching = asyncio.create_task(balancer.watch(), name="watch")
-            await scenario(SimpleNamespace(pool=pool, balancer=balancer, journal=journal))
+            await scenario(SimpleNamespace(pool=pool, balancer=balancer, events=events))
             watching.cancel()
 
     run_virtual(main())
 
 
 def moved(at):
-    return [(event["instance"], event["became"]) for event in at.journal.events("moved")]
+    return [(event.instance, event.became) for event in at.events.of(Moved)]
 
 
 def test_an_instance_moves_to_the_policy_whose_requests_wait_and_the_journal_says_why():
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i, JUDGE) for i in range(8)))
-        (event,) = at.journal.events("moved")
-        assert event["because"] == "7 requests wait for 'judge' and 0 for 'solver', more than 5 apart"
-        assert (event["instance"], event["to"], event["became"]) == ("solver/0", JUDGE, "judge/1")
-        assert (event["process"], event["began"], event["t"]) == ("engine/judge/1", 5.0, 7.0)
+        (event,) = at.events.of(Moved)
+        assert event.because == "7 requests wait for 'judge' and 0 for 'solver', more than 5 apart"
+        assert (event.instance, event.to, event.became) == ("solver/0", JUDGE, "judge/1")
+        assert (event.process, event.began, event.t) == ("engine/judge/1", 5.0, 7.0)
 
     play(scenario, max_running=1, load_s=2.0)
 
@@ -94,23 +94,23 @@ def test_it_does_not_look_while_nothing_is_asked():
 
 
 def test_moves_are_made_side_by_side_and_the_next_look_knows_what_they_took():
-    rule = Once(Move("solver/0", JUDGE, "one"), Move("solver/1", JUDGE, "two"))
+    rule = Once(Move(InstanceId("solver", 0), JUDGE, "one"), Move(InstanceId("solver", 1), JUDGE, "two"))
 
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i) for i in range(20)))
-        assert [event["t"] for event in at.journal.events("moved")] == [8.0, 8.0]
+        assert [event.t for event in at.events.of(Moved)] == [8.0, 8.0]
         assert [(when, move_s) for when, _, move_s in rule.seen[:2]] == [(5.0, 2.5), (13.0, 3.0)]
 
     play(scenario, rule=rule, load_s=3.0, max_running=4)
 
 
 def test_a_move_that_is_refused_is_noted_and_ends_nothing():
-    rule = Once(Move("judge/0", SOLVER, "why not"), Move("solver/0", JUDGE, "for good"))
+    rule = Once(Move(InstanceId("judge", 0), SOLVER, "why not"), Move(InstanceId("solver", 0), JUDGE, "for good"))
 
     async def scenario(at):
         await ask(at.pool, "r")
-        (event,) = at.journal.events("move_failed")
-        assert event["because"] == "'judge/0' cannot be moved: it is the last live instance of 'judge'"
+        (event,) = at.events.of(MoveFailed)
+        assert event.because == "'judge/0' cannot be moved: it is the last live instance of 'judge'"
         assert moved(at) == [("solver/0", "judge/1")]
 
     play(scenario, rule=rule)
@@ -131,7 +131,7 @@ def test_with_start_by_share_the_next_step_begins_with_instances_where_the_last_
 
 
 def test_a_step_begins_as_configured_unless_rollout_never_pauses():
-    rule = Once(Move("solver/0", JUDGE, "for good"))
+    rule = Once(Move(InstanceId("solver", 0), JUDGE, "for good"))
 
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i) for i in range(12)))
@@ -152,7 +152,7 @@ def test_start_moves_of_a_pool_that_sleeps_are_made_when_it_wakes():
         at.balancer.rollout_ended()
         await at.pool.sleep()
         await asyncio.sleep(10.0)
-        assert at.journal.events("move_failed") == moved(at) == []
+        assert at.events.of(MoveFailed) == moved(at) == []
         await at.pool.wake()
         await asyncio.sleep(1.0)
         assert len(moved(at)) == 2
@@ -179,9 +179,9 @@ def test_the_journal_says_of_a_moved_call_how_many_of_its_tokens_came_from_elsew
     async def scenario(at):
         calls = [ask(at.pool, i) for i in range(3)]
         await asyncio.sleep(2.5)
-        await at.pool.move("solver/0", to=JUDGE)
+        await at.pool.move(InstanceId("solver", 0), to=JUDGE)
         await asyncio.gather(*calls)
-        kept = {event["request"]: event.get("kept_tokens") for event in at.journal.events("call")}
-        assert kept == {"0": 3, "1": None, "2": None}
+        kept = {event.request: event.kept_tokens for event in at.events.of(Called)}
+        assert kept == {"0": 3, "1": 0, "2": 0}
 
     play(scenario)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.group_events import GroupFiltered, GroupReady, GroupsCredited
 from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName
 from flexmarl.simulator.virtual_time import run_virtual
@@ -61,7 +62,7 @@ def test_in_order_means_in_order_even_while_the_store_is_slow(order, delays, dat
             for group, delay in zip(order, delays, strict=True):
                 tasks.create_task(arrive(group, delay))
         await bench.collector.close()
-        assert [event["group"] for event in bench.journal.events("group_ready")] == list(range(5))
+        assert [event.group for event in bench.events.of(GroupReady)] == list(range(5))
 
     run_virtual(scenario())
 
@@ -89,8 +90,8 @@ def test_advantages_compare_the_episodes_of_the_group_and_failed_ones_are_left_o
         ]
         assert {(row.values["weight"], row.values["episode_tokens"]) for row in rows} == {(1.0, 2.0)}
         assert (await bench.collector.close())[SOLVER].num_trajectories == 3
-        (credited,) = bench.journal.events("credited")
-        assert (credited["groups"], credited["report"]["solver"]["group_sizes"]) == ([0], [3])
+        (credited,) = bench.events.of(GroupsCredited)
+        assert (credited.groups, credited.report["solver"]["group_sizes"]) == ((0,), [3])
 
     run_virtual(scenario())
 
@@ -101,8 +102,8 @@ def test_a_filtered_group_ends_with_its_rows_and_a_reason_and_counts_in_no_divis
         await bench.take(group_of(0, [1.0, 1.0]))
         await bench.take(group_of(1, [1.0, 0.0]))
         assert await bench.states() == ["filtered", "filtered", "ready", "ready"]
-        (event,) = bench.journal.events("group_filtered")
-        assert (event["group"], event["because"]) == (0, "too_easy: no group's rewards differ: 1 too_easy")
+        (event,) = bench.events.of(GroupFiltered)
+        assert (event.group, event.because) == (0, "too_easy: no group's rewards differ: 1 too_easy")
         assert bench.admission.ended == {GroupState.FILTERED: 1}
         assert (await bench.collector.close())[SOLVER] == Divisors(
             num_tokens=4.0, num_sequences=2.0, num_trajectories=2.0
@@ -120,7 +121,7 @@ def test_a_lone_row_without_weight_is_filtered_and_so_is_a_group_of_nothing_else
         row, failed = await bench.store.get(["task-0_0_g0e0a0", "task-0_0_g0e1a0"])
         assert (row.state, failed.state) == ("filtered", "open")  # the failed one is the recorder's to end
         assert row.reason == "weight 0: nothing was sampled, or there is nothing to compare with"
-        assert bench.journal.events("group_filtered")[0]["because"] == "no row has weight"
+        assert bench.events.of(GroupFiltered)[0].because == "no row has weight"
         assert await bench.collector.close() == {SOLVER: Divisors()}
         assert bench.collector.settle_trained(bench.collector.kept) == []
         assert bench.admission.ended == {GroupState.FILTERED: 1}
@@ -160,7 +161,7 @@ def test_a_group_without_a_turn_of_a_trained_policy_is_filtered():
         group = group_of(0, [0.0, 1.0], judged=True)
         bench.crediting.trained = frozenset({PolicyName("another")})
         await bench.take(group)
-        assert bench.journal.events("group_filtered")[0]["because"] == "no turn of a trained policy"
+        assert bench.events.of(GroupFiltered)[0].because == "no turn of a trained policy"
         assert await bench.states("judge") == await bench.states("solver") == ["filtered"] * 2
 
     run_virtual(scenario())

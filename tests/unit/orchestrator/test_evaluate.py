@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.run_events import Evaluated
 from flexmarl.orchestrator.evaluate import Evaluator, mean_metrics
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupId, PolicyName, Task, Version
@@ -87,10 +88,7 @@ def test_a_turn_of_another_version_than_the_pinned_one_is_an_error():
 
 def test_a_run_evaluates_before_after_and_in_between_and_records_none_of_it():
     run = ScriptedRun(steps=4, evaluate={"tasks": 6, "every": 2, "every_tasks": 3, "temperature": 0.5}).play()
-    seen = [
-        (e["when"], e["step"], e["evaluation"]["episodes"], e["evaluation"]["versions"])
-        for e in run.events("evaluated")
-    ]
+    seen = [(e.when, e.step, e.evaluation["episodes"], e.evaluation["versions"]) for e in run.events.of(Evaluated)]
     assert seen == [("before", 0, 6, {"solver": 0}), ("between", 2, 3, {"solver": 2}), ("after", 4, 6, {"solver": 4})]
     assert run.outcome is not None
     assert run.outcome.before is not None

@@ -3,7 +3,8 @@
 import pytest
 
 from flexmarl.errors import TransitionError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.group_events import GroupAdmitted
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupState
@@ -14,8 +15,8 @@ from flexmarl.testing.run import CountedTasks
 
 
 def feed_of(*, groups=3, num_tasks=None, next_group=0):
-    admission, journal = Admission(AdmissionLaw(groups=groups, lag=0, window=1), next_group), MemoryJournal()
-    return Feed(source=CountedTasks(num_tasks), admission=admission, groups=groups, journal=journal), admission, journal
+    admission, events = Admission(AdmissionLaw(groups=groups, lag=0, window=1), next_group), RememberedEvents()
+    return Feed(source=CountedTasks(num_tasks), admission=admission, groups=groups, events=events), admission, events
 
 
 async def drawn(feed, step):
@@ -26,10 +27,10 @@ async def drawn(feed, step):
 
 
 def test_the_position_in_the_source_is_the_id_of_the_group():
-    feed, admission, journal = feed_of(next_group=40)
+    feed, admission, events = feed_of(next_group=40)
     assert run_virtual(drawn(feed, 7)) == [(40, "task-40", 7), (41, "task-41", 7), (42, "task-42", 7)]
     assert admission.active == (40, 41, 42)
-    assert [event["because"] for event in journal.events("group_admitted")] == [
+    assert [event.because for event in events.of(GroupAdmitted)] == [
         f"{active} of 3 slots are active" for active in range(3)
     ]
 

@@ -10,7 +10,7 @@ from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectKey
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.records import PolicyName, Version
+from flexmarl.records import InstanceId, PolicyName, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import FrozenEngine, ScriptedEngine
@@ -74,7 +74,7 @@ def test_a_frozen_engine_that_is_lost_is_replaced_by_another_one():
     first, second = frozen(), frozen()
 
     async def lose(run):
-        run.world.pool.lose("judge/0", "its server went away")
+        run.world.pool.lose(InstanceId("judge", 0), "its server went away")
 
     run = run_with(JUDGE, first, spare=second, mode="colocated").play(lose)
     assert run.trainers["solver"].version == 3
@@ -125,7 +125,7 @@ def test_only_engines_that_load_weights_load_or_move():
         async with InferencePool(engines).open() as pool:
             await pool.load_weights(SOLVER, Version(1), ObjectKey("k"))
             with pytest.raises(EngineError, match="'judge/0' cannot be moved to 'solver': its engine does not load"):
-                await pool.move("judge/0", to=SOLVER)
+                await pool.move(InstanceId("judge", 0), to=SOLVER)
             with pytest.raises(EngineError, match="version 2 was published, but its engine does not load weights"):
                 await pool.load_weights(JUDGE, Version(2), ObjectKey("k"))
 

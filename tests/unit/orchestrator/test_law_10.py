@@ -13,14 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.serving_events import Called, InstanceReplaced
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import FinishReason, Version
+from flexmarl.records import FinishReason, InstanceId, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
@@ -113,10 +114,10 @@ class Stage:
             pool=self.pool,
             objects=self.objects,
             versions=self.versions,
-            journal=MemoryJournal(),
+            events=RememberedEvents(),
         )
-        self.pool.on_call = self.check_acknowledged
-        self.pool.on_replaced = lambda *replaced: self.seen.count.update(["replaced"])
+        self.pool.events.listen(Called, self.check_acknowledged)
+        self.pool.events.listen(InstanceReplaced, lambda replaced: self.seen.count.update(["replaced"]))
 
     def engine(self) -> Unreliable:
         return Unreliable(self.objects, random.Random(self.chance.random()), self.schedule.faults)
@@ -129,7 +130,7 @@ class Stage:
 
     def check_acknowledged(self, call) -> None:
         engine = self.engines[call.instance]
-        (answer,) = (one for one in engine.generations if one.request_id == call.request_id)
+        (answer,) = (one for one in engine.generations if one.request_id == call.request)
         # The pool would take what is raised here for the engine's failure.
         self.broken += [f"{call} at {run}" for run in answer.versions if run.version not in engine.acknowledged]
         self.seen.count["several versions in one answer"] += len(answer.versions) > 1
@@ -167,7 +168,7 @@ class Stage:
         self.engines[name].fail("killed")
         self.seen.count["died"] += 1
         if self.chance.random() < 0.5:
-            self.pool.lose(name, "its process was killed")
+            self.pool.lose(InstanceId.parse(name), "its process was killed")
 
     async def play(self) -> None:
         async with self.pool.open():

@@ -1,22 +1,25 @@
 """What is seen of a run: figures by step, and a live view."""
 
 import asyncio
+from dataclasses import asdict
 
 import pytest
 
 from flexmarl.analysis.timeline import trace_events
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.progress import NullProgress
+from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.training_events import MicroBatchDone, Updated
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.observability.metrics import Metrics
-from flexmarl.observability.progress import NullProgress
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import EngineUse, LossReport, PolicyName, Version
+from flexmarl.records import EngineUse, PolicyName, Version, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
-from flexmarl.training.interface import Accumulated, UpdateReport
+from flexmarl.training.interface import UpdateReport
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import group_of
 
@@ -44,25 +47,38 @@ class Screen(NullProgress):
         self.stopped = True
 
 
-def monitor_of(screen, *sinks, journal=None, engine=ScriptedEngine, pool=None):
+def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
     """Its journal's clock starts now."""
     clock = asyncio.get_running_loop().time
-    return Monitor(
+    events = events or RememberedEvents(clock)
+    monitor = Monitor(
         name="run",
         steps=5,
         metrics=Metrics(clock, sinks),
         progress=screen,
         pool=pool or InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
         versions=Versions({SOLVER: Version(3)}),
-        journal=journal or MemoryJournal(clock),
+        events=events,
         processes=lambda: 4,
     )
+    monitor.events = events
+    return monitor
 
 
-def micro_batch(policy, number, duration_s):
-    """One that ended this very moment."""
-    report = LossReport(micro_batch_id=f"{policy}/3/{number}", num_samples=8, num_tokens=96.0, duration_s=duration_s)
-    return Accumulated(policy=policy, report=report, ended=asyncio.get_running_loop().time())
+def micro_batch(events, policy, number, duration_s):
+    """One that ends this very moment."""
+    events.emit(
+        MicroBatchDone(
+            process=WorkerId.trainer(policy), began=events.now() - duration_s, policy=policy, rows=8, tokens=96.0,
+            micro_batch=f"{policy}/3/{number}", duration_s=duration_s,
+        )
+    )  # fmt: skip
+
+
+def updated(events, policy, report, began):
+    """An update that ends this very moment."""
+    process = WorkerId.trainer(policy)
+    events.emit(Updated(process=process, began=began, policy=policy, version=report.version, report=asdict(report)))
 
 
 def update(**figures):
@@ -148,18 +164,17 @@ def test_a_step_that_ends_with_an_evaluation_is_shown_even_if_no_success_was_rep
 
 async def one_step(monitor):
     """Four seconds of rollout; each trainer works 2 s in it and 2 s after it, the solver's update among them."""
-    clock = asyncio.get_running_loop().time
     monitor.begin(3, "rollout and training")
     with monitor.rollout():
         await asyncio.sleep(4)
-        monitor.accumulated(micro_batch(SOLVER, 0, 2.0))
-        monitor.accumulated(micro_batch(VERIFIER, 0, 2.0))
+        micro_batch(monitor.events, SOLVER, 0, 2.0)
+        micro_batch(monitor.events, VERIFIER, 0, 2.0)
     await asyncio.sleep(1)
-    monitor.accumulated(micro_batch(SOLVER, 1, 1.0))
-    began = clock()
+    micro_batch(monitor.events, SOLVER, 1, 1.0)
+    began = monitor.events.now()
     await asyncio.sleep(1)
-    monitor.updated(SOLVER, update(), began)
-    monitor.accumulated(micro_batch(VERIFIER, 1, 2.0))
+    updated(monitor.events, SOLVER, update(), began)
+    micro_batch(monitor.events, VERIFIER, 1, 2.0)
 
 
 def test_training_beside_rollout_is_hidden_and_updates_count_as_training():
@@ -182,7 +197,7 @@ def test_each_step_is_judged_alone():
         await one_step(monitor)
         monitor.flush(4)
         await asyncio.sleep(1)
-        monitor.accumulated(micro_batch(SOLVER, 0, 1.0))
+        micro_batch(monitor.events, SOLVER, 0, 1.0)
         monitor.flush(5)
         assert (values["overlap/training_hidden"], values["overlap/training_s"]) == (0.0, 1.0)
 
@@ -202,9 +217,9 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
     async def scenario():
         await asyncio.sleep(100)
         clock = asyncio.get_running_loop().time
-        journal = MemoryJournal(lambda: clock() - 100)
-        await one_step(monitor_of(Screen(), journal=journal))
-        slices = [(e["event"], e["process"], e["began"], e.get("ended", e["t"])) for e in journal.events()]
+        events = RememberedEvents(lambda: clock() - 100)
+        await one_step(monitor_of(Screen(), events=events))
+        slices = [(e.name, e.process, e.began, e.ended) for e in events.all]
         assert slices == [
             ("micro_batch", "trainer/solver", 2.0, 4.0),
             ("micro_batch", "trainer/verifier", 2.0, 4.0),
@@ -213,50 +228,50 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
             ("updated", "trainer/solver", 5.0, 6.0),
             ("micro_batch", "trainer/verifier", 4.0, 6.0),
         ]
-        first = journal.events("micro_batch")[0]
-        assert (first["policy"], first["micro_batch"], first["rows"], first["tokens"]) == (
+        first = events.of(MicroBatchDone)[0]
+        assert (first.policy, first.micro_batch, first.rows, first.tokens) == (
             "solver",
             "solver/3/0",
             8,
             96,
         )
-        assert journal.events("updated")[0]["report"]["loss"] == 0.5
-        assert len(list(trace_events(entry | {"command": 1} for entry in journal.events()))) > 6
+        assert events.of(Updated)[0].report["loss"] == 0.5
+        assert len(list(trace_events(events.all))) > 6
 
     run_virtual(scenario())
 
 
 def test_a_rollout_that_fails_is_in_the_journal_too():
     async def scenario():
-        journal = MemoryJournal()
-        with pytest.raises(EngineError), monitor_of(Screen(), journal=journal).rollout():
+        events = RememberedEvents()
+        with pytest.raises(EngineError), monitor_of(Screen(), events=events).rollout():
             raise EngineError("no instance is left")
-        assert [entry["event"] for entry in journal.events()] == ["rollout_ended"]
+        assert [entry.name for entry in events.all] == ["rollout_ended"]
 
     run_virtual(scenario())
 
 
 def test_queues_go_into_the_journal_when_they_change():
     async def scenario():
-        journal = MemoryJournal()
-        await watched(monitor_of(Screen(), journal=journal), 10)
-        (queues,) = journal.events("queues")
-        assert (queues["running"], queues["queued"], queues["lag_ms"]) == ({"solver": 0}, {"solver": 0}, 0)
+        events = RememberedEvents()
+        await watched(monitor_of(Screen(), events=events), 10)
+        (queues,) = events.of(QueuesSeen)
+        assert (queues.running, queues.queued, queues.lag_ms) == ({"solver": 0}, {"solver": 0}, 0)
 
     run_virtual(scenario())
 
 
 def test_calls_that_wait_in_the_pool_are_queued():
     async def scenario():
-        journal, engines = MemoryJournal(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
+        events, engines = RememberedEvents(), [ScriptedEngine(lambda one: "abc", latency_s=1.0) for _ in range(2)]
         async with InferencePool({SOLVER: engines}, PoolSettings(max_running=1)).open() as pool:
             calls = [asyncio.create_task(pool.generate(request(i))) for i in range(5)]
             await asyncio.sleep(1)
-            await watched(monitor_of(Screen(), journal=journal, pool=pool), 0.1)
+            await watched(monitor_of(Screen(), events=events, pool=pool), 0.1)
             for call in calls:
                 call.cancel()
-        (queues,) = journal.events("queues")
-        assert (queues["running"], queues["queued"]) == ({"solver": 2}, {"solver": 3})
+        (queues,) = events.of(QueuesSeen)
+        assert (queues.running, queues.queued) == ({"solver": 2}, {"solver": 3})
 
     run_virtual(scenario())
 

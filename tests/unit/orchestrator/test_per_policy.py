@@ -2,6 +2,9 @@
 
 import asyncio
 
+from flexmarl.events.group_events import GroupReady, GroupsCredited
+from flexmarl.events.run_events import StepEnded
+from flexmarl.events.training_events import Updated
 from flexmarl.records import PolicyName, RowState
 from flexmarl.testing.run import ScriptedRun
 
@@ -30,7 +33,7 @@ def run_of(workflow=writer_is_rare, **sections):
 
 
 def updates(run, policy):
-    return [entry["t"] for entry in run.events("updated") if entry["policy"] == policy]
+    return [entry.t for entry in run.events.of(Updated) if entry.policy == policy]
 
 
 def test_a_rare_policy_waits_for_its_own_batch_and_the_others_do_not():
@@ -51,14 +54,14 @@ def test_a_batch_whose_first_group_has_waited_for_too_long_is_trained_as_it_is()
             (await team.writer.act(task.prompt)).reward(1.0)
 
     run = run_of(only_the_first, pipeline={"policy_timeout_s": 4.0}, steps=20).play()
-    first = min(entry["t"] for entry in run.events("group_ready") if WRITER in entry["samples"])
+    first = min(entry.t for entry in run.events.of(GroupReady) if WRITER in entry.samples)
     assert updates(run, WRITER) == [first + 4.0]
     assert len(updates(run, SOLVER)) >= 20
 
 
 def test_a_group_ends_as_trained_when_all_its_policies_have_updated_on_it():
     run = run_of(pipeline={"policy_timeout_s": 50.0}).play()
-    ended = {group: entry["t"] for entry in run.events("step_ended") for group in entry["trained"]}
+    ended = {group: entry.t for entry in run.events.of(StepEnded) for group in entry.trained}
     assert ended[0] >= updates(run, WRITER)[0]
     assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.EXPIRED}
     trained = {row.sample_id for row in run.rows() if row.state is RowState.TRAINED}
@@ -108,11 +111,11 @@ def test_a_group_that_is_credited_when_a_step_is_to_end_at_rest_is_trained_in_it
     run.store = SlowToFilter(run.store)
     run.play()
     credited = set[int]()
-    for entry in run.events():
-        credited.update(entry["groups"] if entry["event"] == "credited" else [])
-        credited.difference_update(entry["trained"] if entry["event"] == "step_ended" else [])
-        assert not (credited and entry["event"] == "step_ended")
-    assert any(len(entry["trained"]) > 2 for entry in run.events("step_ended")), "none was credited at a step's end"
+    for entry in run.events.all:
+        credited.update(entry.groups if isinstance(entry, GroupsCredited) else [])
+        credited.difference_update(entry.trained if isinstance(entry, StepEnded) else [])
+        assert not (credited and isinstance(entry, StepEnded))
+    assert any(len(entry.trained) > 2 for entry in run.events.of(StepEnded)), "none was credited at a step's end"
     assert {row.state for row in run.rows()} <= {RowState.TRAINED, RowState.FILTERED, RowState.EXPIRED}
 
 

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded
+from flexmarl.events.training_events import Published
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.observability.journal import MemoryJournal
-from flexmarl.orchestrator.pool_journal import journal_pool
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
+from flexmarl.records import Divisors, InstanceId, MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
@@ -68,9 +69,9 @@ def stage(*kinds, spare=None):
     engines = [engine(kind) for kind in kinds]
     trainer = FakeTrainer(SOLVER, objects)
     settings = PoolSettings(replacements=1 if spare else 0)
-    pool = InferencePool({SOLVER: engines}, settings, respawn=respawn)
-    versions, journal = Versions({SOLVER: Version(0)}), MemoryJournal(now)
-    publisher = Publisher(trainers={SOLVER: trainer}, pool=pool, objects=objects, versions=versions, journal=journal)
+    versions, events = Versions({SOLVER: Version(0)}), RememberedEvents(now)
+    pool = InferencePool({SOLVER: engines}, settings, respawn=respawn, events=events)
+    publisher = Publisher(trainers={SOLVER: trainer}, pool=pool, objects=objects, versions=versions, events=events)
     return SimpleNamespace(**locals())
 
 
@@ -94,8 +95,8 @@ def test_all_instances_serve_the_version_before_publishing_returns_and_the_old_o
             await at.objects.get(ObjectKey("weights/solver/1"))
             with pytest.raises(KeyError, match=r"no object 'weights/solver/0'; there are: .'weights/solver/1'"):
                 await at.objects.get(ObjectKey("weights/solver/0"))
-        assert [event["version"] for event in at.journal.events("published")] == [0, 1]
-        assert len({event["checksum"] for event in at.journal.events("published")}) == 2
+        assert [event.version for event in at.events.of(Published)] == [0, 1]
+        assert len({event.checksum for event in at.events.of(Published)}) == 2
 
     run_virtual(scenario())
 
@@ -105,20 +106,19 @@ def test_the_journal_tells_how_long_publishing_took_and_the_loads_of_each_instan
         await asyncio.sleep(5)
         at = stage(ScriptedEngine, Late)
         async with at.pool.open():
-            journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
             await at.pool.generate(request("r", prompt=(5, 6)))
-        (published,) = at.journal.events("published")
-        assert (published["process"], published["began"], published["t"]) == ("controller", 5.0, 65.0)
-        loads = {load["process"]: load for load in at.journal.events("loaded")}
-        assert {name: (load["began"], load["t"]) for name, load in loads.items()} == {
+        (published,) = at.events.of(Published)
+        assert (published.process, published.began, published.t) == ("controller", 5.0, 65.0)
+        loads = {load.process: load for load in at.events.of(Loaded)}
+        assert {name: (load.began, load.t) for name, load in loads.items()} == {
             "engine/solver/0": (5.0, 5.0),
             "engine/solver/1": (5.0, 65.0),
         }
-        assert {load["checksum"] for load in loads.values()} == {published["checksum"]}
-        (call,) = at.journal.events("call")
-        assert (call["process"], call["began"], call["t"]) == ("engine/solver/0", 65.0, 65.2)
-        assert (call["prompt_tokens"], call["sampled_tokens"], call["finish"]) == (2, 2, "stop")
+        assert {load.checksum for load in loads.values()} == {published.checksum}
+        (call,) = at.events.of(Called)
+        assert (call.process, call.began, call.t) == ("engine/solver/0", 65.0, 65.2)
+        assert (call.prompt_tokens, call.sampled_tokens, call.finish) == (2, 2, "stop")
 
     run_virtual(scenario())
 
@@ -139,7 +139,6 @@ def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
     async def scenario():
         at = stage(ScriptedEngine, TooLate, spare={"solver/2": ScriptedEngine})
         async with at.pool.open():
-            journal_pool(at.pool, at.journal)
             await at.publisher.publish(SOLVER, Version(0))
             await at.publisher.publish(SOLVER, await train(at.trainer))
             assert now() == 120.0
@@ -149,12 +148,12 @@ def test_an_instance_that_misses_the_deadline_is_deregistered_and_replaced():
                 "solver/0": 1,
                 "solver/2": 1,
             }
-        (lost,) = at.journal.events("instance_lost")
-        assert (lost["t"], lost["instance"]) == (120.0, "solver/1")
-        assert lost["because"] == "loading version 1 took more than 120.0 s"
-        (replaced,) = at.journal.events("instance_replaced")
-        assert (replaced["began"], replaced["t"], replaced["process"]) == (120.0, 130.0, "engine/solver/2")
-        assert (replaced["replaces"], replaced["version"]) == ("solver/1", 1)
+        (lost,) = at.events.of(InstanceLost)
+        assert (lost.t, lost.instance) == (120.0, "solver/1")
+        assert lost.because == "loading version 1 took more than 120.0 s"
+        (replaced,) = at.events.of(InstanceReplaced)
+        assert (replaced.began, replaced.t, replaced.process) == (120.0, 130.0, "engine/solver/2")
+        assert (replaced.replaces, replaced.version) == ("solver/1", 1)
 
     run_virtual(scenario())
 
@@ -166,7 +165,7 @@ def test_a_replacement_gets_the_newest_weights_however_long_ago_they_were_publis
             await at.publisher.publish(SOLVER, Version(0))
             await at.publisher.publish(SOLVER, await train(at.trainer))
             await asyncio.sleep(10_000)
-            at.pool.lose("solver/0", "killed")
+            at.pool.lose(InstanceId("solver", 0), "killed")
             assert (await at.pool.generate(request("r", prompt=(5, 6)))).versions[0].version == 1
 
     run_virtual(scenario())
@@ -180,6 +179,6 @@ def test_a_version_that_nobody_holds_is_not_acknowledged():
             with pytest.raises(EngineError, match=r"no instance of .* version 1: solver/0: .* solver/1: "):
                 await at.publisher.publish(SOLVER, version)
         assert at.versions.served == {SOLVER: 0}
-        assert at.journal.events("published") == []
+        assert at.events.of(Published) == []
 
     run_virtual(scenario())

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import CheckpointError
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.run_events import CheckpointPassedOver, CheckpointRemoved, StepStarted, StoreRewound
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.rows import TURN_COLUMNS
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
@@ -44,18 +45,18 @@ def left_behind(folder, *steps, groups=6):
 
 
 def go_on(checkpoints, store):
-    trainer, journal = FakeTrainer(SOLVER, InlineObjectStore()), MemoryJournal()
+    trainer, events = FakeTrainer(SOLVER, InlineObjectStore()), RememberedEvents()
     said: list[str] = []
-    state = run_virtual(resume(checkpoints, {SOLVER: trainer}, store, journal=journal, say=said.append))
-    (rewound,) = journal.events("store_rewound")
-    return SimpleNamespace(state=state, trainer=trainer, journal=journal, said=said, rewound=rewound)
+    state = run_virtual(resume(checkpoints, {SOLVER: trainer}, store, events=events, say=said.append))
+    (rewound,) = events.of(StoreRewound)
+    return SimpleNamespace(state=state, trainer=trainer, events=events, said=said, rewound=rewound)
 
 
 def test_trainers_and_store_go_back_to_the_newest_checkpoint(tmp_path):
     resumed = go_on(*left_behind(tmp_path, 1, 2))
     assert (resumed.state.step, resumed.state.admission.next_group, resumed.state.wall_s) == (2, 4, 1.5)
     assert (resumed.trainer.version, resumed.trainer.weight) == (2, 2.0)
-    assert (resumed.rewound["next_group"], resumed.rewound["rows"]) == (4, 2)
+    assert (resumed.rewound.next_group, resumed.rewound.rows) == (4, 2)
     assert resumed.said == ["going on after step 2; groups from 4 on are played again, 2 rows of them are discarded"]
 
 
@@ -64,16 +65,16 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_and_more_is_played_again(tmp
     (tmp_path / "step-00002" / "state.json").write_text("{}")
     resumed = go_on(checkpoints, store)
     assert resumed.state.step == 1
-    assert resumed.rewound["rows"] == 4
-    (passed_over,) = resumed.journal.events("checkpoint_passed_over")
-    assert "step-00002/state.json is torn" in passed_over["because"]
-    assert resumed.said[0] == f"passed over a checkpoint: {passed_over['because']}"
+    assert resumed.rewound.rows == 4
+    (passed_over,) = resumed.events.of(CheckpointPassedOver)
+    assert "step-00002/state.json is torn" in passed_over.because
+    assert resumed.said[0] == f"passed over a checkpoint: {passed_over.because}"
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path):
     resumed = go_on(*left_behind(tmp_path / "checkpoints"))
     assert resumed.state == RunState(step=0, admission=at_group(0), versions={SOLVER: Version(0)})
-    assert resumed.rewound["rows"] == 6
+    assert resumed.rewound.rows == 6
     assert resumed.said[0] == "the run was ended before its first checkpoint: it begins again, in the same folder"
 
 
@@ -92,9 +93,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
     shutil.copytree(tmp_path / "step-00001", tmp_path / ".partial-00002")
     resumed = go_on(checkpoints, store)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00001"]
-    assert [event["path"] for event in resumed.journal.events("checkpoint_removed")] == [
-        str(tmp_path / ".partial-00002")
-    ]
+    assert [event.path for event in resumed.events.of(CheckpointRemoved)] == [str(tmp_path / ".partial-00002")]
 
 
 def part(folder, steps, store=None):
@@ -104,8 +103,8 @@ def part(folder, steps, store=None):
 def test_a_finished_run_that_is_resumed_trains_nothing_and_evaluates_its_end_again(tmp_path):
     finished = part(tmp_path, 3)
     again = part(tmp_path, 3, finished.store)
-    assert again.events("step_started") == []
-    assert again.events("store_rewound")[0]["rows"] == 0
+    assert again.events.of(StepStarted) == []
+    assert again.events.of(StoreRewound)[0].rows == 0
     assert again.outcome is not None
     assert finished.outcome is not None
     assert (again.outcome.before, again.outcome.after) == (finished.outcome.before, finished.outcome.after)
@@ -117,9 +116,9 @@ def test_fewer_steps_than_are_done_leave_the_run_as_it_is_and_more_go_on(tmp_pat
     fewer = part(tmp_path, 1, finished.store)
     assert fewer.outcome is not None
     assert fewer.outcome.steps == 3
-    assert fewer.events("step_started") == []
+    assert fewer.events.of(StepStarted) == []
     more = part(tmp_path, 5, finished.store)
-    assert [event["step"] for event in more.events("step_started")] == [3, 4]
+    assert [event.step for event in more.events.of(StepStarted)] == [3, 4]
     whole = part(tmp_path / "whole", 5)
     assert more.trainers[SOLVER].weight == whole.trainers[SOLVER].weight
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flexmarl.events.group_events import GroupsCredited
 from flexmarl.testing.run import ScriptedRun
 
 
@@ -42,7 +43,7 @@ def test_each_part_has_a_mean_per_agent_and_they_add_up_to_the_reward():
 
 def test_the_journal_says_what_the_credited_rewards_were_made_of():
     run = played()
-    for event in run.events("credited"):
-        solver = event["parts"]["solver"]
+    for event in run.events.of(GroupsCredited):
+        solver = event.parts["solver"]
         assert solver["turns"] == 4
         assert solver["means"]["style"] == 0.5

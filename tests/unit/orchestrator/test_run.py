@@ -7,7 +7,11 @@ import pytest
 from rich.console import Console
 
 from flexmarl.errors import CreditError, EngineError, EpisodeError, StoreError, TrainingError
-from flexmarl.observability.progress import LineProgress
+from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady, GroupRetried
+from flexmarl.events.progress import LineProgress
+from flexmarl.events.run_events import Evaluated, Resumed, StepEnded, StepStarted
+from flexmarl.events.serving_events import InstanceLost
+from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.run import ScriptedRun
@@ -38,15 +42,15 @@ def staggered_run(mode, **sections):
 
 
 def at(run, event):
-    return [entry["t"] for entry in run.events(event)]
+    return [entry.t for entry in run.events.of(event)]
 
 
 def test_micro_batches_train_while_others_still_play_and_in_sync_mode_they_wait():
     pipelined, sync = staggered_run("microbatch").play(), staggered_run("sync").play()
-    assert at(pipelined, "group_ready") == [1.0, 2.0, 3.0, 4.0]
-    assert at(pipelined, "updated") == [5.0]  # three of four micro-batches were hidden behind rollout
-    assert at(sync, "group_ready") == [4.0] * 4
-    assert at(sync, "updated") == [8.0]
+    assert at(pipelined, GroupReady) == [1.0, 2.0, 3.0, 4.0]
+    assert at(pipelined, Updated) == [5.0]  # three of four micro-batches were hidden behind rollout
+    assert at(sync, GroupReady) == [4.0] * 4
+    assert at(sync, Updated) == [8.0]
 
 
 def test_both_modes_make_the_same_update():
@@ -59,10 +63,10 @@ def test_both_modes_make_the_same_update():
 
 def test_every_step_ends_before_the_next_begins():
     run = staggered_run("microbatch", steps=3).play()
-    order = [entry["event"] for entry in run.events() if entry["event"].startswith("step_")]
+    order = [entry.name for entry in run.events.all if entry.name.startswith("step_")]
     assert order == ["step_started", "step_ended"] * 3
-    assert [entry["trained"] for entry in run.events("step_ended")] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert at(run, "step_started") == [0.0, 5.0, 10.0]
+    assert [entry.trained for entry in run.events.of(StepEnded)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert at(run, StepStarted) == [0.0, 5.0, 10.0]
     assert {row.state for row in run.rows()} == {RowState.TRAINED}
     assert sorted(run.metrics) == [0, 1, 2, 3]
     assert [run.metrics[step]["version/solver"] for step in range(4)] == [0, 1, 2, 3]
@@ -84,7 +88,7 @@ def test_nothing_is_admitted_before_every_instance_has_the_new_weights():
     run = ScriptedRun(steps=2, policies={"solver": {"instances": 3}})
     Late(run.engines[SOLVER][2])
     run.play()
-    published, admitted = at(run, "published"), at(run, "group_admitted")
+    published, admitted = at(run, Published), at(run, GroupAdmitted)
     assert published[:2] == [30.0, 60.2]
     assert admitted == [30.0, 30.0, 60.2, 60.2]
     assert {engine.version for engine in run.engines[SOLVER]} == {2}
@@ -92,22 +96,22 @@ def test_nothing_is_admitted_before_every_instance_has_the_new_weights():
 
 def test_agents_of_one_policy_share_its_update_and_a_frozen_policy_gets_none():
     shared = ScriptedRun(agents={"solver": "one", "verifier": "one"}).play()
-    assert shared.events("group_ready")[0]["samples"] == {"one": 4}
-    assert [entry["policy"] for entry in shared.events("updated")] == ["one"]
+    assert shared.events.of(GroupReady)[0].samples == {"one": 4}
+    assert [entry.policy for entry in shared.events.of(Updated)] == ["one"]
 
     mixed = ScriptedRun(
         agents={"solver": "solver", "judge": "frozen"}, policies={"frozen": {"trainable": False}}, steps=2
     ).play()
-    assert {entry["policy"] for entry in mixed.events("published")} == {"solver"}
+    assert {entry.policy for entry in mixed.events.of(Published)} == {"solver"}
     assert {row.state for row in mixed.rows() if row.agent == "judge"} == {RowState.FILTERED}
-    assert mixed.events("step_ended")[-1]["versions"] == {"solver": 2, "frozen": 0}
+    assert mixed.events.of(StepEnded)[-1].versions == {"solver": 2, "frozen": 0}
 
 
 def test_a_step_in_which_everything_is_filtered_makes_no_update_and_the_run_goes_on():
     run = ScriptedRun(say=lambda prompt, request: "a", steps=3, credit={}).play()
-    assert len(run.events("group_filtered")) == 6
-    assert [entry["because"] for entry in run.events("update_skipped")] == ["no weighted token in the step"] * 3
-    assert run.events("updated") == []
+    assert len(run.events.of(GroupFiltered)) == 6
+    assert [entry.because for entry in run.events.of(UpdateSkipped)] == ["no weighted token in the step"] * 3
+    assert run.events.of(Updated) == []
     assert run.trainers[SOLVER].version == 0
     assert {row.state for row in run.rows()} == {RowState.FILTERED}
     assert run.outcome is not None
@@ -124,14 +128,14 @@ def test_a_step_in_which_every_group_failed_ends_the_run_with_the_reason():
     run = ScriptedRun(broken, steps=3)
     with pytest.raises(EpisodeError, match=r"step 1: none of its 2 groups had a finished .*: the sandbox is down"):
         run.play()
-    assert len(run.events("step_ended")) == 1
-    assert [entry["group"] for entry in run.events("group_failed")] == [2, 3]
-    assert len(run.events("group_retried")) == 2
+    assert len(run.events.of(StepEnded)) == 1
+    assert [entry.group for entry in run.events.of(GroupFailed)] == [2, 3]
+    assert len(run.events.of(GroupRetried)) == 2
 
 
 def test_a_step_in_which_one_group_failed_trains_the_others():
     run = ScriptedRun(broken, steps=1, batch={"groups": 3, "episodes": 2}).play()
-    assert run.events("step_ended")[0]["trained"] == [0, 1]
+    assert run.events.of(StepEnded)[0].trained == (0, 1)
     assert run.trainers[SOLVER].version == 1
 
 
@@ -139,7 +143,7 @@ def test_a_source_that_ends_in_a_step_gives_its_own_error():
     run = ScriptedRun(steps=3, num_tasks=3)
     with pytest.raises(SourceExhausted, match="no training task at position 3 of 3"):
         run.play()
-    assert len(run.events("step_ended")) == 1
+    assert len(run.events.of(StepEnded)) == 1
 
 
 def test_an_engine_that_is_lost_is_made_up_for_by_the_others():
@@ -149,8 +153,8 @@ def test_an_engine_that_is_lost_is_made_up_for_by_the_others():
 
     run = ScriptedRun(steps=2, policies={"solver": {"instances": 2}}).play(lose_one)
     assert run.world.pool.lost == {"solver/0": "EngineError: power cut"}
-    (event,) = run.events("instance_lost")
-    assert (event["instance"], event["because"]) == ("solver/0", "EngineError: power cut")
+    (event,) = run.events.of(InstanceLost)
+    assert (event.instance, event.because) == ("solver/0", "EngineError: power cut")
     assert {row.state for row in run.rows()} == {RowState.TRAINED}
     assert run.trainers[SOLVER].version == 2
 
@@ -214,7 +218,7 @@ def test_a_resumed_run_consumes_what_an_undisturbed_one_does(tmp_path, mode, sto
         return staggered_run(mode, steps=steps, folder=tmp_path / "parts", **sections).play()
 
     first, second = part(stopped_after), part(4)
-    assert second.events("resumed")[0]["next_group"] == 4 * stopped_after
+    assert second.events.of(Resumed)[0].next_group == 4 * stopped_after
     assert consumed(first) + consumed(second) == consumed(whole)
     assert second.trainers[SOLVER].weight == whole.trainers[SOLVER].weight
     assert second.trainers[SOLVER].version == 4
@@ -222,7 +226,7 @@ def test_a_resumed_run_consumes_what_an_undisturbed_one_does(tmp_path, mode, sto
     assert whole.outcome is not None
     assert second.outcome.before == whole.outcome.before
     assert second.outcome.after == whole.outcome.after
-    assert [entry["when"] for entry in second.events("evaluated")] == ["after"]
+    assert [entry.when for entry in second.events.of(Evaluated)] == ["after"]
 
 
 def test_a_run_that_ends_within_a_step_plays_that_step_again_when_it_is_resumed(tmp_path):
@@ -235,16 +239,16 @@ def test_a_run_that_ends_within_a_step_plays_that_step_again_when_it_is_resumed(
     stopped = staggered_run("microbatch", folder=tmp_path / "parts", **sections)
     with pytest.raises(StoreError):
         stopped.play(close)
-    assert stopped.events("group_ready")[-1]["group"] >= 4
+    assert stopped.events.of(GroupReady)[-1].group >= 4
     resumed = staggered_run("microbatch", folder=tmp_path / "parts", **sections).play()
-    assert resumed.events("resumed")[0]["step"] == 1
+    assert resumed.events.of(Resumed)[0].step == 1
     assert consumed(resumed) == consumed(whole)[4:]
     assert resumed.trainers[SOLVER].weight == whole.trainers[SOLVER].weight
 
 
 def test_no_steps_at_all_is_an_evaluation():
     run = ScriptedRun(steps=0, evaluate={"tasks": 3}).play()
-    assert [entry["when"] for entry in run.events("evaluated")] == ["before"]
+    assert [entry.when for entry in run.events.of(Evaluated)] == ["before"]
     assert run.outcome is not None
     assert run.outcome.after == run.outcome.before
 

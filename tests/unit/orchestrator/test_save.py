@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.run_events import CheckpointDropped, CheckpointFailed, CheckpointSaved, StorePruned
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings
@@ -35,7 +36,7 @@ class Breaks(FakeTrainer):
 def stage(folder, **chosen):
     settings = CheckpointSettings.model_validate({"every": 1, **chosen})
     checkpoints = Checkpoints(folder, keep=settings.keep, budget_bytes=settings.budget_bytes, in_thread=False)
-    trainer, journal = Breaks(SOLVER, InlineObjectStore()), MemoryJournal()
+    trainer, events = Breaks(SOLVER, InlineObjectStore()), RememberedEvents()
     said: list[str] = []
     pruned: list[int] = []
 
@@ -43,7 +44,7 @@ def stage(folder, **chosen):
         pruned.append(before_group)
         return 2 * before_group
 
-    saver = Saver(checkpoints, {SOLVER: trainer}, settings, journal=journal, warn=said.append, prune=prune)
+    saver = Saver(checkpoints, {SOLVER: trainer}, settings, events=events, warn=said.append, prune=prune)
 
     def save(step, *, last=False, error=None):
         trainer.error = error
@@ -54,7 +55,7 @@ def stage(folder, **chosen):
         )
         run_virtual(saver.save(state, last=last))
 
-    return SimpleNamespace(save=save, saver=saver, journal=journal, said=said, pruned=pruned)
+    return SimpleNamespace(save=save, saver=saver, events=events, said=said, pruned=pruned)
 
 
 def names(folder):
@@ -71,9 +72,9 @@ def test_the_run_goes_on_with_a_warning_while_an_older_checkpoint_is_there(tmp_p
     at = stage(tmp_path)
     at.save(1)
     at.save(2, error=FULL)
-    (failed,) = at.journal.events("checkpoint_failed")
-    assert failed["step"] == 2
-    assert "No space left on device" in failed["because"]
+    (failed,) = at.events.of(CheckpointFailed)
+    assert failed.step == 2
+    assert "No space left on device" in failed.because
     (warning,) = at.said
     assert warning.startswith(f"no checkpoint of step 2: saving {tmp_path}/step-00002: OSError: ")
     assert warning.endswith("Going on; the newest is of step 1")
@@ -85,7 +86,7 @@ def test_a_first_save_that_fails_is_an_error_for_there_is_nothing_to_go_on_from(
     at = stage(tmp_path)
     with pytest.raises(CheckpointError, match=r"saving .*step-00001: OSError: .* No space left on device"):
         at.save(1, error=FULL)
-    assert len(at.journal.events("checkpoint_failed")) == 1
+    assert len(at.events.of(CheckpointFailed)) == 1
     assert at.said == []
 
 
@@ -116,12 +117,10 @@ def test_the_journal_tells_what_was_saved_dropped_and_pruned_from_the_store(tmp_
     at = stage(tmp_path)
     for step in (1, 2, 3):
         at.save(step)
-    assert [event["step"] for event in at.journal.events("checkpoint") if event["bytes"] > 0] == [1, 2, 3]
-    assert [(event["step"], event["because"]) for event in at.journal.events("checkpoint_dropped")] == [
-        (1, "checkpoint.keep is 2")
-    ]
+    assert [event.step for event in at.events.of(CheckpointSaved) if event.bytes > 0] == [1, 2, 3]
+    assert [(event.step, event.because) for event in at.events.of(CheckpointDropped)] == [(1, "checkpoint.keep is 2")]
     assert at.pruned == [10, 10, 20], "the older of two checkpoints decides"
-    assert [(event["before_group"], event["rows"]) for event in at.journal.events("store_pruned")] == [
+    assert [(event.before_group, event.rows) for event in at.events.of(StorePruned)] == [
         (10, 20),
         (10, 20),
         (20, 40),

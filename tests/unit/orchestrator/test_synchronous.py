@@ -5,6 +5,10 @@ import asyncio
 import pytest
 
 from flexmarl.errors import EpisodeError, TrainingError
+from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupReady, GroupRetried, RolloutEnded
+from flexmarl.events.run_events import StepEnded
+from flexmarl.events.serving_events import Called
+from flexmarl.events.training_events import MicroBatchDone, Published
 from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName, RowState, Version
 from flexmarl.simulator.virtual_time import run_virtual
@@ -22,7 +26,7 @@ def longer_if_wrong(prompt, request):
 
 
 def at(run, event):
-    return {(entry.get("policy"), entry["t"]) for entry in run.events(event)}
+    return {(entry.policy, entry.t) for entry in run.events.of(event)}
 
 
 def slow_step(run, policy, seconds):
@@ -40,8 +44,8 @@ def test_a_policy_is_served_as_soon_as_its_own_update_is_done():
     slow_step(run, SOLVER, 5.0)
     slow_step(run, VERIFIER, 7.0)
     run.play()
-    assert {entry for entry in at(run, "published") if entry[1]} == {(SOLVER, 5.4), (VERIFIER, 7.4)}
-    assert run.events("step_ended")[0]["t"] == 7.4
+    assert {entry for entry in at(run, Published) if entry[1]} == {(SOLVER, 5.4), (VERIFIER, 7.4)}
+    assert run.events.of(StepEnded)[0].t == 7.4
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -94,10 +98,10 @@ def test_an_episode_is_ready_when_it_ends_and_its_group_still_ends_once():
         await bench.collector.take_episode(group, group.episodes[1])
         assert await bench.states() == ["open", "ready"]
         await bench.collector.take_episode(group, group.episodes[0])
-        assert bench.journal.events("group_ready") == []
+        assert bench.events.of(GroupReady) == []
         await bench.collector.take(group)
-        (ready,) = bench.journal.events("group_ready")
-        assert ready["samples"] == {SOLVER: 2}
+        (ready,) = bench.events.of(GroupReady)
+        assert ready.samples == {SOLVER: 2}
         divisors = await bench.collector.close()
         assert divisors[SOLVER] == Divisors(num_tokens=4.0, num_sequences=2.0, num_trajectories=2.0)
         assert bench.collector.settle_trained(bench.collector.kept) == [0]
@@ -136,7 +140,7 @@ def test_the_first_episode_of_a_group_trains_while_the_second_one_plays():
             credit={**BY_ROW, "ready": ready},
         ).play()
         assert {row.state for row in run.rows()} == {RowState.TRAINED}
-        return [entry["t"] for entry in run.events("micro_batch")], run.trainers[SOLVER].weight
+        return [entry.t for entry in run.events.of(MicroBatchDone)], run.trainers[SOLVER].weight
 
     (streamed, weight), (whole, same_weight) = trained_at("trajectory"), trained_at("group")
     assert streamed == [2.0, 3.0, 21.2, 22.2]
@@ -203,13 +207,13 @@ def two_steps(**sections):
 
 def test_ahead_the_next_rollout_begins_at_once_and_a_call_waits_for_its_own_policy_only():
     behind, ahead = two_steps(), two_steps(pipeline={"ahead": True})
-    assert behind.events("step_ended")[1]["t"] == pytest.approx(14.8)
-    began = [event["began"] for event in ahead.events("rollout_ended")]
+    assert behind.events.of(StepEnded)[1].t == pytest.approx(14.8)
+    began = [event.began for event in ahead.events.of(RolloutEnded)]
     assert began == [0.0, 0.4]
-    second = [(event["policy"], event["began"]) for event in ahead.events("call") if event["version"] == 1]
+    second = [(event.policy, event.began) for event in ahead.events.of(Called) if event.version == 1]
     assert {began for policy, began in second if policy == SOLVER} == {5.4}
     assert {began for policy, began in second if policy == VERIFIER} == {7.4}
-    assert ahead.events("step_ended")[1]["t"] == pytest.approx(14.6)
+    assert ahead.events.of(StepEnded)[1].t == pytest.approx(14.6)
 
 
 def test_ahead_every_token_is_of_its_step_and_what_is_trained_is_the_same():
@@ -224,15 +228,15 @@ def test_ahead_every_token_is_of_its_step_and_what_is_trained_is_the_same():
 
 def test_before_a_save_rollout_is_not_ahead(tmp_path):
     run = ScriptedRun(agents=TWO, steps=2, pipeline={"ahead": True}, checkpoint={"every": 1}, folder=tmp_path).play()
-    ended = run.events("step_ended")[0]["t"]
-    assert all(event["t"] >= ended for event in run.events("group_admitted") if event["step"] == 1)
+    ended = run.events.of(StepEnded)[0].t
+    assert all(event.t >= ended for event in run.events.of(GroupAdmitted) if event.step == 1)
 
 
 def test_ahead_an_episode_has_its_whole_time_after_its_policies_serve_the_new_version():
     rollout = {"episode_timeout_s": 2.0}  # The updates take 5 and 7 s.
     run = two_steps(rollout=rollout, pipeline={"ahead": True})
-    assert run.events("group_retried") == []
-    assert len(run.events("step_ended")) == 2
+    assert run.events.of(GroupRetried) == []
+    assert len(run.events.of(StepEnded)) == 2
 
 
 def test_ahead_an_episode_that_hangs_still_ends_as_timed_out():
@@ -246,7 +250,7 @@ def test_ahead_an_episode_that_hangs_still_ends_as_timed_out():
     run = slow_updates(second_step_hangs, rollout=rollout, pipeline={"ahead": True})
     with pytest.raises(EpisodeError, match=r"step 1: none of its 2 groups .* took longer than .*episode_timeout_s=2"):
         run.play()
-    assert [event["t"] for event in run.events("group_failed")] == pytest.approx([9.2, 9.2])
+    assert [event.t for event in run.events.of(GroupFailed)] == pytest.approx([9.2, 9.2])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -254,7 +258,7 @@ def test_when_the_tasks_are_over_the_steps_that_can_be_filled_are_done_and_then_
     run = slow_updates(num_tasks=5, steps=3, pipeline={"ahead": ahead})
     with pytest.raises(SourceExhausted, match="no training task at position 5 of 5"):
         run.play()
-    assert len(run.events("step_ended")) == 2
+    assert len(run.events.of(StepEnded)) == 2
 
 
 def test_an_update_that_fails_ends_the_rollout_that_is_ahead_of_it():
@@ -267,4 +271,4 @@ def test_an_update_that_fails_ends_the_rollout_that_is_ahead_of_it():
     run.trainers[SOLVER].step = fails
     with pytest.raises(TrainingError, match="the device is gone"):
         run.play()
-    assert run.events()[-1]["t"] == pytest.approx(1.4)
+    assert run.events.all[-1].t == pytest.approx(1.4)

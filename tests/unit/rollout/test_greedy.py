@@ -6,7 +6,7 @@ import pytest
 
 from flexmarl.agents import Team
 from flexmarl.errors import EpisodeError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.records import (
     EpisodeStatus,
     GenerationRequest,
@@ -53,7 +53,7 @@ def rolled_out(workflow=solve, script=lambda prompt, request: "7", *, greedy_s=1
             admission=admission,
             settings=RolloutSettings(**settings),
             episodes=2,
-            journal=MemoryJournal(now),
+            events=RememberedEvents(now),
             policies=(PolicyName("solver"), PolicyName("verifier")),
             greedy=True,
         )

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import StoreError
-from flexmarl.observability.journal import MemoryJournal
+from flexmarl.events.group_events import EpisodeFailed, GroupRetried
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.rollout import Rollout
@@ -52,7 +53,7 @@ class Stage:
 
     def __init__(self, player, *, groups=4, episodes=2, emit_s=0.0, **sizes):
         self.admission = Admission(AdmissionLaw(groups=groups, lag=0, window=1))
-        self.journal = MemoryJournal(now)
+        self.events = RememberedEvents(now)
         self.player, self.groups, self.emit_s = player, groups, emit_s
         self.emitted: list[tuple[float, GroupRecord]] = []
         self.admitted_at: list[float] = []
@@ -61,7 +62,7 @@ class Stage:
             admission=self.admission,
             settings=RolloutSettings(**sizes),
             episodes=episodes,
-            journal=self.journal,
+            events=self.events,
         )
 
     async def feed(self) -> AsyncIterator[GroupRecord]:
@@ -116,7 +117,7 @@ def test_a_group_with_one_finished_episode_is_done():
     stage.play()
     ((_, group),) = stage.emitted
     assert [episode.finished for episode in group.episodes] == [False, True, False]
-    told = [(event["event"], event["episode"], event["because"]) for event in stage.journal.events()]
+    told = [(event.name, event.episode, event.because) for event in stage.events.all]
     assert told == [("episode_failed", "g0e0a0", "g0e0a0 broke"), ("episode_failed", "g0e2a0", "g0e2a0 broke")]
 
 
@@ -126,8 +127,8 @@ def test_a_group_without_a_finished_episode_is_played_again_under_its_id():
     ((_, group),) = stage.emitted
     assert (group.group, group.attempt) == (0, 1)
     assert stage.player.played == ["g0e0a0", "g0e1a0", "g0e0a1", "g0e1a1"]
-    (event,) = stage.journal.events("group_retried")
-    assert event["because"] == "attempt 1 of 2 had no finished episode; the last reason: g0e1a0 broke"
+    (event,) = stage.events.of(GroupRetried)
+    assert event.because == "attempt 1 of 2 had no finished episode; the last reason: g0e1a0 broke"
 
 
 def test_a_group_that_fails_every_time_ends_as_failed_and_is_handed_on():
@@ -136,11 +137,9 @@ def test_a_group_that_fails_every_time_ends_as_failed_and_is_handed_on():
     assert [(group.group, group.attempt, len(group.finished)) for _, group in stage.emitted] == [(0, 0, 1), (1, 2, 0)]
     assert stage.admission.active == (0,)
     assert stage.admission.ended == {GroupState.FAILED: 1}
-    ends = [event["event"] for event in stage.journal.events() if event["event"] != "episode_failed"]
+    ends = [event.name for event in stage.events.all if not isinstance(event, EpisodeFailed)]
     assert ends == ["group_retried", "group_retried", "group_failed"]
-    assert stage.journal.events()[-1]["because"] == (
-        "none of 3 attempts had a finished episode; the last reason: g1e0a2 broke"
-    )
+    assert stage.events.all[-1].because == ("none of 3 attempts had a finished episode; the last reason: g1e0a2 broke")
 
 
 def test_a_retry_waits_for_nobody():

@@ -53,4 +53,4 @@ def simulated_run(costs: Mapping[str, CostSettings], host: SharedHost | None = N
         for policy in run.trainers
     }
     run.play()
-    return read_facts(run.events())
+    return read_facts(run.events.all)

@@ -4,8 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.analysis.bound import bounds_of, mean_bound, path_s, step_bound
-from flexmarl.analysis.facts import Call, MicroBatch
+from flexmarl.events.serving_events import Called
+from flexmarl.events.training_events import MicroBatchDone
+from flexmarl.records import PolicyName, WorkerId
 from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
+from flexmarl.testing.events import a_call
 from tests.unit.simulator.simulated_runs import simulated_run
 
 ONE_SECOND = {
@@ -17,8 +20,15 @@ ONE_SECOND = {
 """A token takes a second alone, and a quarter of it in a full batch."""
 
 
-def call(began: float, ended: float, sampled: int, *, trajectory: str = "g0e0a0") -> Call:
-    return Call("solver/0", "solver", began, ended, 5, 5, sampled, 0, 0, trajectory)
+def call(began: float, ended: float, sampled: int, *, trajectory: str = "g0e0a0") -> Called:
+    return a_call(began=began, ended=ended, sampled_tokens=sampled, trajectory=trajectory)
+
+
+def batch(policy: str, began: float, ended: float) -> MicroBatchDone:
+    return MicroBatchDone(
+        process=WorkerId.trainer(policy), began=began, ended=ended, policy=PolicyName(policy), micro_batch="m", rows=2,
+        tokens=16.0, duration_s=ended - began,
+    )  # fmt: skip
 
 
 def test_calls_in_a_row_add_up() -> None:
@@ -31,7 +41,7 @@ def test_of_calls_side_by_side_the_longer_one_counts() -> None:
 
 def test_parts_of_a_step() -> None:
     calls = [call(0, 10, 10), call(0, 40, 6, trajectory="g0e1a0")]
-    batches = [MicroBatch("solver", 40, 45, rows=2, tokens=16.0)]
+    batches = [batch("solver", 40, 45)]
     bound = step_bound(calls, batches, ONE_SECOND, instances=1, trained=["solver"])
     assert (bound.path_s, bound.decode_s, bound.training_s) == (10.0, 4.0, 6.0 + 5.0)
     assert (bound.share_s, bound.end_s) == (4.0, 4.0 + 1.0 + 2.0)
@@ -45,7 +55,7 @@ def test_rows_that_were_not_trained_leave_the_last_trajectory_nothing_to_wait_fo
 
 
 def test_trainers_that_take_turns_need_the_sum() -> None:
-    batches = [MicroBatch(policy, 0, 5, rows=2, tokens=16.0) for policy in ("solver", "verifier")]
+    batches = [batch(policy, 0, 5) for policy in ("solver", "verifier")]
     bounds = [
         step_bound([], batches, ONE_SECOND, instances=1, trained=["solver"], trainers_at_once=at_once)
         for at_once in (1, None)
@@ -54,7 +64,7 @@ def test_trainers_that_take_turns_need_the_sum() -> None:
 
 
 def test_ahead_nothing_counts_that_may_lie_beside_the_next_rollout() -> None:
-    batches = [MicroBatch("solver", 40, 45, rows=2, tokens=16.0)]
+    batches = [batch("solver", 40, 45)]
     bound = step_bound([call(0, 10, 10)], batches, ONE_SECOND, instances=1, trained=["solver"], ahead=True)
     assert (bound.path_s, bound.training_s, bound.share_s, bound.end_s) == (10.0, 5.0, 0.0, 0.0)
     assert bound.total_s == 10.0

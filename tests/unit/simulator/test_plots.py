@@ -21,7 +21,7 @@ def test_a_simulated_run_is_drawn(tmp_path: Path) -> None:
 
 def test_a_run_of_many_policies_is_drawn_without_queues(tmp_path: Path) -> None:
     many = {f"agent{number}": f"policy{number}" for number in range(MOST_LINES + 2)}
-    facts = read_facts(ScriptedRun(take_turns, agents=many).play().events())
+    facts = read_facts(ScriptedRun(take_turns, agents=many).play().events.all)
     facts.looks.clear()
     draw_run(facts, tmp_path / "simulation.png", "many")
     assert (tmp_path / "simulation.png").exists()
@@ -33,7 +33,7 @@ def test_nothing_is_drawn_of_a_run_that_ended_no_step(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_drawn_with_a_line_for_each_other_setting(tmp_path: Path) -> None:
-    report = report_of(read_facts(ScriptedRun(take_turns, agents=AGENTS).play().events()), Pools(costs={}))
+    report = report_of(read_facts(ScriptedRun(take_turns, agents=AGENTS).play().events.all), Pools(costs={}))
     assert report is not None
     draw_sweep("batch.groups", {name: {"4": report, "8": report} for name in ("", "b=2")}, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").exists()

@@ -1,6 +1,7 @@
 """What a run took, from journals whose figures can be counted by eye, and from simulated runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,12 @@ import pytest
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
-from flexmarl.records import RowState
+from flexmarl.events.catalogue import CATALOGUE
+from flexmarl.events.event import Event, from_json
+from flexmarl.events.training_events import Updated
+from flexmarl.records import RowState, Version
 from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
+from flexmarl.testing.events import a_call
 from flexmarl.testing.run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
 from tests.unit.simulator.tables_as_text import as_text
@@ -17,28 +22,19 @@ from tests.unit.simulator.tables_as_text import as_text
 ALONE = Pools(costs={})
 
 
-def event(name: str, t: float, **fields: Any) -> Mapping[str, Any]:
-    return {"event": name, "t": t, **fields}
+def event(name: str, t: float, **fields: Any) -> Event:
+    """The event of a line, with `fields` that matter, and others as they may be."""
+    others = {"process": "controller", "lag_ms": 0.0, "micro_batch": "m", "duration_s": 1.0, "report": {}}
+    return from_json(CATALOGUE[name], others | {"checksum": "c", "event": name, "t": t, "policy": "solver", **fields})
 
 
 def call(t: float, *, began: float, group: int, instance: str = "solver/0", version: int = 0, sampled: int = 10):
-    return event(
-        "call",
-        t,
-        began=began,
-        process=f"engine/{instance}",
-        policy=instance.split("/")[0],
-        request=f"task-{group}_0_g{group}e0a0",
-        version=version,
-        prompt_tokens=5,
-        reused_tokens=0,
-        sampled_tokens=sampled,
-        finish="stop",
-    )
+    called = a_call(instance, began=began, ended=t, version=Version(version), sampled_tokens=sampled)
+    return replace(called, request=f"task-{group}_0_g{group}e0a0")
 
 
-def worked(name: str, t: float, *, began: float, **fields: Any) -> Mapping[str, Any]:
-    return event(name, t, began=began, policy="solver", **fields)
+def worked(name: str, t: float, *, began: float, **fields: Any) -> Event:
+    return event(name, t, began=began, **fields)
 
 
 ONE_STEP = [
@@ -55,7 +51,7 @@ ONE_STEP = [
 """One instance and one trainer: 7 s of rollout, 2 s of visible and 3 s of hidden training, 1 s of publication."""
 
 
-def report(events: Sequence[Mapping[str, Any]], pools: Pools = ALONE) -> SimulationReport:
+def report(events: Sequence[Event], pools: Pools = ALONE) -> SimulationReport:
     found = report_of(read_facts(events), pools)
     assert found is not None
     return found
@@ -118,8 +114,8 @@ def test_where_policies_update_on_their_own_staleness_is_that_of_the_version_tra
             assert row.version is not None
             lag, sampled = row.settled_version - 1 - row.version, len(row.values["response_ids"])
             total, tokens, most = total + lag * sampled, tokens + sampled, max(most, lag)
-    assert len(run.events("updated")) > 12  # Two policies: more than one update each of a step.
-    one = report(run.events())
+    assert len(run.events.of(Updated)) > 12  # Two policies: more than one update each of a step.
+    one = report(run.events.all)
     assert (one.staleness_mean, one.staleness_most) == (pytest.approx(total / tokens), most)
 
 
@@ -167,12 +163,12 @@ def test_the_figures_of_a_simulated_run_add_up() -> None:
 
 def test_the_journal_of_any_run_will_do() -> None:
     run = ScriptedRun(take_turns, agents=AGENTS, steps=2).play()
-    assert report(run.events()).steps == 2
+    assert report(run.events.all).steps == 2
 
 
 def test_tables_name_every_figure_and_compare_with_the_first() -> None:
     one = report(ONE_STEP)
-    slow = report([*ONE_STEP[:-1], {**ONE_STEP[-1], "t": 20.0}])
+    slow = report([*ONE_STEP[:-1], replace(ONE_STEP[-1], t=20.0, ended=20.0)])
     assert "queue of solver" in as_text(report_table("run", one))
     assert "20.0 s  2.00x" in as_text(comparison_table({"fast": one, "slow": slow}))
     assert "batch.groups" in as_text(sweep_table(["batch.groups"], {("4",): one}))

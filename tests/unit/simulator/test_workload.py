@@ -1,9 +1,9 @@
 """Workloads as data: what a plan holds, how it is played, and what a journal gives back."""
 
 import itertools
-import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError
-from flexmarl.observability.run_folder import RunFolder
+from flexmarl.events.journal import Journal
+from flexmarl.events.run_events import RunFailed
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import Called
+from flexmarl.records import FinishReason
 from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan, plans_in
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks
+from flexmarl.testing.events import a_call
 from flexmarl.testing.run import ScriptedRun
 
 TWO = {"planner": 0.75, "writer": 0.25}
@@ -148,10 +153,10 @@ def test_an_episode_makes_the_calls_of_its_plan_in_their_order_and_pauses_betwee
         calls = plan.calls(trajectory)
         asked = [(agent, tokens) for name, agent, tokens in words.asked if name == f"g0e{trajectory}a0"]
         assert asked == [(call.agent, call.tokens) for call in calls]
-    events = [event for event in run.events("call") if event["request"].endswith("g0e1a0")]
-    gaps = [after["began"] - before["t"] for before, after in itertools.pairwise(events)]
+    events = [event for event in run.events.of(Called) if event.request.endswith("g0e1a0")]
+    gaps = [after.began - before.t for before, after in itertools.pairwise(events)]
     assert gaps == pytest.approx([call.pause_s for call in plan.calls(1)[:-1]], abs=1e-5)
-    assert {event["sampled_tokens"] for event in events} == {20}
+    assert {event.sampled_tokens for event in events} == {20}
     rewards = {row.sample_id: row.values["reward"] for row in run.rows()}
     assert len(set(rewards.values())) == 2, "one for each episode"
 
@@ -159,7 +164,7 @@ def test_an_episode_makes_the_calls_of_its_plan_in_their_order_and_pauses_betwee
 def test_a_recorded_journal_gives_the_plan_back(tmp_path: Path):
     params = {"agents": TWO, "turns_min": 2, "turns_extra": 1.0, "len_mean": 50.0}
     run, _ = play(params, batch={"groups": 2, "episodes": 2}, steps=2)
-    RunFolder(tmp_path).journal.write_text("".join(json.dumps(event) + "\n" for event in run.events()))
+    run.events.save(RunFolder(tmp_path).journal)
     for index in range(6):
         was = planned_task(0, index % 4, "train", **params).data["plan"]
         recorded = planned_task(5, index, "train", recorded=str(tmp_path)).data["plan"]
@@ -171,21 +176,18 @@ def test_a_recorded_journal_gives_the_plan_back(tmp_path: Path):
             )
 
 
-def call(request: str, began: float, ended: float, **fields: Any) -> dict[str, Any]:
-    return {
-        "event": "call", "request": request, "began": began, "t": ended, "policy": "solver", "finish": "stop",
-        "sampled_tokens": 5, **fields,
-    }  # fmt: skip
+def call(request: str, began: float, ended: float, *, policy: str = "solver", **fields: Any) -> Called:
+    return replace(a_call(f"{policy}/0", began=began, ended=ended, **{"sampled_tokens": 5, **fields}), request=request)
 
 
 def test_of_a_journal_only_answered_calls_of_training_count_and_of_each_group_the_last_attempt():
     events = [
-        {"event": "run_started", "t": 0.0},
+        RunFailed(t=0.0),
         call("task_1_0_g3e0a0", 0.0, 1.0),
         call("task_1_0_g3e0a1", 2.0, 3.0, sampled_tokens=8),
         call("task_1_1_g3e0a1", 2.5, 9.0, policy="verifier"),
         call("task_1_2_g3e0a1", 11.0, 12.0),
-        call("task_1_3_g3e0a1", 13.0, 14.0, finish="error"),
+        call("task_1_3_g3e0a1", 13.0, 14.0, finish=FinishReason.ERROR),
         call("test_1_0_g1000000000e0a0", 5.0, 6.0),
         call("task_0_0_g1e0a0", 20.0, 21.0),
     ]
@@ -199,6 +201,6 @@ def test_of_a_journal_only_answered_calls_of_training_count_and_of_each_group_th
 
 
 def test_a_journal_without_a_call_of_training_is_an_error(tmp_path: Path):
-    RunFolder(tmp_path).journal.write_text('{"event":"run_started","t":0.0}\n')
+    Journal(RunFolder(tmp_path).journal).close()
     with pytest.raises(ConfigError, match="has no answered call of a training step"):
         planned_task(0, 0, "train", recorded=str(tmp_path))

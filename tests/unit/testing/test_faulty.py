@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flexmarl.errors import EngineError
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import FinishReason, Generation, PolicyName, Version
 from flexmarl.simulator.virtual_time import DeadlockError, run_virtual
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
@@ -26,7 +26,7 @@ SOLVER = PolicyName("solver")
 def faulty(*faults: Fault, objects: InlineObjectStore | None = None) -> FaultyEngine:
     engine = ScriptedEngine(lambda one: "abcdefghijklmnop" * 4, latency_s=1.0, objects=objects)
     injection = Injection(FaultPlan(faults=faults))
-    injection.begin(MemoryJournal(lambda: 0.0), lambda: None)
+    injection.begin(RememberedEvents(lambda: 0.0), lambda: None)
     return FaultyEngine("solver/0", engine, injection)
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import Swapped
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
@@ -22,7 +24,7 @@ from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.residency import Residency, Swapped
+from flexmarl.training.residency import Residency
 from flexmarl.training.rows import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import ProcessGroupSettings
@@ -65,7 +67,9 @@ class Stage:
         self.swaps: list[Swapped] = []
         self.left: dict[PolicyName, float] = {}
         """When each policy's step was over."""
-        self.residency = Residency(self.groups, ProcessGroupSettings(**chosen), on_swap=self.swaps.append)
+        events = Events()
+        events.listen(Swapped, self.swaps.append)
+        self.residency = Residency(self.groups, ProcessGroupSettings(**chosen), events=events)
         self.sessions = {
             p: TrainingSession(
                 p, self.store, trainer, micro_batch=micro_batch, version=Version(0), residency=self.residency

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
@@ -19,7 +21,6 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, Divisors, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, check_trainer
-from flexmarl.training.interface import Accumulated
 from flexmarl.training.rows import RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 
@@ -44,10 +45,12 @@ async def make_ready(store: SqliteStore, samples: Sequence[Sample], *, open_grou
 
 
 def session_of(
-    store: SqliteStore, trainer: FakeTrainer, on_report: Callable[[Accumulated], None] = lambda _: None
+    store: SqliteStore, trainer: FakeTrainer, hear: Callable[[MicroBatchDone], None] = lambda _: None
 ) -> TrainingSession:
     trainer.rows = StoreRows(store)
-    return TrainingSession(SOLVER, store, trainer, micro_batch=4, version=Version(0), on_report=on_report)
+    events = Events()
+    events.listen(MicroBatchDone, hear)
+    return TrainingSession(SOLVER, store, trainer, micro_batch=4, version=Version(0), events=events)
 
 
 def new_trainer(cost_s: float = 0.0, fail_on: Sequence[str] = ()) -> FakeTrainer:
@@ -70,7 +73,7 @@ def test_micro_batches_are_trained_while_rows_still_arrive(make_samples: Samples
 
     async def check() -> None:
         store, trainer, reports = new_store(), new_trainer(cost_s=0.5), []
-        session = session_of(store, trainer, lambda a: reports.append((a.began, a.ended, a.report.num_samples)))
+        session = session_of(store, trainer, lambda a: reports.append((a.began, a.ended, a.rows)))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.accumulate(), name="train")
             tasks.create_task(collect(store, session), name="collect")

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.inproc import InprocResident, inproc_cluster
 from flexmarl.errors import StoreError, TrainingError
+from flexmarl.events.hub import Events
+from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.rows import TURN_COLUMNS, credit_row
@@ -24,7 +26,7 @@ from flexmarl.records import AgentName, CreditLine, MicroBatch, PolicyName, RowS
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, accumulate, check_trainer
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.interface import Accumulated, Trainer
+from flexmarl.training.interface import Trainer
 from flexmarl.training.rows import HeldRows, RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
@@ -54,9 +56,11 @@ class Hosted:
         self.resident, self.store, self.fake = resident, store, fake
         self.trainer = resident.remote
 
-    def session(self, on_report: Callable[[Accumulated], None] = lambda _: None) -> TrainingSession:
+    def session(self, hear: Callable[[MicroBatchDone], None] = lambda _: None) -> TrainingSession:
+        events = Events()
+        events.listen(MicroBatchDone, hear)
         return TrainingSession(
-            SOLVER, self.store, self.trainer, micro_batch=4, version=Version(0), ahead=True, on_report=on_report
+            SOLVER, self.store, self.trainer, micro_batch=4, version=Version(0), ahead=True, events=events
         )
 
 

@@ -29,7 +29,9 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.proxy import methods_of, proxy_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.records import WorkerLost
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import WorkerLost
+from flexmarl.records import WorkerId
 
 T = TypeVar("T")
 # Ray gives its own processes 30 s to start, and the process of an actor 60 s.
@@ -161,14 +163,16 @@ class RayResident(Generic[T]):
 
 
 @asynccontextmanager
-async def ray_cluster(settings: ClusterSettings, *, leases: RunLeases, residents: int) -> AsyncIterator["RayCluster"]:
+async def ray_cluster(
+    settings: ClusterSettings, *, leases: RunLeases, residents: int, events: Events | None = None
+) -> AsyncIterator["RayCluster"]:
     """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Raises ConfigError if the Ray to join cannot be joined, WorkerError
-    if Ray does not answer within `START_S`.
+    A private Ray has room for exactly that many. Losses are emitted to `events`. Raises ConfigError if the Ray to join
+    cannot be joined, WorkerError if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
-        cluster = RayCluster(settings, tasks, leases=leases, residents=residents)
+        cluster = RayCluster(settings, tasks, leases=leases, residents=residents, events=events or Events())
         try:
             await cluster.open()
             yield cluster
@@ -180,10 +184,10 @@ class RayCluster:
     """The residents of one run, on a private Ray or on one that already runs on this machine."""
 
     def __init__(
-        self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int
+        self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int, events: Events
     ) -> None:
         """See `ray_cluster`. Proxies run their tasks in `tasks`."""
-        self.on_lost: Callable[[WorkerLost], None] = lambda lost: None
+        self.events = events
         self._leases = leases
         if settings.address == "local":
             self._ray = PrivateRay(leases, workers=residents, accelerators=settings.device != "cpu")
@@ -278,8 +282,8 @@ class RayCluster:
         self._free.append(resident.slot)
         if lost is not None:
             place = resident.place
-            event = WorkerLost(name=resident.name, node=place.node, pid=place.pid, because=lost)
-            asyncio.get_running_loop().call_soon(self.on_lost, event)
+            event = WorkerLost(process=WorkerId.parse(resident.name), node=place.node, pid=place.pid, because=lost)
+            asyncio.get_running_loop().call_soon(self.events.emit, event)
 
     async def _watch_ray(self) -> None:
         """Waits until Ray itself is gone, and then ends all residents as lost."""

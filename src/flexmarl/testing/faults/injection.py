@@ -9,9 +9,10 @@ unblocked by time
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-from flexmarl.observability.journal import Journal
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import FaultStruck
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
@@ -43,12 +44,12 @@ class Injection:
         self._struck = set[Fault]()
         self._noted = set[Fault]()
         self._counts = Counter[tuple[FaultKind, str]]()
-        self._journal: Journal | None = None
+        self._events: Events | None = None
         self._die: Callable[[], None] = lambda: None
 
-    def begin(self, journal: Journal, die: Callable[[], None]) -> None:
+    def begin(self, events: Events, die: Callable[[], None]) -> None:
         """Begins a life of the run: seconds and counts begin anew. `die` ends it as kill -9 would."""
-        self._journal, self._die = journal, die
+        self._events, self._die = events, die
         self._counts.clear()
         self._noted.clear()
 
@@ -139,12 +140,13 @@ class Injection:
             self._struck.add(fault)
         return fault
 
-    def note(self, fault: Fault, **fields: Any) -> None:
-        """Puts a fault into the journal; of one that lasts, the first strike in each life."""
-        if fault not in self._noted and self._journal is not None:
+    def note(self, fault: Fault) -> None:
+        """Emits that a fault struck; of one that lasts, the first strike in each life."""
+        if fault not in self._noted and self._events is not None:
             self._noted.add(fault)
-            told = {"target": fault.target, "after": fault.after, "amount": fault.amount, "how": fault.how, **fields}
-            self._journal.event("fault", kind=fault.kind, **told)
+            self._events.emit(
+                FaultStruck(kind=fault.kind, target=fault.target, after=fault.after, amount=fault.amount, how=fault.how)
+            )
 
     def _strike(self, fault: Fault) -> None:
         self._struck.add(fault)

@@ -13,6 +13,8 @@ from flexmarl.errors import (
     TransitionError,
     WorkerError,
 )
+from flexmarl.events.group_events import GroupExpired
+from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.records import RowState
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.faults.fault_plan import FaultKind
@@ -61,17 +63,17 @@ def every_life_ends_as_its_faults_demand(story: Story) -> Iterator[str]:
     last = story.lives[-1]
     if not story.finished and not isinstance(last.error, SourceExhausted | EpisodeError) and not last.hung:
         yield f"after {len(story.lives)} lives the run has not ended: {type(last.error).__name__}: {last.error}"
-    if story.finished and not last.of("step_ended") and not last.of("resumed"):
+    if story.finished and not last.of(StepEnded) and not last.of(Resumed):
         yield "the run ended without a step"
     if story.finished and sorted(story.steps) != list(range(story.settings.steps)):
         yield f"the run ended with the steps {sorted(story.steps)}, steps is {story.settings.steps}"
 
 
 def _demanded(story: Story, life: Life) -> tuple[type[FlexmarlError], ...]:
-    struck = {FaultKind(event["kind"]) for event in life.of("fault")}
+    struck = {FaultKind(event.kind) for event in life.of(FaultStruck)}
     errors = [error for kind in struck for error in DEMANDED.get(kind, ())]
     filtered = story.settings.credit.filter is not None
-    late = any("held up others" in event["because"] for event in life.of("group_expired"))  # A deadline too short.
+    late = any("held up others" in event.because for event in life.of(GroupExpired))  # A deadline too short.
     if story.chance or filtered or late:
         errors.append(EpisodeError)  # Of so few groups, all may end without a sample by chance.
     return tuple(errors)

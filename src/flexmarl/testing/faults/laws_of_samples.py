@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from flexmarl.agents.context import context_hash
+from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
 from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
 from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
@@ -123,7 +124,7 @@ def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
         if row.version is None:
             continue
         tags, prompt = row.values["tags"], row.values["prompt_ids"]
-        admitted = [event["task"] for event in story.groups[group_of(row.sample_id)].admitted]
+        admitted = [event.task for event in story.groups[group_of(row.sample_id)].admitted]
         if tags["task"] not in admitted or not row.sample_id.startswith(tags["task"] + "_"):
             yield f"{row.sample_id} is of task {tags['task']}, its group of {admitted}"
         if tags["context_hash"] != context_hash(row.policy, prompt):
@@ -178,7 +179,7 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
     if not story.finished:
         return
     rows = {row.sample_id: row for row in story.rows}
-    lost = {event["instance"] for event in last.of("instance_lost")}
+    lost = {event.instance for event in last.of(InstanceLost)}
     for name, engine in last.engines.items():
         for _, request, generation in engine.answered if name not in lost else ():
             end = request.offset + len(generation.response_ids)

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from decimal import Decimal
 
 from flexmarl.config import RunSettings
+from flexmarl.events.event import Event
+from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady, GroupStopped, GroupTaken
+from flexmarl.events.run_events import StepStarted
+from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded, Moved, MoveFailed
+from flexmarl.events.training_events import Published, Swapped
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.records import RowState
-from flexmarl.testing.faults.story import Event, Life, Story, ended_by, group_of
+from flexmarl.records import InstanceId, RowState, WorkerId
+from flexmarl.testing.faults.story import Life, Story, ended_by, group_of
 
 
 def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
@@ -35,7 +40,7 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
 
 def _of_other_steps(story: Story) -> Iterator[str]:
     """Rows, trained or not, that were sampled at another version than the one that their step began with."""
-    served = {event["step"]: event["versions"] for event in story.events if event["event"] == "step_started"}
+    served = {event.step: event.versions for event in story.events if isinstance(event, StepStarted)}
     for row in story.rows:
         step = group_of(row.sample_id) // story.settings.batch.groups
         if row.version is not None and step in served:
@@ -92,17 +97,17 @@ def _outside_the_window(story: Story) -> Iterator[str]:
     for number, life in enumerate(story.lives):
         untaken = set[int]()
         for event in life.events:
-            if event["event"] == "group_admitted":
-                untaken.add(event["group"])
-            elif event["event"] == "group_stopped":  # One that held up others leaves the window before it has ended.
-                untaken.discard(event["group"])
-            elif event["event"] == "group_taken":
+            if isinstance(event, GroupAdmitted):
+                untaken.add(event.group)
+            elif isinstance(event, GroupStopped):  # One that held up others leaves the window before it has ended.
+                untaken.discard(event.group)
+            elif isinstance(event, GroupTaken):
                 head = min(untaken)
-                if not event["because"]:
-                    yield f"life {number}: group {event['group']} was taken without a reason"
-                if window is not None and event["group"] >= head + window:
-                    yield f"life {number}: group {event['group']} was taken, {head} is the head and the window {window}"
-            untaken.difference_update([event["group"]] if event["event"] == "group_taken" else ended_by(event))
+                if not event.because:
+                    yield f"life {number}: group {event.group} was taken without a reason"
+                if window is not None and event.group >= head + window:
+                    yield f"life {number}: group {event.group} was taken, {head} is the head and the window {window}"
+            untaken.difference_update([event.group] if isinstance(event, GroupTaken) else ended_by(event))
 
 
 def law_4_nothing_is_held_twice(story: Story) -> Iterator[str]:
@@ -117,8 +122,8 @@ def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
     at_once = story.settings.process_groups.at_once or len(story.trained_policies)
     resident = set[str]()
     moments = [
-        (event["began"] if event["direction"] == "resume" else event["ended"], event["direction"], event["process"])
-        for event in life.of("swapped")
+        (event.began if event.direction == "resume" else event.ended, event.direction, event.process)
+        for event in life.of(Swapped)
     ]
     for _, direction, process in sorted(moments, key=lambda moment: (moment[0], moment[1] == "resume")):
         (resident.add if direction == "resume" else resident.discard)(process)
@@ -129,38 +134,34 @@ def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
 def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
     """By journal: which instances each policy has, and which of the lost ones are about to be replaced."""
     live, names = set(story.initial), Counter(story.initial)
-    owed, losses = set[str](), Counter[str]()
-    for event in life.of("instance_lost", "instance_replaced", "moved", "move_failed"):
-        name, policy, joined = event["instance"], _served_by(event["instance"]), ""
-        match event["event"]:
-            case "instance_lost":
+    owed, losses = set[InstanceId](), Counter[str]()
+    for event in life.of(InstanceLost, InstanceReplaced, Moved, MoveFailed):
+        name, policy, joined = event.instance, event.instance.policy, None
+        match event:
+            case InstanceLost():
                 losses[policy] += 1
                 owed |= live & {name}
                 live.discard(name)  # One that is lost on its way has a name that was never live.
-            case "instance_replaced":
-                owed.discard(event["replaces"])
+            case InstanceReplaced():
+                owed.discard(event.replaces)
                 joined = name
-            case "moved":
+            case Moved():
                 live.discard(name)
-                joined = event["became"]
+                joined = event.became
                 replaceable = losses[policy] <= story.settings.pool.replacements
-                if policy not in {_served_by(one) for one in (live | owed if replaceable else live)}:
+                if policy not in {one.policy for one in (live | owed if replaceable else live)}:
                     yield f"{name} was moved, the last of its policy"
-            case _ if "was not moved" in event["because"]:
+            case _ if "was not moved" in event.because:
                 live.discard(name)
-                if "so it stays" in event["because"]:
-                    joined = f"{policy}/again-{len(names)}"
+                if "so it stays" in event.because:
+                    joined = InstanceId(policy, -len(names))  # Under which id is not said.
             case _:
                 pass  # It was refused, and nothing has changed.
-        if joined:
+        if joined is not None:
             live.add(joined)
             names[joined] += 1
             if names[joined] > 1:
                 yield f"the name {joined} was used twice"
-
-
-def _served_by(instance: str) -> str:
-    return instance.rpartition("/")[0]
 
 
 def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[str]:
@@ -191,48 +192,44 @@ def _unchecked_answers(life: Life) -> Iterator[str]:
 
 def _early_admissions(story: Story, life: Life) -> Iterator[str]:
     """By journal: what every instance held at an admission that was live before it and served after it."""
-    last_sent = {event["process"]: event["began"] for event in life.of("call")}
-    live = {f"engine/{name}" for name in story.initial}
-    held, published = dict[str, str](), dict[str, str]()
+    last_sent = {event.process: event.began for event in life.of(Called)}
+    live = set(map(WorkerId.engine, story.initial))
+    held, published = dict[WorkerId, str](), dict[str, str]()
     for event in life.events:
-        match event["event"]:
-            case "call":
-                live.add(event["process"])
-            case "loaded":
-                held[event["process"]] = event["checksum"]
-            case "published":
-                published[event["policy"]] = event["checksum"]
-            case "group_admitted":
+        match event:
+            case Called():
+                live.add(event.process)
+            case Loaded():
+                held[event.process] = event.checksum
+            case Published():
+                published[event.policy] = event.checksum
+            case GroupAdmitted():
                 for process in sorted(live):
-                    expected = published.get(_policy_of(process))
-                    serves = last_sent.get(process, -1.0) >= event["t"]
+                    expected = published.get(process.policy)
+                    serves = last_sent.get(process, -1.0) >= event.t
                     if serves and expected is not None and held.get(process) != expected:
-                        yield f"group {event['group']} was admitted while {process} held {held.get(process, 'nothing')}"
+                        yield f"group {event.group} was admitted while {process} held {held.get(process, 'nothing')}"
 
 
 def _early_calls(story: Story, life: Life) -> Iterator[str]:
     """By journal: whether all instances of a policy that were live before a call and served after it held the same."""
-    held: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    sent: dict[str, list[float]] = defaultdict(list)
-    for event in life.of("loaded"):
-        held[event["process"]].append((event["t"], event["checksum"]))
-    for event in life.of("call"):
-        sent[event["process"]].append(event["began"])
+    held: dict[WorkerId, list[tuple[float, str]]] = defaultdict(list)
+    sent: dict[WorkerId, list[float]] = defaultdict(list)
+    for event in life.of(Loaded):
+        held[event.process].append((event.t, event.checksum))
+    for event in life.of(Called):
+        sent[event.process].append(event.began)
 
-    def holds(process: str, at: float) -> str:
+    def holds(process: WorkerId, at: float) -> str:
         return next((checksum for t, checksum in reversed(held[process]) if t <= at), "nothing")
 
-    initial = {f"engine/{name}" for name in story.initial}
-    for event in life.of("call"):
-        mine, began = event["process"], event["began"]
+    initial = set(map(WorkerId.engine, story.initial))
+    for event in life.of(Called):
+        mine, began = event.process, event.began
         for other, times in sent.items():
             served = (other in initial or min(times) < began) and max(times) >= began
-            if served and _policy_of(other) == _policy_of(mine) and holds(other, began) != holds(mine, began):
+            if served and other.policy == mine.policy and holds(other, began) != holds(mine, began):
                 yield f"a call was sent to {mine} at {began}, while {other} held {holds(other, began)}"
-
-
-def _policy_of(process: str) -> str:
-    return process.split("/")[1]
 
 
 def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
@@ -244,8 +241,8 @@ def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
     for number, life in enumerate(story.lives):
         active, owing = set[int](), dict[int, set[str]]()
         for event in life.events:
-            if event["event"] == "group_admitted":
-                active.add(event["group"])
+            if isinstance(event, GroupAdmitted):
+                active.add(event.group)
             active.difference_update(ended_by(event))
             if story.per_policy:
                 active.difference_update(_served(life, event, owing))
@@ -265,10 +262,10 @@ def _crowded_rollout(story: Story) -> Iterator[str]:
     for number, life in enumerate(story.lives):
         playing = set[int]()
         for event in life.events:
-            if event["event"] == "group_admitted":
-                playing.add(event["group"])
-            elif event["event"] in ("group_ready", "group_filtered", "group_failed"):
-                playing.discard(event["group"])
+            if isinstance(event, GroupAdmitted):
+                playing.add(event.group)
+            elif isinstance(event, GroupReady | GroupFiltered | GroupFailed):
+                playing.discard(event.group)
             if len(playing) > settings.rollout.inter_query + 1:
                 yield f"life {number}: {len(playing)} groups played at once, of rollout.inter_query + 1"
                 break
@@ -276,12 +273,12 @@ def _crowded_rollout(story: Story) -> Iterator[str]:
 
 def _served(life: Life, event: Event, owing: dict[int, set[str]]) -> list[int]:
     """Groups on which, with this publication, the last of their policies has been updated."""
-    if event["event"] == "group_ready":
-        owing[event["group"]] = set(event["samples"])
-    if event["event"] != "published":
+    if isinstance(event, GroupReady):
+        owing[event.group] = set(event.samples)
+    if not isinstance(event, Published):
         return []
-    policy = event["policy"]
-    for ids in life.trainers[policy].updates.get(event["version"], {}).values():
+    policy = event.policy
+    for ids in life.trainers[policy].updates.get(event.version, {}).values():
         for sample_id in ids:
             owing[group_of(sample_id)].discard(policy)
     return [group for group, policies in owing.items() if not policies]

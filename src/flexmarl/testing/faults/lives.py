@@ -26,7 +26,7 @@ from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.sealed_folder import MANIFEST
-from flexmarl.records import GenerationRequest, PolicyName, Task
+from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.costs import EngineCosts, TrainerCosts
 from flexmarl.simulator.modelled_engine import ModelledEngine
@@ -38,7 +38,7 @@ from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.faults.watched import MortalJournal, Pulse, WatchedEngine, WatchedTrainer
+from flexmarl.testing.faults.watched import MortalEvents, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
 from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
@@ -159,7 +159,7 @@ class MortalRun(ScriptedRun):
         self._pulse, self._hung, self._torn = Pulse(), False, torn
         self.kept = self.store
         """The store itself, which outlives this life."""
-        self.journal = MortalJournal(self._pulse)
+        self.events = MortalEvents(self._pulse)
         self.rules = mutation.rules
         self.watched: dict[str, WatchedEngine] = {}
         """By instance."""
@@ -187,7 +187,7 @@ class MortalRun(ScriptedRun):
         hung = self._hung or isinstance(error, DeadlockError | Stuck)
         killed = self._pulse.over and not hung
         return Life(
-            events=self.journal.events(),
+            events=self.events.all,
             error=None if killed else error,
             killed=killed,
             hung=hung,
@@ -197,7 +197,10 @@ class MortalRun(ScriptedRun):
 
     async def strike(self) -> None:
         """Breaks engines at their time."""
-        await self._injection.watch(lambda: cast(Any, self.watched), self.world.pool.lose)
+        await self._injection.watch(
+            lambda: cast(Any, self.watched),
+            lambda instance, because: self.world.pool.lose(InstanceId.parse(instance), because),
+        )
 
     async def _play(self, beside: Any) -> None:
         running = asyncio.current_task()
@@ -207,8 +210,8 @@ class MortalRun(ScriptedRun):
             self._pulse.stop()
             running.cancel()
 
-        self._injection.begin(self.journal, die)
-        with failure_told(self.journal):
+        self._injection.begin(self.events, die)
+        with failure_told(self.events):
             if self._torn is not None:
                 self._injection.note(self._torn)
             limit = asyncio.timeout(LIMIT_S)

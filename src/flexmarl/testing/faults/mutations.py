@@ -24,6 +24,7 @@ from flexmarl.records import (
     GroupId,
     GroupRecord,
     GroupState,
+    InstanceId,
     LossReport,
     MicroBatch,
     PolicyName,
@@ -96,21 +97,21 @@ class _LosesReusedIds(WatchedCache):
 class _PublishesWithoutWaiting(InferencePool):
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
-    ) -> dict[str, Checksum]:
+    ) -> dict[InstanceId, Checksum]:
         loading = asyncio.create_task(super().load_weights(policy, version, key, expected), name="load-unheeded")
         _unheeded.add(loading)
         loading.add_done_callback(_unheeded.discard)
         return {}
 
 
-_unheeded = set["asyncio.Task[dict[str, Checksum]]"]()
+_unheeded = set["asyncio.Task[dict[InstanceId, Checksum]]"]()
 """Tasks that nobody awaits must be held by somebody."""
 
 
 class _ServesUnchecked(InferencePool):
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
-    ) -> dict[str, Checksum]:
+    ) -> dict[InstanceId, Checksum]:
         return await super().load_weights(policy, version, key, None)
 
 

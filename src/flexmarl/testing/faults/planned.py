@@ -17,14 +17,14 @@ from flexmarl.agents import Team
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import Residents, World
 from flexmarl.cluster.inproc import InprocCluster
-from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
+from flexmarl.cluster.interface import Cluster, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
+from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.observability.journal import Journal
-from flexmarl.records import PolicyName, Task
+from flexmarl.records import InstanceId, PolicyName, Task, WorkerId
 from flexmarl.simulator.residents import NODE
 from flexmarl.testing.faults.fault_plan import BY_INSTANCE, BY_POLICY, FaultKind, FaultPlan
 from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer
@@ -65,9 +65,9 @@ class PlannedFaults:
         """A store that refuses writes."""
         return cast(Any, FaultyStore(store, self._injection))
 
-    def begin(self, journal: Journal, die: Callable[[], None], checkpoints: Path) -> None:
+    def begin(self, events: Events, die: Callable[[], None], checkpoints: Path) -> None:
         """Begins a life; a checkpoint that is to be torn is torn before the run goes on from it."""
-        self._injection.begin(journal, die)
+        self._injection.begin(events, die)
         if fault := tear(self._injection, checkpoints):
             self._injection.note(fault)
 
@@ -77,10 +77,11 @@ class PlannedFaults:
         live = {resident.name for resident in cluster.residents if resident.alive}
 
         def lose(instance: str, because: str) -> None:
-            if f"{ResidentKind.ENGINE}/{instance}" in live:
-                cluster.kill(f"{ResidentKind.ENGINE}/{instance}", because)
+            engine = WorkerId.engine(InstanceId.parse(instance))
+            if engine in live:
+                cluster.kill(engine, because)
             else:
-                world.pool.lose(instance, because)
+                world.pool.lose(engine.instance, because)
 
         await self._injection.watch(lambda: cast(Any, self._engines), lose, cluster.kill_node)
 
@@ -97,11 +98,11 @@ class FaultyResidents:
         """Where weights are."""
         return self._inner.objects
 
-    def cluster(self, residents: int) -> AbstractAsyncContextManager[Cluster]:
+    def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
         """Where residents live."""
-        return self._inner.cluster(residents)
+        return self._inner.cluster(residents, events)
 
-    def engine(self, policy: PolicyName, instance: str) -> ResidentSpec[WeightedEngine]:
+    def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[WeightedEngine]:
         """One inference instance."""
         spec: Any = self._inner.engine(policy, instance)
 

@@ -3,16 +3,19 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 from flexmarl.config import RunSettings
 from flexmarl.errors import FlexmarlError
+from flexmarl.events.event import Event
+from flexmarl.events.group_events import GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered, GroupReady
+from flexmarl.events.run_events import CheckpointSaved, Resumed, StepEnded, StoreRewound
 from flexmarl.experience.interface import Row
-from flexmarl.records import PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
+from flexmarl.records import InstanceId, PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
 from flexmarl.testing.faults.watched import WatchedEngine, WatchedTrainer
 from flexmarl.testing.run import ScriptedRun
 
-Event = Mapping[str, Any]
+E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,9 +36,9 @@ class Life:
         """Whether the run came to its end in it."""
         return self.error is None and not self.killed and not self.hung
 
-    def of(self, *names: str) -> list[Event]:
-        """Its events of these names."""
-        return [event for event in self.events if event["event"] in names]
+    def of(self, *kinds: type[E]) -> list[E]:
+        """Its events of these types."""
+        return [event for event in self.events if isinstance(event, kinds)]
 
     def same_end_as(self, other: "Life") -> bool:
         """Whether both died of the same, without having come any further."""
@@ -43,7 +46,7 @@ class Life:
             isinstance(self.error, FlexmarlError)
             and str(self.error) == str(other.error)
             and type(self.error) is type(other.error)
-            and not self.of("checkpoint")
+            and not self.of(CheckpointSaved)
         )
 
 
@@ -51,8 +54,8 @@ class Life:
 class GroupStory:
     """What counts of one group."""
 
-    admitted: list[Event] = field(default_factory=list)
-    ready: Mapping[str, int] = field(default_factory=dict)
+    admitted: list[GroupAdmitted] = field(default_factory=list)
+    ready: Mapping[PolicyName, int] = field(default_factory=dict)
     """Samples that its credit made ready, by policy."""
     ends: list[str] = field(default_factory=list)
 
@@ -96,10 +99,10 @@ class Story:
         return tuple(sorted(self.settings.trained))
 
     @property
-    def initial(self) -> tuple[str, ...]:
-        """The instances that a life begins with, as the pool names them."""
+    def initial(self) -> tuple[InstanceId, ...]:
+        """The instances that a life begins with."""
         policies = self.settings.policies
-        return tuple(f"{name}/{n}" for name, policy in policies.items() for n in range(policy.instances))
+        return tuple(InstanceId(name, n) for name, policy in policies.items() for n in range(policy.instances))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -116,17 +119,17 @@ class Story:
         active: dict[int, GroupStory] = {}
         for life in self.lives:
             for event in life.events:
-                if event["event"] == "store_rewound":
-                    again = set(event.get("replay", ()))
+                if isinstance(event, StoreRewound):
+                    again = set(event.replay)
                     active = {g: GroupStory(admitted=[*told.admitted]) for g, told in groups.items() if g in again}
-                    groups = {g: told for g, told in groups.items() if g < event["next_group"] and g not in again}
-                elif event["event"] == "group_admitted":
-                    active.pop(event["group"], None)
-                    groups.setdefault(event["group"], GroupStory()).admitted.append(event)
-                elif event["event"] == "group_ready":
-                    groups.setdefault(event["group"], GroupStory()).ready = event["samples"]
+                    groups = {g: told for g, told in groups.items() if g < event.next_group and g not in again}
+                elif isinstance(event, GroupAdmitted):
+                    active.pop(event.group, None)
+                    groups.setdefault(event.group, GroupStory()).admitted.append(event)
+                elif isinstance(event, GroupReady):
+                    groups.setdefault(event.group, GroupStory()).ready = event.samples
                 for group in ended_by(event):
-                    groups.setdefault(group, active.pop(group, None) or GroupStory()).ends.append(_END[event["event"]])
+                    groups.setdefault(group, active.pop(group, None) or GroupStory()).ends.append(_END[type(event)])
         return groups
 
     @cached_property
@@ -144,9 +147,9 @@ class Story:
         """The groups that each step trained; a later life makes the steps again that were not saved."""
         steps: dict[int, Sequence[int]] = {}
         for life in self.lives:
-            for event in life.of("resumed"):
-                steps = {step: groups for step, groups in steps.items() if step < event["step"]}
-            steps |= {event["step"]: event["trained"] for event in life.of("step_ended")}
+            for event in life.of(Resumed):
+                steps = {step: groups for step, groups in steps.items() if step < event.step}
+            steps |= {event.step: event.trained for event in life.of(StepEnded)}
         return steps
 
     def trained(self) -> Iterator[SampleId]:
@@ -157,20 +160,20 @@ class Story:
                     yield from batch
 
 
-_END = {
-    "group_failed": "failed",
-    "group_filtered": "filtered",
-    "group_expired": "expired",
-    "step_ended": "trained",
+_END: Mapping[type[Event], str] = {
+    GroupFailed: "failed",
+    GroupFiltered: "filtered",
+    GroupExpired: "expired",
+    StepEnded: "trained",
 }
 """Events with which groups end, and how."""
 
 
 def ended_by(event: Event) -> Sequence[int]:
     """The groups that end with an event."""
-    if event["event"] == "step_ended":
-        return event["trained"]
-    return [event["group"]] if event["event"] in _END else []
+    if isinstance(event, StepEnded):
+        return event.trained
+    return [event.group] if isinstance(event, GroupFailed | GroupFiltered | GroupExpired) else []
 
 
 def group_of(sample_id: str) -> int:
@@ -182,11 +185,11 @@ def story_of(*runs: ScriptedRun, folder: str = "") -> Story:
     """The story of a scripted run: its last life, after those in which it was killed."""
     lives = [
         Life(
-            events=run.events(),
+            events=run.events.all,
             error=run.failure if run is runs[-1] else None,
             killed=run is not runs[-1],
             hung=False,
-            engines={f"{policy}/{n}": one for policy, many in run.engines.items() for n, one in enumerate(many)},
+            engines={InstanceId(policy, n): one for policy, many in run.engines.items() for n, one in enumerate(many)},
             trainers=run.trainers,
         )
         for run in runs

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flexmarl.events.event import to_json
 from flexmarl.testing.faults.fault_plan import DRAWN
 from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.lives import live
@@ -160,7 +161,7 @@ def catch(mutation: Mutation, seeds: Sequence[int]) -> Caught:
 
 def digest(story: Story) -> str:
     """Of all its journals, but for the name of the folder, which is another each time."""
-    events = json.dumps(list(story.events), sort_keys=True).replace(story.folder, "")
+    events = json.dumps([to_json(event) for event in story.events], sort_keys=True).replace(story.folder, "")
     return hashlib.blake2b(events.encode()).hexdigest()
 
 

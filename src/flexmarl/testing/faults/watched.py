@@ -1,4 +1,4 @@
-"""Wrappers that remember what the laws ask of engines and trainers, and the journal of a process that can die."""
+"""Wrappers that remember what the laws ask of engines and trainers, and the events of a process that can die."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -6,8 +6,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flexmarl.events.event import Event
+from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.observability.journal import MemoryJournal
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -44,18 +45,18 @@ class Pulse:
             raise Killed
 
 
-class MortalJournal(MemoryJournal):
-    """A journal that a dead process cannot write to. After the run its clock stops."""
+class MortalEvents(RememberedEvents):
+    """Events of a process that can die: a dead one emits none. After the run its clock stops."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__(self._time)
         self._pulse = pulse
         self._last = 0.0
 
-    def event(self, event: str, /, *, because: str = "", **fields: Any) -> None:
-        """Writes one line."""
+    def emit(self, event: Event) -> None:
+        """It happened, unless the process is dead."""
         self._pulse.check()
-        super().event(event, because=because, **fields)
+        super().emit(event)
 
     def _time(self) -> float:
         try:

@@ -3,11 +3,24 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from flexmarl.events.event import Event
+from flexmarl.events.group_events import GroupExpired, GroupFailed, GroupFiltered, GroupRetried
+from flexmarl.events.run_events import (
+    CheckpointPassedOver,
+    CheckpointRemoved,
+    FaultStruck,
+    Resumed,
+    RunFailed,
+    WorkerLost,
+)
+from flexmarl.events.serving_events import Called, InstanceLost
+from flexmarl.events.training_events import MicroBatchDone, Swapped
+from flexmarl.records import InstanceId, WorkerId
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
-from flexmarl.testing.faults.story import Event, Story
+from flexmarl.testing.faults.story import Story
 
-Reaction = Callable[[Event, Event], bool]
+Reaction = Callable[[FaultStruck, Event], bool]
 """Whether the second event is the system's reaction to the fault in the first."""
 
 
@@ -20,8 +33,8 @@ def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultK
     """The same, of the events of a journal."""
     struck, answered = Counter[FaultKind](), Counter[FaultKind]()
     for place, fault in enumerate(events):
-        if fault["event"] == "fault":
-            kind = FaultKind(fault["kind"])
+        if isinstance(fault, FaultStruck):
+            kind = FaultKind(fault.kind)
             struck[kind] += 1
             if any(REACTIONS[kind](fault, event) for event in events[place + 1 :]):
                 answered[kind] += 1
@@ -36,7 +49,7 @@ def combined(story: Story) -> Counter[str]:
 def _losses_while_streaming(story: Story) -> bool:
     """Trainers had rows of open groups and were swapped; one was lost, the store failed, and the run went on."""
     streamed = any(trainer.cache.open_group_of for life in story.lives for trainer in life.trainers.values())
-    swapped = any(event["event"] == "swapped" for event in story.events)
+    swapped = any(isinstance(event, Swapped) for event in story.events)
     _, answered = seen(story)
     return streamed and swapped and bool(answered[FaultKind.LOST_TRAINER] and answered[FaultKind.STORE_FAILURE])
 
@@ -53,62 +66,62 @@ COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
 """Things that must come together in one run before some laws can break; by chance alone they hardly do."""
 
 
-def _lost(fault: Event, event: Event) -> bool:
+def _lost(fault: FaultStruck, event: Event) -> bool:
     """An instance that was moved is known by another name."""
-    mine = event["event"] == "instance_lost" and event["instance"] == fault["target"]
-    return mine or (event["event"] == "instance_lost" and "as planned" in event["because"])
+    mine = isinstance(event, InstanceLost) and event.instance == fault.target
+    return mine or (isinstance(event, InstanceLost) and "as planned" in event.because)
 
 
-def _late(fault: Event, event: Event) -> bool:
+def _late(fault: FaultStruck, event: Event) -> bool:
     """A call that took as long as the slowed engine must take, or was given up."""
-    if event["event"] != "call" or event["process"] != f"engine/{fault['target']}":
-        return "was aborted" in event.get("because", "")
-    slow_s = fault["amount"] * SECONDS_PER_TOKEN * event["sampled_tokens"]
-    return event["finish"] == "abort" or event["t"] - event["began"] > 0.9 * slow_s > 0
+    if not isinstance(event, Called) or event.process != WorkerId.engine(InstanceId.parse(fault.target)):
+        return "was aborted" in event.because
+    slow_s = fault.amount * SECONDS_PER_TOKEN * event.sampled_tokens
+    return event.finish == "abort" or event.t - event.began > 0.9 * slow_s > 0
 
 
-def _node_lost(fault: Event, event: Event) -> bool:
-    return event["event"] == "worker_lost" and event["node"] == fault["target"]
+def _node_lost(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, WorkerLost) and event.node == fault.target
 
 
-def _silent(fault: Event, event: Event) -> bool:
-    return _lost(fault, event) or "was aborted" in event.get("because", "")
+def _silent(fault: FaultStruck, event: Event) -> bool:
+    return _lost(fault, event) or "was aborted" in event.because
 
 
-def _erred(fault: Event, event: Event) -> bool:
-    return event["event"] == "call" and event["policy"] == fault["target"] and event["finish"] == "error"
+def _erred(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, Called) and event.policy == fault.target and event.finish == "error"
 
 
-def _resumed(fault: Event, event: Event) -> bool:
-    return event["event"] == "resumed"
+def _resumed(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, Resumed)
 
 
-def _passed_over(fault: Event, event: Event) -> bool:
-    return event["event"] in ("checkpoint_passed_over", "checkpoint_removed")
+def _passed_over(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, CheckpointPassedOver | CheckpointRemoved)
 
 
-def _misdated(fault: Event, event: Event) -> bool:
+def _misdated(fault: FaultStruck, event: Event) -> bool:
     """A micro-batch whose beginning, by its trainer's clock, lies off its end by the skew."""
-    if event["event"] != "micro_batch" or event["policy"] != fault["target"]:
+    if not isinstance(event, MicroBatchDone) or event.policy != fault.target:
         return False
-    return abs(event["duration_s"] - fault["amount"]) < abs(fault["amount"]) / 2
+    return abs(event.duration_s - fault.amount) < abs(fault.amount) / 2
 
 
-def _timed_out(fault: Event, event: Event) -> bool:
-    late = event["event"] == "group_expired" and "held up others" in event["because"]
-    return late or (event["event"] in ("group_retried", "group_failed") and "took longer" in event["because"])
+def _timed_out(fault: FaultStruck, event: Event) -> bool:
+    late = isinstance(event, GroupExpired) and "held up others" in event.because
+    return late or (isinstance(event, GroupRetried | GroupFailed) and "took longer" in event.because)
 
 
-def _poisoned(fault: Event, event: Event) -> bool:
-    return event["event"] == "group_failed" and fault["target"] in event["because"]
+def _poisoned(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, GroupFailed) and fault.target in event.because
 
 
-def _filtered(fault: Event, event: Event) -> bool:
-    return event["event"] == "group_filtered" and "no group's rewards differ" in event["because"]
+def _filtered(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, GroupFiltered) and "no group's rewards differ" in event.because
 
 
-def _exhausted(fault: Event, event: Event) -> bool:
-    return event["event"] == "run_failed" and "SourceExhausted" in event["because"]
+def _exhausted(fault: FaultStruck, event: Event) -> bool:
+    return isinstance(event, RunFailed) and "SourceExhausted" in event.because
 
 
 REACTIONS: Mapping[FaultKind, Reaction] = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.observability.overlap import intersection, overlap, seconds, union
+from flexmarl.events.overlap import intersection, overlap, seconds, union
 
 moments = st.integers(min_value=0, max_value=40)
 intervals = st.lists(st.tuples(moments, st.integers(min_value=0, max_value=9)), max_size=8).map(

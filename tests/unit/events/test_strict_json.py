@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, FlexmarlError
-from flexmarl.observability.journal import read_lines
-from flexmarl.observability.safe_json import READ_DEPTH, json_text, parse_json
+from flexmarl.events.journal import read_lines
+from flexmarl.events.safe_json import READ_DEPTH, json_text, parse_json
 from flexmarl.tasks.table import read_jsonl
 
 VALUES = st.recursive(

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flexmarl.observability.progress import (
+from flexmarl.events.progress import (
     LineProgress,
     LiveProgress,
     NullProgress,

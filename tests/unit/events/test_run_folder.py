@@ -3,7 +3,7 @@ from datetime import datetime
 import pytest
 
 from flexmarl.errors import ConfigError
-from flexmarl.observability.run_folder import RunFolder, make_run_folder
+from flexmarl.events.run_folder import RunFolder, make_run_folder
 
 NOON = datetime(2026, 1, 31, 12, 0, 5)
 

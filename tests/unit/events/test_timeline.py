@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.analysis.timeline import render_timeline, trace_events
-from flexmarl.observability.journal import read_run
-from flexmarl.observability.run_folder import RunFolder
-from tests.unit.observability.runs import write_command
+from flexmarl.events.event import Timed
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.testing.events import a_call
+from tests.unit.events.runs import write_command
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_a_replaced_process_keeps_its_row(folder):
 
 def test_every_event_that_took_time_is_a_slice_with_its_fields(folder):
     write_command(folder.journal, steps=2, first_pid=10)
-    took_time = [entry for entry in read_run(folder.journal) if "began" in entry]
+    took_time = [event for event in read_run(folder.journal) if isinstance(event, Timed)]
     slices = [event for event in timeline(folder) if event["ph"] == "X"]
     assert len(slices) == len(took_time) == 2 * (48 + 8 + 2 + 2)
     micro_batch = next(event for event in slices if event["name"] == "micro_batch")
@@ -101,7 +103,9 @@ def test_decisions_are_marks_and_what_only_happened_is_not(folder):
     write_command(folder.journal, steps=1, first_pid=10, lost=True)
     marks = [event for event in timeline(folder) if event["ph"] == "i"]
     assert {event["name"] for event in marks} == {"run_started", "group_ready", "instance_lost", "worker_lost"}
-    assert marks[-1]["args"] == {"because": "killed by signal 9", "process": "engine/solver/0"}
+    assert marks[-1]["args"] == {
+        "because": "killed by signal 9", "process": "engine/solver/0", "node": "10.0.0.1", "pid": 11
+    }  # fmt: skip
 
 
 def test_counters_show_queues_lag_and_rows_that_wait_for_training(folder):
@@ -145,17 +149,19 @@ def test_a_journal_torn_anywhere_has_a_timeline(tmp_path_factory, cut):
     folder.journal.write_bytes(folder.journal.read_bytes()[:cut])
     events = timeline(folder)
     check_format(events)
-    assert len([e for e in events if e["ph"] == "X"]) == sum("began" in entry for entry in read_run(folder.journal))
+    assert len([e for e in events if e["ph"] == "X"]) == sum(
+        isinstance(event, Timed) for event in read_run(folder.journal)
+    )
 
 
 def test_a_slice_never_ends_before_it_begins():
-    (slice_, *_) = trace_events([{"t": 1.0, "event": "call", "process": "engine/a/0", "began": 1.000001}])
+    (slice_, *_) = trace_events([a_call("a/0", began=1.000001, ended=1.0).at(1.0)])
     assert (slice_["ts"], slice_["dur"]) == (1_000_000, 0)
 
 
 def test_a_run_without_processes_of_its_own_has_rows_without_places():
-    events = list(trace_events([{"t": 1.0, "event": "call", "process": "engine/a/10", "began": 0.5},
-                                {"t": 2.0, "event": "call", "process": "engine/a/9", "began": 0.5}]))  # fmt: skip
+    calls = [a_call("a/10", began=0.5, ended=1.0), a_call("a/9", began=0.5, ended=2.0)]
+    events = list(trace_events(calls))
     assert rows(events) == ["controller", "engine/a/9", "engine/a/10"]
 
 

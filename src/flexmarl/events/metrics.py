@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flexmarl.observability.journal import append_lines, read_lines
+from flexmarl.events.journal import append_lines, read_lines
 
 
 class Sink(Protocol):

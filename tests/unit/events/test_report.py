@@ -12,9 +12,9 @@ from rich.console import Console
 
 from flexmarl.analysis.curve import panels_of, smooth, spread
 from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise, summary_table
-from flexmarl.observability.metrics import JsonlSink, read_metrics
-from flexmarl.observability.run_folder import RunFolder
-from tests.unit.observability.runs import STEP_S, write_command
+from flexmarl.events.metrics import JsonlSink, read_metrics
+from flexmarl.events.run_folder import RunFolder
+from tests.unit.events.runs import STEP_S, write_command
 
 
 def play(folder: Path, steps: int = 20) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from flexmarl.observability.machine import this_machine
+from flexmarl.events.machine import this_machine
 
 
 def test_the_machine_is_described_in_plain_json():
@@ -18,14 +18,14 @@ def test_the_machine_is_described_in_plain_json():
 
 
 def test_the_machine_module_does_not_import_torch():
-    code = "import sys, flexmarl.observability.machine; print('torch' in sys.modules)"
+    code = "import sys, flexmarl.events.machine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_broken_torch_is_a_finding():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from flexmarl.observability.machine import this_machine\n"
+        "from flexmarl.events.machine import this_machine\n"
         "machine = this_machine(); print(machine.torch, machine.torch_error, machine.devices)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

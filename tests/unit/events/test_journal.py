@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, SecretStr
 
 from flexmarl.errors import EngineError, FlexmarlError
-from flexmarl.observability.journal import Journal, MemoryJournal, read_journal
-from flexmarl.observability.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked, plain
+from flexmarl.events.group_events import GroupAdmitted, GroupFailed
+from flexmarl.events.journal import FORMAT, Journal, RememberedEvents, read_journal
+from flexmarl.events.run_events import RunFailed
+from flexmarl.events.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked, plain
+from flexmarl.events.training_events import Updated
+from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
+from tests.unit.events.runs import events_on
 
 SECRET = "TOPSECRET5f3a9c"
 
@@ -35,26 +40,31 @@ class Remote(BaseModel):
     password: SecretStr
 
 
-def journal_on(path, clock=lambda: 0.0):
-    return Journal(path, clock)
+def failed(because, t=0.0):
+    return RunFailed(t=t, because=because)
+
+
+def told(path):
+    return [event.because for event in read_journal(path)]
 
 
 def test_an_event_is_one_line_with_its_time_and_its_reason(tmp_path):
     now = [12.25]
-    journal = journal_on(tmp_path / "journal.jsonl", lambda: now[0])
-    journal.event("group_admitted", group=3, step=1, because="2 of 4 slots free")
+    events = events_on(tmp_path / "journal.jsonl", lambda: now[0])
+    events.emit(GroupAdmitted(group=3, step=1, task="add-3", because="2 of 4 slots free"))
     now[0] = 13.0000004
-    journal.event("stopped")
+    events.emit(RunFailed())
     assert (tmp_path / "journal.jsonl").read_text().splitlines() == [
-        '{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1}',
-        '{"t":13.0,"event":"stopped"}',
+        f'{{"t":0.0,"event":"journal","format":{FORMAT}}}',
+        '{"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}',
+        '{"t":13.0,"event":"run_failed"}',
     ]
 
 
 def test_an_event_is_in_the_file_before_the_journal_is_closed(tmp_path):
-    journal = journal_on(tmp_path / "journal.jsonl")
-    journal.event("a")
-    assert [entry["event"] for entry in read_journal(tmp_path / "journal.jsonl")] == ["a"]
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write(failed("a"))
+    assert told(tmp_path / "journal.jsonl") == ["a"]
     journal.close()
     journal.close()
 
@@ -75,10 +85,10 @@ def test_values_of_every_kind_are_written_plainly():
         "long": "x" * (MAX_TEXT + 1),
         "nothing": None,
     }
-    journal = MemoryJournal()
-    journal.event("all", **values)
-    written = journal.events()[0]
-    assert {key: written[key] for key in values} == {
+    events = RememberedEvents()
+    events.emit(Updated(process=WorkerId.trainer("a"), began=0.0, policy="a", version=1, report=values))
+    (written,) = events.of(Updated)
+    assert written.report == {
         "enum": "red",
         "path": "runs/a",
         "record": {"instance": 2, "to": "solver", "token": "***"},
@@ -102,21 +112,20 @@ def test_what_holds_itself_is_written_to_a_bounded_depth():
 
 
 def test_text_of_any_language_survives(tmp_path):
-    journal = journal_on(tmp_path / "journal.jsonl")
     text = "naïve 团队 \u2028 \n \x00 \ud800"
-    journal.event("said", text=text)
-    assert journal.events("said")[0]["text"] == text
+    Journal(tmp_path / "journal.jsonl").write(failed(text))
+    assert told(tmp_path / "journal.jsonl") == [text]
 
 
 @pytest.mark.parametrize("torn", [b'{"t":1,"ev', b'{"t":1,"event":"b"}', b"\xff\x00", b"x" * 10_000])
 def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_run(tmp_path, torn):
     path = tmp_path / "journal.jsonl"
-    journal_on(path).event("a")
+    Journal(path).write(failed("a"))
     whole = path.read_bytes()
     path.write_bytes(whole + torn)
-    assert [entry["event"] for entry in read_journal(path)] == ["a"]
-    journal_on(path).event("c")
-    assert [entry["event"] for entry in read_journal(path)] == ["a", "c"]
+    assert told(path) == ["a"]
+    Journal(path).write(failed("c"))
+    assert told(path) == ["a", "c"]
 
 
 @given(cut=st.integers(min_value=0, max_value=400))
@@ -124,44 +133,67 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_run(tmp_path, t
 def test_a_file_cut_anywhere_gives_all_whole_events(tmp_path_factory, cut):
     path = tmp_path_factory.getbasetemp() / "cut.jsonl"
     path.unlink(missing_ok=True)
-    journal = journal_on(path)
+    journal = Journal(path)
     for index in range(10):
-        journal.event("e", index=index)
+        journal.write(failed(str(index)))
     kept = path.read_bytes()[:cut]
     path.write_bytes(kept)
-    assert [entry["index"] for entry in read_journal(path)] == list(range(kept.count(b"\n")))
+    assert told(path) == [str(index) for index in range(kept.count(b"\n") - 1)]
 
 
 def test_a_spoiled_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "journal.jsonl"
-    path.write_text('{"t":1,"event":"a"}\nnonsense\n{"t":2,"event":"b"}\n')
-    with pytest.raises(FlexmarlError, match=r"journal.jsonl, line 2: not JSON"):
+    Journal(path).write(failed("a"))
+    with path.open("a") as file:
+        file.write('nonsense\n{"t":2,"event":"run_failed"}\n')
+    with pytest.raises(FlexmarlError, match=r"journal.jsonl, line 3: not JSON"):
         list(read_journal(path))
 
 
-def test_a_field_cannot_hide_the_time():
-    with pytest.raises(ValueError, match="'t' of event 'a'"):
-        MemoryJournal().event("a", t=3)
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [('{"t":1,"event":"landed"}', "'landed' is no event"), ('{"t":1,"event":"group_failed"}', "lacks group")],
+)
+def test_a_line_that_is_no_event_is_an_error_that_names_it(tmp_path, line, wrong):
+    path = tmp_path / "journal.jsonl"
+    Journal(path).close()
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(FlexmarlError, match=rf"journal.jsonl, line 2: .*{wrong}"):
+        list(read_journal(path))
+
+
+@pytest.mark.parametrize(
+    "first", ['{"t":0.0,"event":"run_started","seed":1}', '{"t":0.0,"event":"journal","format":3}']
+)
+def test_a_journal_of_another_format_is_neither_read_nor_continued(tmp_path, first):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(first + "\n")
+    found = 3 if "format" in first else 1
+    for use in (Journal, lambda path: list(read_journal(path))):
+        with pytest.raises(FlexmarlError, match=rf"format {found}, and this version of flexmarl reads format {FORMAT}"):
+            use(path)
+    assert path.read_text() == first + "\n"
 
 
 def test_moments_of_the_event_loop_become_moments_of_the_journal():
     async def scenario():
         time = asyncio.get_running_loop().time
         await asyncio.sleep(5)
-        journal = MemoryJournal(lambda: time() - 5)
+        events = RememberedEvents(lambda: time() - 5)
         began = time()
         await asyncio.sleep(2)
-        assert (journal.moment(began), journal.now()) == (0.0, 2.0)
+        assert (events.moment(began), events.now()) == (0.0, 2.0)
 
     run_virtual(scenario())
 
 
-def test_events_are_found_by_name():
-    journal = MemoryJournal(clock=iter([1.0, 2.0, 3.0]).__next__)
-    journal.event("a", n=1)
-    journal.event("b", n=2)
-    journal.event("a", n=3)
-    assert [(entry["t"], entry["n"]) for entry in journal.events("a")] == [(1.0, 1), (3.0, 3)]
+def test_events_are_found_by_type():
+    events = RememberedEvents(clock=iter([1.0, 2.0, 3.0]).__next__)
+    events.emit(failed("a"))
+    events.emit(GroupFailed(group=2))
+    events.emit(failed("b"))
+    assert [(event.t, event.because) for event in events.of(RunFailed)] == [(1.0, "a"), (3.0, "b")]
 
 
 secret_keys = st.sampled_from(
@@ -199,8 +231,19 @@ nested = st.recursive(
 def test_a_secret_is_never_in_the_file(tmp_path_factory, value, because):
     path = tmp_path_factory.getbasetemp() / "secret.jsonl"
     path.unlink(missing_ok=True)
-    journal = journal_on(path)
-    journal.event("e", because=because, value=value, api_key=SECRET)
+    report = {"value": value, "api_key": SECRET}
+    Journal(path).write(
+        Updated(
+            t=1.0,
+            process=WorkerId.trainer("a"),
+            began=0.0,
+            ended=1.0,
+            policy="a",
+            version=1,
+            report=report,
+            because=because,
+        )
+    )
     assert SECRET not in path.read_text()
     assert len(list(read_journal(path))) == 1
 

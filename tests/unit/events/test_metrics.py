@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from flexmarl.observability.backends.tensorboard import TensorBoardSink
-from flexmarl.observability.metrics import JsonlSink, Metrics, read_metrics, time_shares
+from flexmarl.events.backends.tensorboard import TensorBoardSink
+from flexmarl.events.metrics import JsonlSink, Metrics, read_metrics, time_shares
 from flexmarl.simulator.virtual_time import run_virtual
 
 

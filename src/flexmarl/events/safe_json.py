@@ -82,6 +82,8 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value if value.bit_length() <= MAX_BITS else f"integer of {value.bit_length()} bits"
     if kind is float:
         return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):  # An id, or a member of an enum.
+        return _text(str.__str__(value))
     if depth > WRITE_DEPTH:
         return "..."
     if kind is dict:

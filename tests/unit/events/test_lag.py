@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from flexmarl.observability.lag import LOOK_S, measure_lag
+from flexmarl.events.lag import LOOK_S, measure_lag
 from flexmarl.simulator.virtual_time import run_virtual
 
 

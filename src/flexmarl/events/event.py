@@ -1,0 +1,127 @@
+"""Decides what every event has: its name, its time and its reason; and how it is written as JSON, and read back.
+
+    GroupAdmitted(group=3, step=1, task="add-3", because="2 of 4 slots free")
+    {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
+
+A field that has its default is left out of the line. Moments are rounded to microseconds there.
+"""
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from flexmarl.events.safe_json import plain
+from flexmarl.records.ids import InstanceId, WorkerId
+
+NOW = math.inf
+"""A moment that is not known yet: the one at which the event is emitted."""
+MOMENTS = ("t", "began", "ended")
+"""Fields that are moments, in seconds on the run's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in a run."""
+
+    name: ClassVar[str] = ""
+    """How the journal calls it."""
+
+    t: float = NOW
+    """When it happened, in seconds on the clock of its command."""
+    command: int = 1
+    """The command of the run that it belongs to, from 1: a resumed run has several. It is in no line."""
+    because: str = ""
+    """Why, wherever somebody decided."""
+
+    def at(self, t: float) -> Self:
+        """The event, emitted at this time."""
+        return replace(self, t=t)
+
+    def later(self, seconds: float, command: int) -> Self:
+        """The event as one of a later command, on a clock that has gone on meanwhile."""
+        return replace(self, t=round(self.t + seconds, 6), command=command)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Event):
+    """Something that took time, in one worker: a slice of the timeline."""
+
+    process: WorkerId
+    """The worker whose time it took; its row on the timeline."""
+    began: float
+    """When it began."""
+    ended: float = NOW
+    """When it ended; left out where that is `t`."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.began
+
+    def at(self, t: float) -> Self:
+        """The event, emitted at this time; it never ends before it began."""
+        ended = min(self.ended, t)
+        return replace(self, t=t, ended=ended, began=min(self.began, ended))
+
+    def later(self, seconds: float, command: int) -> Self:
+        """The event as one of a later command, on a clock that has gone on meanwhile."""
+        t, began, ended = (round(moment + seconds, 6) for moment in (self.t, self.began, self.ended))
+        return replace(self, t=t, began=began, ended=ended, command=command)
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """One line of the journal."""
+    line: dict[str, Any] = {"t": round(event.t, 6), "event": event.name}
+    for name, default in _written(type(event)):
+        value = getattr(event, name)
+        if value != default:
+            line[name] = round(value, 6) if name in MOMENTS else plain(value)
+    if line.get("ended") == line["t"]:
+        del line["ended"]
+    return line
+
+
+def from_json(kind: type[Event], line: Mapping[str, Any]) -> Event:
+    """The event that was written as a line. Raises ValueError if the line lacks a field of it."""
+    readers = _readers(kind)
+    if lacking := [name for name, (_, needed) in readers.items() if needed and name not in line]:
+        raise ValueError(f"event '{kind.name}' lacks {', '.join(lacking)}")
+    values = {name: read(line[name]) for name, (read, _) in readers.items() if name in line}
+    return kind(**values).at(values["t"])
+
+
+@cache
+def _written(kind: type[Event]) -> list[tuple[str, Any]]:
+    """Fields that a line has beside `t`, in order, each with the value at which it is left out."""
+    return [(field.name, field.default) for field in fields(kind) if field.name not in ("t", "command")]
+
+
+@cache
+def _readers(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
+    """How each field is made of its JSON, and whether a line must have it."""
+    hints = get_type_hints(kind)
+    own = [field for field in fields(kind) if field.name != "command"]
+    return {field.name: (_reader(hints[field.name]), field.default is MISSING or field.name == "t") for field in own}
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    kind = getattr(kind, "__supertype__", kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        inner = _reader(next(one for one in get_args(kind) if one is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    if get_origin(kind) is tuple:
+        item = _reader(get_args(kind)[0])
+        return lambda value: tuple(map(item, value))
+    if kind in (InstanceId, WorkerId):
+        return kind.parse
+    if kind is float or (isinstance(kind, type) and issubclass(kind, Enum)):
+        return kind
+    return _as_it_is
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,155 @@
+"""Events of groups: each is admitted, played, credited, and ends once.
+
+In: nothing. Out: the types that journal, monitor and laws read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flexmarl.events.event import Event, Timed
+from flexmarl.records.episode import EpisodeStatus
+from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted(Event):
+    """A group may be played."""
+
+    name: ClassVar[str] = "group_admitted"
+    group: GroupId
+    """The group."""
+    step: int
+    """The step that admitted it."""
+    task: str
+    """Id of its task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFailed(Event):
+    """An episode ended by itself without being finished; nothing of it is trained on."""
+
+    name: ClassVar[str] = "episode_failed"
+    group: GroupId
+    """Its group."""
+    episode: EpisodeId
+    """The episode."""
+    status: EpisodeStatus
+    """How it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRetried(Event):
+    """A group without a finished episode is played again."""
+
+    name: ClassVar[str] = "group_retried"
+    group: GroupId
+    """The group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFailed(Event):
+    """A group ended: no episode of its last attempt was finished."""
+
+    name: ClassVar[str] = "group_failed"
+    group: GroupId
+    """The group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTaken(Event):
+    """A played group was taken from the window for training."""
+
+    name: ClassVar[str] = "group_taken"
+    group: GroupId
+    """The group."""
+    step: int
+    """The step that took it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStopped(Event):
+    """A group that held up others was told to end; it leaves the window at once."""
+
+    name: ClassVar[str] = "group_stopped"
+    group: GroupId
+    """The group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupExpired(Event):
+    """A group ended untrained: too late, or the run was over."""
+
+    name: ClassVar[str] = "group_expired"
+    group: GroupId
+    """The group."""
+    again: bool
+    """Whether its task is admitted again, as another group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsCredited(Event):
+    """Groups were compared, and their rows have advantages."""
+
+    name: ClassVar[str] = "credited"
+    groups: tuple[GroupId, ...]
+    """The groups."""
+    report: Mapping[AgentName, Any]
+    """By agent, what its credit groups were."""
+    parts: Mapping[AgentName, Any]
+    """By agent, what its rewards are made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReady(Event):
+    """A group's rows may be trained on."""
+
+    name: ClassVar[str] = "group_ready"
+    group: GroupId
+    """The group."""
+    samples: Mapping[PolicyName, int]
+    """By policy, how many rows are ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFiltered(Event):
+    """A group ended untrained: it teaches nothing."""
+
+    name: ClassVar[str] = "group_filtered"
+    group: GroupId
+    """The group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refilled(Event):
+    """A step has enough groups, after it played more in place of those that were dropped."""
+
+    name: ClassVar[str] = "refilled"
+    step: int
+    """The step."""
+    generated: int
+    """Groups that it played."""
+    kept: int
+    """Groups that it trains on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFilled(Event):
+    """A policy that updates on its own has a full batch."""
+
+    name: ClassVar[str] = "batch_filled"
+    policy: PolicyName
+    """The policy."""
+    version: Version
+    """The version that the update is applied to."""
+    groups: tuple[GroupId, ...]
+    """The groups of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEnded(Timed):
+    """Nobody plays any more for a step."""
+
+    name: ClassVar[str] = "rollout_ended"
+    step: int
+    """The step."""

@@ -1,0 +1,179 @@
+"""JSON Lines on disk, appended to by one process that may be killed at any moment.
+
+A line counts when its newline is there: each is written at once, a reader passes over an unfinished last line, and
+whoever continues the file cuts it off first.
+
+Journal on a JSON Lines file: every event of a run, one line each, in one write (how: event.py).
+
+    {"t":0.0,"event":"journal","format":2}                                         the first line
+    {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
+
+Nothing is held back, so that a killed process loses at most the line it was writing. The journal is a listener like any
+other: `events.listen(Event, journal.write)`. Nothing reads it back during a run.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from flexmarl.errors import FlexmarlError
+from flexmarl.events.catalogue import CATALOGUE
+from flexmarl.events.event import Event, from_json, to_json
+from flexmarl.events.hub import Events
+from flexmarl.events.run_events import RunStarted
+from flexmarl.events.safe_json import parse_json
+
+
+def append_lines(path: Path) -> TextIO:
+    """Opens the file for more lines, made or continued; each goes to the file when its newline is written."""
+    if path.exists():
+        _cut_torn_line(path)
+    return path.open("a", buffering=1, encoding="ascii", newline="\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects in order, without a torn last line. Any other unreadable line is an error that names it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = parse_json(line)
+            except ValueError as error:
+                raise FlexmarlError(f"{path}, line {number}: not JSON ({error}); remove that line") from error
+            if not isinstance(entry, dict):
+                raise FlexmarlError(f"{path}, line {number}: no JSON object: {entry!r:.60}; remove that line")
+            yield entry
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 4096)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+FORMAT = 2
+"""Of the journal's lines. It rises when a reader of the one before could no longer read them; 1 had no first line."""
+_FIRST = "journal"
+"""The name that the first line has in place of an event's."""
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+E = TypeVar("E", bound=Event)
+
+
+class Journal:
+    """What happened in a run, on disk. Secrets are masked (see safe_json.py).
+
+    An existing file is continued, after its torn last line, if it has one, has been cut off. Raises FlexmarlError if it
+    is of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_format(path)
+        self._file = append_lines(path)
+        if not path.stat().st_size:
+            self._file.write(_encode({"t": 0.0, "event": _FIRST, "format": FORMAT}) + "\n")
+
+    def write(self, event: Event) -> None:
+        """Writes one line."""
+        self._file.write(_encode(to_json(event)) + "\n")
+
+    def close(self) -> None:
+        """Ends it; calling it twice is no error."""
+        with suppress(OSError):  # What the disk does not take was an error when it was written.
+            self._file.close()
+
+
+class RememberedEvents(Events):
+    """Events for tests: they are remembered, as a journal would have them."""
+
+    def __init__(self, clock: Callable[[], float] | None = lambda: 0.0) -> None:
+        """Timeless unless a clock is given; with None it is the event loop's."""
+        super().__init__(clock)
+        self._lines: list[str] = []
+        self.listen(Event, lambda event: self._lines.append(_encode(to_json(event))))
+
+    def of(self, *kinds: type[E]) -> list[E]:
+        """What happened so far, of these types."""
+        lines = [json.loads(line) for line in self._lines]
+        return [_read(line) for line in lines if issubclass(CATALOGUE[line["event"]], kinds)]
+
+    @property
+    def all(self) -> list[Event]:
+        """All that happened so far."""
+        return self.of(Event)
+
+    def save(self, path: Path) -> None:
+        """Writes a journal of it."""
+        journal = Journal(path)
+        for event in self.all:
+            journal.write(event)
+        journal.close()
+
+
+def read_journal(path: Path) -> Iterator[Event]:
+    """Yields the events of a journal in order, without a torn last line.
+
+    Raises FlexmarlError if the journal is of another format, or holds what is no event of this one.
+    """
+    for number, line in enumerate(read_lines(path), start=1):
+        if number == 1:
+            _check_first(path, line)
+            continue
+        try:
+            yield _read(line)
+        except (ValueError, TypeError) as error:
+            raise FlexmarlError(f"{path}, line {number}: {error}; remove that line") from error
+
+
+def check_format(path: Path) -> None:
+    """Raises FlexmarlError if the journal is of another format than this version's.
+
+    One that does not exist, or has no line, is of any.
+    """
+    first = next(read_lines(path), None) if path.exists() else None
+    if first is not None:
+        _check_first(path, first)
+
+
+def _check_first(path: Path, line: dict[str, Any]) -> None:
+    found = line.get("format") if line.get("event") == _FIRST else 1
+    if found != FORMAT:
+        raise FlexmarlError(
+            f"{path} is a journal of format {found}, and this version of flexmarl reads format {FORMAT}: use the "
+            "version that wrote the run, or begin a new run"
+        )
+
+
+def _read(line: dict[str, Any]) -> Any:
+    kind = CATALOGUE.get(line.get("event", ""))
+    if kind is None:
+        raise ValueError(f"{line.get('event')!r} is no event of this version")
+    return from_json(kind, line)
+
+
+def read_run(path: Path) -> Iterator[Event]:
+    """Yields the events of all commands on one clock: each command's goes on where the one before stopped.
+
+    Each event says the number of its `command`, from 1. A command begins with `RunStarted`, or where the time goes
+    back: before that event it may have emitted what it found of the command before.
+    """
+    command, offset, latest, previous, started = 1, 0.0, 0.0, 0.0, False
+    for event in read_journal(path):
+        is_start = isinstance(event, RunStarted)
+        if event.t < previous or (is_start and started):
+            command, offset, started = command + 1, latest, False
+        started, previous = started or is_start, event.t
+        moved = event.later(offset, command) if command > 1 else event
+        latest = max(latest, moved.t)
+        yield moved
