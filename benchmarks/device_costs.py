@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from common import parser, report
 
+from flexmarl.analysis.costs import EngineCosts, TrainerCosts
 from flexmarl.analysis.regression import nonnegative
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
@@ -46,7 +47,6 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
-from flexmarl.simulator.costs import EngineCosts, TrainerCosts
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings

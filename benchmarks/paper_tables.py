@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexmarl.analysis.bound import bounds_of, mean_bound
+from flexmarl.analysis.costs import costs_of
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.assemble import simulate
@@ -41,7 +42,6 @@ from flexmarl.events.journal import read_run
 from flexmarl.events.overlap import seconds
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.costs import costs_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "paper"
 PRINTED: Mapping[str, Mapping[str, Mapping[str, float]]] = yaml.safe_load((EXAMPLES / "printed.yaml").read_text())

@@ -15,11 +15,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
-from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.__main__ import main

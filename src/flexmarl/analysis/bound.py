@@ -23,10 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 
+from flexmarl.analysis.costs import Costs, EngineCosts, costs_of
 from flexmarl.analysis.facts import Facts
 from flexmarl.events.serving_events import Called
 from flexmarl.events.training_events import MicroBatchDone
-from flexmarl.simulator.costs import Costs, EngineCosts, costs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

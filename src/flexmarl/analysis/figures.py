@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexmarl.analysis.bound import Bound
+from flexmarl.analysis.costs import Costs, costs_of
 from flexmarl.analysis.facts import Facts
 from flexmarl.events.overlap import intersection, seconds, union
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.simulator.costs import Costs, costs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

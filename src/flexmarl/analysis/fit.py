@@ -15,13 +15,13 @@ from statistics import median
 
 import numpy as np
 
+from flexmarl.analysis.costs import CostSettings, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit_engines import EngineFit
 from flexmarl.analysis.queues import Crowd
 from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
 from flexmarl.errors import ConfigError
 from flexmarl.events.training_events import MicroBatchDone
-from flexmarl.simulator.costs import CostSettings, SharedHost, TrainerCosts
 
 ROUNDS = 60
 """Turns between costs and slowdown; there are few micro-batches, and they settle soon."""

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import ResidentKind
@@ -45,7 +46,6 @@ from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version, WorkerId
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
-from flexmarl.simulator.costs import costs_of
 from flexmarl.training.session import TrainingSession
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexmarl.agents import TeamSpec
+from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
@@ -26,7 +27,6 @@ from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.simulator.costs import costs_of
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.objects import SimulatedObjectStore
 from flexmarl.simulator.replies import responder_of

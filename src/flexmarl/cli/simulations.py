@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexmarl.analysis.bound import bounds_of, mean_bound
+from flexmarl.analysis.costs import costs_of
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.fit import Fit, fit_costs
@@ -30,7 +31,6 @@ from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.costs import costs_of
 from flexmarl.testing.faults.fault_plan import read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in

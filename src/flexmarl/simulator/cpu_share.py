@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flexmarl.simulator.costs import SharedHost
+from flexmarl.analysis.costs import SharedHost
 
 
 class CpuShare:

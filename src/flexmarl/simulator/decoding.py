@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from flexmarl.simulator.costs import EngineCosts
+from flexmarl.analysis.costs import EngineCosts
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.engines import FIRST_VERSION
@@ -29,7 +30,6 @@ from flexmarl.records import (
     VersionRun,
     unserved,
 )
-from flexmarl.simulator.costs import EngineCosts
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.decoding import Batch
 from flexmarl.simulator.modelled_calls import Answers, Loads, Logprobs, ModelledCall, flat_logprobs, problem_of

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
@@ -27,7 +28,6 @@ from flexmarl.records import (
     Turn,
     Version,
 )
-from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.training.interface import Appraised, UpdateReport

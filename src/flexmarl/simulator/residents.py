@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+from flexmarl.analysis.costs import CostSettings
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
@@ -17,7 +18,6 @@ from flexmarl.events.hub import Events
 from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.simulator.costs import CostSettings
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from flexmarl.analysis.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
 from flexmarl.settings import Settings
-from flexmarl.simulator.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
 from flexmarl.simulator.replies import AnyReplies
 from flexmarl.simulator.tools import ToolTwin
 

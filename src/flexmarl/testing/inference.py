@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.inference.engines import FIRST_VERSION
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
@@ -20,7 +21,6 @@ from flexmarl.records import (
     IntArray,
     Version,
 )
-from flexmarl.simulator.costs import EngineCosts
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.replies import Responder
 from flexmarl.testing.engine_checks import check_frozen_engine, check_inference_engine

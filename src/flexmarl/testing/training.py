@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, StoreError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum
 from flexmarl.records import Divisors, LossReport, MicroBatch, PolicyName, SampleId, Version
-from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.training.interface import Trainer

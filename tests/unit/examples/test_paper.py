@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from flexmarl.analysis.costs import costs_of
 from flexmarl.config import RunSettings, load_run
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.simulator.costs import costs_of
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper"
 CONFIGS = sorted(path for folder in ("ma", "ca", "table_4") for path in (PAPER / folder).glob("*.yaml"))

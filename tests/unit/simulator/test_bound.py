@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.analysis.bound import bounds_of, mean_bound, path_s, step_bound
+from flexmarl.analysis.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.events.serving_events import Called
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.records import PolicyName, WorkerId
-from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.testing.events import a_call
 from tests.unit.simulator.simulated_runs import simulated_run
 

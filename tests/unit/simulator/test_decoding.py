@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.simulator.costs import EngineCosts
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.simulator.decoding import Batch, Place, Segment
 
 COSTS = st.builds(

@@ -2,10 +2,10 @@
 
 import pytest
 
+from flexmarl.analysis.costs import CostSettings, EngineCosts, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit import Fit, fit_costs
 from flexmarl.errors import ConfigError
-from flexmarl.simulator.costs import CostSettings, EngineCosts, SharedHost, TrainerCosts
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run
 
 TRAINER = TrainerCosts(micro_batch_s=0.1, sample_s=0.03, update_s=0.5, publish_s=0.7)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexmarl.analysis.costs import EngineCosts, SharedHost
 from flexmarl.errors import EngineError
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
@@ -21,7 +22,6 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
-from flexmarl.simulator.costs import EngineCosts, SharedHost
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.virtual_time import run_virtual

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from flexmarl.analysis.costs import SharedHost, TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
-from flexmarl.simulator.costs import SharedHost, TrainerCosts
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual

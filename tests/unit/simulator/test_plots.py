@@ -4,10 +4,10 @@ from pathlib import Path
 
 import matplotlib.image
 
+from flexmarl.analysis.costs import CostSettings, EngineCosts
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.analysis.plots import MOST_LINES, draw_run, draw_sweep, level
-from flexmarl.simulator.costs import CostSettings, EngineCosts
 from flexmarl.testing.run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
 

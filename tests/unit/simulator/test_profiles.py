@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from flexmarl.simulator.costs import PROFILES, costs_of
+from flexmarl.analysis.costs import PROFILES, costs_of
 from flexmarl.simulator.settings import SimulationSettings
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flexmarl.analysis.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
@@ -13,7 +14,6 @@ from flexmarl.events.catalogue import CATALOGUE
 from flexmarl.events.event import Event, from_json
 from flexmarl.events.training_events import Updated
 from flexmarl.records import RowState, Version
-from flexmarl.simulator.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.testing.events import a_call
 from flexmarl.testing.run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns

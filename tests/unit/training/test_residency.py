@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.events.hub import Events
@@ -20,7 +21,6 @@ from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, resp
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, PolicyName, RowState, Sample, Version
 from flexmarl.records.ids import make_sample_id, split_sample_id
-from flexmarl.simulator.costs import TrainerCosts
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
