@@ -1,7 +1,6 @@
 """A team of level L2: one base, and an adapter for each agent, through the command line."""
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flexmarl import cli
+from flexmarl.events.journal import read_journal
 from flexmarl.events.training_events import Published
 from flexmarl.experience.backends.sqlite import DurableStore
 
@@ -78,7 +78,7 @@ def test_a_run_that_publishes_adapters_alone_samples_and_learns_the_same_as_one_
             cli.main()
         assert not stopped.value.code
         folder = Path(capsys.readouterr().out.splitlines()[-1])
-        events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+        events = list(read_journal(folder / "journal.jsonl"))
         checksums[publish] = {
             (event.policy, event.version): event.checksum for event in events if isinstance(event, Published)
         }

@@ -256,7 +256,7 @@ def test_kill_9_of_an_engine_is_made_up_for_by_another_one_while_the_store_is_re
     figures = doomed.run.summary
     assert (figures["processes_lost"], figures["processes_replaced"]) == (1, 1)
     assert_ended_well(doomed, undisturbed)
-    print(f"{note}; replaced within {replaced[0]['t'] - replaced[0]['began']:.1f} s, ended as if undisturbed")
+    print(f"{note}; replaced within {replaced[0].seconds:.1f} s, ended as if undisturbed")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
