@@ -18,7 +18,7 @@ import numpy as np
 from common import interleaved_rates, median_ratio, parser, report
 
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.rows import TURN_COLUMNS, response_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, response_row
 from flexmarl.records import (
     AgentName,
     EpisodeId,

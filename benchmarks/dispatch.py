@@ -32,7 +32,7 @@ from common import parser, report
 from flexmarl.agents import Team, TeamSpec
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import (
     AgentName,

@@ -41,7 +41,7 @@ from tensordict import TensorDict
 
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import PartialRow
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.records import AgentName, PolicyName, Version, make_sample_id, make_trajectory_id
 
 TOKENS, SINGLES, BATCH, BATCHES, AT_ONCE, SYNCS = 512, 256, 128, 32, 16, 128

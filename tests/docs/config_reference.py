@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 
 HEAD = """# Every key of a config
 

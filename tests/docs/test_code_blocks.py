@@ -9,9 +9,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from flexmarl.agents import load_code
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 from flexmarl.config.yaml_text import parse_yaml
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.docs.pages import PAGES, blocks
 
 STANDALONE = {page for page in PAGES if any(not block.notes for block in blocks(page, "python"))}

@@ -4,7 +4,7 @@ import torch
 
 from flexmarl.objects.interface import checksum
 from flexmarl.objects.tensors import BLOCK
-from flexmarl.testing.objects import heterogeneous_tree
+from flexmarl.testing.object_checks import heterogeneous_tree
 
 
 def test_the_device_computes_the_digest_that_the_cpu_computes(device: str) -> None:

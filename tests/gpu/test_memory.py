@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmarl.cli.machine import BYTES, TRAINER_BYTES
+from flexmarl.cli.needs import BYTES, TRAINER_BYTES
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.inline import InlineObjectStore

@@ -7,7 +7,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from flexmarl.assemble import assemble_run
-from flexmarl.assemble.run import Run
+from flexmarl.assemble.commands import Run
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 

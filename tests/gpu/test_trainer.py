@@ -13,7 +13,7 @@ from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree
 from flexmarl.records import Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.lora import LoraSettings
+from flexmarl.training.lora_settings import LoraSettings
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 from tests.gpu.models import MODELS, SOLVER, micro_batches, qwen3, rows
 

@@ -22,7 +22,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.credit import CreditSettings
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.inference.engines import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
@@ -38,9 +38,9 @@ from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import CountedTasks
+from flexmarl.testing.scripted_run import CountedTasks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import TrainingSettings
 

@@ -28,7 +28,7 @@ from flexmarl.testing.faults.faulty import AroundStore, SlowStore
 from flexmarl.testing.faults.laws import broken
 from flexmarl.testing.faults.story import Story, story_of
 from flexmarl.testing.faults.watched import Killed, MortalEvents, Pulse
-from flexmarl.testing.run import ScriptedRun, watched_trainer
+from flexmarl.testing.scripted_run import ScriptedRun, watched_trainer
 from flexmarl.testing.training import FakeTrainer
 
 FAULTS = ("raised", "no reward", "longer than", "was aborted", "scripted failure", "lost")

@@ -16,7 +16,7 @@ from flexmarl.events.group_events import GroupExpired
 from flexmarl.events.run_events import Resumed, StepEnded, StoreRewound
 from flexmarl.records import ROW_TERMINAL, RowState
 from flexmarl.testing.faults.story import ended_by, group_of
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.simulated.conftest import MODES, Schedule, asynchronous, lives, many, pipelines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")

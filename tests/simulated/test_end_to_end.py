@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import FlexmarlError
 from flexmarl.records import PolicyName
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 TEAM = {"solver": "solver", "verifier": "verifier", "judge": "frozen"}
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")

@@ -12,7 +12,7 @@ from flexmarl.events.group_events import GroupFiltered
 from flexmarl.events.run_events import StoreRewound
 from flexmarl.experience.interface import Row
 from flexmarl.records import GenerationRequest, RowState, Task, split_sample_id, split_trajectory_id
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.simulated.conftest import Schedule, check_equal, groups_that_ended, lives, undisturbed
 
 FEW = Schedule(seed=3, groups=2, estimator="rae", micro_batch=2)

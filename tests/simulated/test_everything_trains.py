@@ -12,7 +12,7 @@ from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
 from flexmarl.events.group_events import GroupsCredited
 from flexmarl.records import GenerationRequest, PolicyName, RowState, Task
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 AGENTS = {"solver": "solver", "verifier": "verifier"}
 CRITIC = {name: {"training": {"critic": {}}} for name in AGENTS}

@@ -35,7 +35,7 @@ from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
 from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
 from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.training.conftest import random_samples
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"

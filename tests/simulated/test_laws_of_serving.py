@@ -6,7 +6,7 @@ from flexmarl.events.serving_events import InstanceLost, InstanceReplaced, Moved
 from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.testing.faults.laws_of_serving import law_4_nothing_is_held_twice
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 FIRST, BECAME = InstanceId("solver", 0), InstanceId("verifier", 1)
 MOVED = Moved(process=WorkerId.engine(BECAME), began=0.0, instance=FIRST, to=PolicyName("verifier"), became=BECAME)

@@ -11,7 +11,7 @@ from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpi
 from flexmarl.events.run_events import StepEnded
 from flexmarl.records import ROW_TERMINAL, split_sample_id
 from flexmarl.testing.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 EPISODES, GROUPS = 4, 4
 KINDS = tuple(kind for kind, oddity in ODDITIES.items() if oddity.virtual)

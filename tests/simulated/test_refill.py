@@ -13,7 +13,7 @@ from flexmarl.events.group_events import GroupAdmitted, GroupFiltered, Refilled
 from flexmarl.events.run_events import StepEnded
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 SOLVER = PolicyName("solver")
 few = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -7,7 +7,7 @@ import pytest
 from flexmarl.events.run_events import StepEnded
 from flexmarl.records import RowState
 from flexmarl.simulator.virtual_time import DeadlockError
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 
 async def duet(task, team):

@@ -11,7 +11,7 @@ from flexmarl.events.group_events import GroupFiltered, GroupReady
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.training_events import MicroBatchDone, UpdateSkipped
 from flexmarl.records import PolicyName, RowState, split_trajectory_id
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 SOLVER = PolicyName("solver")
 some = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 
 from flexmarl.agents.chat import ChatRenderer, Conversation
 from flexmarl.agents.context import EpisodeContext, Memory, call_seed, context_hash
+from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Parser
-from flexmarl.agents.ledger import Ledger
 from flexmarl.agents.workflow_tasks import outside
 from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (
@@ -69,7 +69,7 @@ class AgentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AgentCall:
     """A call that was answered but is not yet recorded."""
 
     request: GenerationRequest
@@ -92,7 +92,7 @@ class Caller:
         # Made at the first act: in a large team, most seats never act in an episode.
         return self._agent.full_sampling(self._context.sampling)
 
-    async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> Call:
+    async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> AgentCall:
         """Makes one call, from the conversation's prompt to the engine's answer.
 
         `tags` hold `act`, the hop of the act's first call, unless this is the first call. Raises EngineError for an
@@ -147,9 +147,9 @@ class Caller:
             with outside():
                 await context.recorder.failed(turn_of(generation), because)
             raise kind(because)
-        return Call(request, tags, generation, agent.renderer.decode(generation.response_ids))
+        return AgentCall(request, tags, generation, agent.renderer.decode(generation.response_ids))
 
-    async def record(self, call: Call, conversation: Conversation, valid: bool) -> Turn:
+    async def record(self, call: AgentCall, conversation: Conversation, valid: bool) -> Turn:
         """Records an answered call in the ledger and in the recorder; returns its turn."""
         turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text, valid=valid)
         self._ledger.add(int(call.tags["hop"]), turn)
@@ -157,7 +157,7 @@ class Caller:
             await self._context.recorder.turn(turn)
         return turn
 
-    async def record_failure(self, call: Call, conversation: Conversation, error: Exception) -> None:
+    async def record_failure(self, call: AgentCall, conversation: Conversation, error: Exception) -> None:
         """Records an answer that raised `error` when it was read: its tokens are kept, but not as a turn."""
         turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text)
         with outside():

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from flexmarl.agents.caller import AgentSpec, Call, Caller, check_tags
+from flexmarl.agents.caller import AgentCall, AgentSpec, Caller, check_tags
 from flexmarl.agents.chat import Conversation, Message
 from flexmarl.agents.context import EpisodeContext, recall
+from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move
-from flexmarl.agents.ledger import Ledger
 from flexmarl.errors import EpisodeError, boundary
 from flexmarl.records import (
     FinishReason,
@@ -222,7 +222,7 @@ class Seat:
                 return _Message(tuple(turns), text, use, follows, parsed)
 
     def _understood(
-        self, turns: list[Turn], call: Call, left: int, *, may_call: bool
+        self, turns: list[Turn], call: AgentCall, left: int, *, may_call: bool
     ) -> tuple[str, Parsed, Next, Any, bool]:
         """Reads the message so far: (text, tool call in it, next move, parsed value, True if it is well formed)."""
         text = self._joined(turns, call)
@@ -236,7 +236,7 @@ class Seat:
         }[follows]
         return text, use, follows, parsed, valid
 
-    def _joined(self, turns: list[Turn], call: Call) -> str:
+    def _joined(self, turns: list[Turn], call: AgentCall) -> str:
         if not turns:
             return call.text
         # Decoded together, because a character may be split between two calls.
@@ -244,7 +244,7 @@ class Seat:
             np.concatenate([*(turn.response_ids for turn in turns), call.generation.response_ids])
         )
 
-    def _ending(self, call: Call, left: int) -> Ending:
+    def _ending(self, call: AgentCall, left: int) -> Ending:
         ids = call.generation.response_ids
         if len(ids) == 0 or int(ids[-1]) in self._caller.sampling.stop_ids:
             return Ending.OWN

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.context import EpisodeContext, Node, episode_seed
-from flexmarl.agents.ledger import Ledger
+from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.seat import Seat
 from flexmarl.errors import EpisodeError, is_unicode, writable
 from flexmarl.records import AgentName, SampleId, Task, Turn

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from flexmarl.agents.ledger import SCOPE, Scope
+from flexmarl.agents.episode_log import SCOPE, Scope
 from flexmarl.errors import EpisodeError
 
 _TASKS: ContextVar["WorkflowTasks | None"] = ContextVar("tasks", default=None)

@@ -13,7 +13,7 @@ from flexmarl.events.overlap import Interval, intersection, seconds, union
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueuesSeen
 from flexmarl.events.training_events import MicroBatchDone, Published, Swapped, Updated
-from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
+from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
 from flexmarl.records import InstanceId, PolicyName
 
 Who = TypeVar("Who")

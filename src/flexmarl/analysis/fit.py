@@ -82,7 +82,7 @@ LEAST_CALLS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
+class FitQuality:
     """How well a policy's costs explain what was measured."""
 
     calls: int
@@ -99,7 +99,7 @@ class Fit:
     costs: Mapping[str, CostSettings]
     """By policy."""
     shared_host: SharedHost
-    quality: Mapping[str, Quality]
+    quality: Mapping[str, FitQuality]
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:
@@ -127,7 +127,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
         for policy in slots
     }
     quality = {
-        policy: Quality(
+        policy: FitQuality(
             calls=calls[policy],
             call_error=engines.error(policy),
             micro_batches=batches[policy],

@@ -92,7 +92,7 @@ def render_timeline(run_dir: Path) -> Path:
 
 def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
     """Yields the trace of a journal whose events are on one clock; times are whole microseconds."""
-    rows, untrained = Rows(), Untrained()
+    rows, untrained = TimelineRows(), Untrained()
     for event in events:
         if isinstance(event, ProcessStarted):
             rows.started(event)
@@ -105,7 +105,7 @@ def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
     yield from rows.named()
 
 
-class Rows:
+class TimelineRows:
     """The processes of a trace and their lanes, each with a number of its own."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from flexmarl.assemble.blueprint import (
     open_tasks,
     seat_team,
 )
-from flexmarl.assemble.run import Run, assemble_run, evaluate_once, export_policies, newest_checkpoint
-from flexmarl.assemble.simulate import simulate
+from flexmarl.assemble.commands import Run, assemble_run, evaluate_once, export_policies, newest_checkpoint
+from flexmarl.assemble.simulation import simulate
 from flexmarl.assemble.wire import wire
 from flexmarl.assemble.world import World, open_world
 

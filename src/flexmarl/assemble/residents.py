@@ -38,7 +38,7 @@ from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 
 RESUME = "go on from the last checkpoint with --resume"
 

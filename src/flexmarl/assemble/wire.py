@@ -32,7 +32,7 @@ from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
-from flexmarl.orchestrator.evaluate import Evaluator
+from flexmarl.orchestrator.evaluation import Evaluator
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.parts import PRODUCTION, Parts, Rules

@@ -1,7 +1,7 @@
 """The world of a run: the residents of its cluster, and the controller's objects around them. All runs have this one.
 
 residents     what lives outside the controller, and in which cluster: inline or ray below, modelled devices in
-              `simulator/residents.py`, scripts in `testing/run.py`
+              `simulator/modelled_residents.py`, scripts in `testing/scripted_run.py`
 open_world    spawns them and puts the pool, the residency and the watch for losses around them
 """
 
@@ -28,12 +28,12 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.cpu_share import CpuShare
-from flexmarl.simulator.objects import SimulatedObjectStore
+from flexmarl.simulator.modelled_objects import SimulatedObjectStore
+from flexmarl.simulator.modelled_residents import ModelledResidents
 from flexmarl.simulator.replies import responder_of
-from flexmarl.simulator.residents import ModelledResidents
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 
 
 class Residents(Protocol):

@@ -22,7 +22,7 @@ from flexmarl.analysis.queues import looks_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
-from flexmarl.assemble.simulate import Disturbance
+from flexmarl.assemble.simulation import Disturbance
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override
 from flexmarl.config.yaml_text import parse_yaml
@@ -42,7 +42,7 @@ MOST_RUNS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """One simulated run."""
 
     settings: RunSettings
@@ -64,7 +64,7 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
 
 def simulated(
     settings: RunSettings, console: Console, *, label: str = "", disturbance: Disturbance | None = None
-) -> Outcome:
+) -> SimulatedRun:
     """Plays the simulated run and draws its pictures. Raises FlexmarlError if it ended no step."""
 
     def say(text: str) -> None:
@@ -78,7 +78,7 @@ def simulated(
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")
     render_pictures(folder.path)
     draw_run(facts, picture_of(folder), settings.name)
-    return Outcome(settings, folder, facts, report)
+    return SimulatedRun(settings, folder, facts, report)
 
 
 def planned(path: Path, settings: RunSettings) -> Disturbance:
@@ -88,7 +88,7 @@ def planned(path: Path, settings: RunSettings) -> Disturbance:
     return PlannedFaults(plan)
 
 
-def witness_table(outcome: Outcome) -> Table:
+def witness_table(outcome: SimulatedRun) -> Table:
     """Returns a table of the faults: how many of each kind struck, and how many the run noticed."""
     struck, noticed = seen_in(list(read_run(outcome.folder.journal)))
     table = Table("fault", "struck", "noticed", box=box.SIMPLE_HEAD)
@@ -105,7 +105,7 @@ def measured(settings: RunSettings, folder: RunFolder) -> SimulationReport:
     return report
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: SimulatedRun, console: Console) -> None:
     """Prints the report's table, the origin of the costs, and where the files are."""
     folder = outcome.folder
     console.print(report_table(outcome.settings.name, outcome.report))

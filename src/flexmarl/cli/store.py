@@ -18,8 +18,8 @@ from flexmarl.errors import ConfigError, StoreError
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.experience.backends.store_file import StoreReader, read_store
-from flexmarl.experience.export import export_parquet
 from flexmarl.experience.interface import Table
+from flexmarl.experience.parquet import export_parquet
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote
 
 CONSOLE = SafeConsole()

@@ -2,6 +2,6 @@
 
 from flexmarl.config.caution import cautions
 from flexmarl.config.load import load_run, parse_override
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 
 __all__ = ["RunSettings", "cautions", "load_run", "parse_override"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 
 
 class Caution(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 from flexmarl.errors import ConfigError
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.orchestrator.settings import Mode

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from flexmarl.config.explain import explain
-from flexmarl.config.run import RunSettings
+from flexmarl.config.run_settings import RunSettings
 from flexmarl.config.yaml_text import parse_yaml, problem_of
 from flexmarl.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.training.settings import TrainingSettings
-from flexmarl.training.streaming import obstacle
+from flexmarl.training.streamable import obstacle
 
 
 def overlap_misfits(

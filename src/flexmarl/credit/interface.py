@@ -23,7 +23,7 @@ GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GraphCall:
     """A call in the graph of its episode: the calls that it waited for, and its cost."""
 
     hop: int
@@ -80,7 +80,7 @@ class CreditRow:
     """False if the call ended in a way that is not trained on. Its weight is then 0."""
     greedy: bool = False
     """True for a row of a play at temperature 0, which serves as a baseline and is never trained."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[GraphCall, ...] = ()
     """All calls of its episode in hop order, including those of frozen policies."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.credit.interface import Call, CreditRow, GroupKey
+from flexmarl.credit.interface import CreditRow, GraphCall, GroupKey
 from flexmarl.errors import CreditError
 from flexmarl.records import (
     AgentName,
@@ -58,7 +58,7 @@ def credit_rows(
     return tuple(rows)
 
 
-def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[Call, ...], *, trains: bool) -> CreditRow:
+def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[GraphCall, ...], *, trains: bool) -> CreditRow:
     reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
     own = episode.call_rewards.get(turn.sample_id, {})
     act_reward, several = sum(own.values(), 0.0), len(parts) > 1 and "outcome" in parts
@@ -85,10 +85,10 @@ def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[Call, ...], *
     )
 
 
-def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> Call:
+def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> GraphCall:
     parent = turns.get(turn.parent) if turn.parent else None
     held = parent.num_prompt_tokens + parent.num_tokens if parent else 0
-    return Call(
+    return GraphCall(
         hop=split_sample_id(turn.sample_id)[1],
         after=tuple(int(hop) for hop in str(turn.tags.get("after", "")).split(",") if hop),
         new_prompt_tokens=turn.num_prompt_tokens - held,

@@ -24,7 +24,7 @@ _SAMPLE_ID = re.compile(r"[^\0]*_(\d+)_g(\d+)e(\d+)a(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowStanding:
     """A row's state, and what holds the row in that state."""
 
     state: RowState

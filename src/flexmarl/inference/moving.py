@@ -22,7 +22,7 @@ _TIMES_ASKED = 2
 """Aborts per request. A request that reaches the engine just after the first abort is ended by the second one."""
 
 
-class Move:
+class InstanceMove:
     """The move of one instance from a source policy to a target policy."""
 
     def __init__(self, instance: Instance, source: Instances, target: Instances, settings: PoolSettings) -> None:

@@ -26,7 +26,7 @@ from flexmarl.inference.calls import Call, Instance, Weights
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
 from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
-from flexmarl.inference.moving import Move
+from flexmarl.inference.moving import InstanceMove
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import EngineUse, Generation, GenerationRequest, InstanceId, PolicyName, Version, WorkerId
@@ -190,7 +190,7 @@ class InferencePool:
         source, target = self._instances_of(instance.policy), self._instances_of(to)
         if because_not := self._hindrance(source, target, instance):
             raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
-        move = Move(source.leave(instance), source, target, self._settings)
+        move = InstanceMove(source.leave(instance), source, target, self._settings)
         await asyncio.wait([self._start(self._run_move(move, instance, to, because), f"move-{instance}")])
         if move.failure:
             raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
@@ -277,7 +277,7 @@ class InferencePool:
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
-    async def _run_move(self, move: Move, instance: InstanceId, to: PolicyName, because: str) -> None:
+    async def _run_move(self, move: InstanceMove, instance: InstanceId, to: PolicyName, because: str) -> None:
         began = self.events.now()
         await move.run()
         if move.became is not None:

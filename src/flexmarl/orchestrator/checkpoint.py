@@ -9,7 +9,7 @@ The folder is written under another name, flushed to the disk, and renamed when 
 damaged nevertheless, by the disk for example, it is passed over for the newest intact one.
 
 A checkpoint holds no seeds and no learning rates. A call's seed is computed from the run's seed and the call's identity
-(agents/context.py), and a learning rate from the version (training/schedule.py).
+(agents/context.py), and a learning rate from the version (training/learning_rate.py).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, boundary
 from flexmarl.events.safe_json import json_text, parse_json
-from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
 from flexmarl.records import GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState

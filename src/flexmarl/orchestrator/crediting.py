@@ -25,7 +25,7 @@ from flexmarl.credit.shaping.shape import RewardParts, reward_parts
 from flexmarl.events.group_events import GroupFiltered, GroupsCredited
 from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import credit_row, open_row
+from flexmarl.experience.turn_rows import credit_row, open_row
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,

@@ -26,7 +26,7 @@ from flexmarl.events.serving_events import QueuesSeen
 from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Updated
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
-from flexmarl.orchestrator.evaluate import Evaluation, mean_metrics, mean_rewards
+from flexmarl.orchestrator.evaluation import Evaluation, mean_metrics, mean_rewards
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import (
     CONTROLLER,

@@ -12,7 +12,7 @@ from flexmarl.experience.window import Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.collect import Collector, Crediting
-from flexmarl.orchestrator.evaluate import Evaluator
+from flexmarl.orchestrator.evaluation import Evaluator
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Gate, Publisher, Updates

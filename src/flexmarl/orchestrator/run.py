@@ -19,7 +19,7 @@ from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.errors import cause_of
 from flexmarl.events.run_events import Evaluated, StepEnded, StepStarted
 from flexmarl.orchestrator.checkpoint import RunState
-from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings

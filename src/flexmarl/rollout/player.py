@@ -25,7 +25,7 @@ from flexmarl.records import (
     RowState,
     make_trajectory_id,
 )
-from flexmarl.rollout.calls import EpisodeCalls, Holds, TimeLimit
+from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
 
 AT_THE_END_S = 2.0

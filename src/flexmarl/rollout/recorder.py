@@ -14,9 +14,9 @@ from itertools import pairwise
 from flexmarl.agents.context import TurnOf
 from flexmarl.errors import EngineError, StoreError
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
-from flexmarl.experience.rows import closing_row, prompt_row, response_row
+from flexmarl.experience.turn_rows import closing_row, prompt_row, response_row
 from flexmarl.records import AgentName, Episode, Generation, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
-from flexmarl.rollout.calls import refuse_late
+from flexmarl.rollout.episode_calls import refuse_late
 
 UNENDED = "the call did not end"
 

@@ -15,7 +15,7 @@ from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetrie
 from flexmarl.events.hub import Events
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
-from flexmarl.rollout.calls import Lockstep
+from flexmarl.rollout.episode_calls import Lockstep
 from flexmarl.rollout.player import Player, Stop
 from flexmarl.rollout.settings import RolloutSettings
 

@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place(Generic[T]):
+class BatchedRequest(Generic[T]):
     """A request in the batch."""
 
     item: T
@@ -92,7 +92,7 @@ class Batch(Generic[T]):
         self._kv_tokens = 0
         self._boundary = 0.0
         """Time at which step number `steps` is done; in the future while that step runs or prompts are computed."""
-        self._ends: list[tuple[float, int, Place[T]]] = []
+        self._ends: list[tuple[float, int, BatchedRequest[T]]] = []
         self._serial = 0
 
     def __len__(self) -> int:
@@ -124,17 +124,17 @@ class Batch(Generic[T]):
         elif now > self._boundary:
             self._go(self._segment().steps_until(now, most=self._steps_left()))
 
-    def join(self, item: T, *, tokens: int, prompt_tokens: int, prefill_tokens: int) -> Place[T]:
+    def join(self, item: T, *, tokens: int, prompt_tokens: int, prefill_tokens: int) -> BatchedRequest[T]:
         """Adds a request at the settled boundary. Decoding pauses while `prefill_tokens` are computed."""
         first = self.steps + self.costs.prefill_steps
-        place = Place(item, joined=self.steps, first=first, end=first + tokens, prompt_tokens=prompt_tokens)
+        place = BatchedRequest(item, joined=self.steps, first=first, end=first + tokens, prompt_tokens=prompt_tokens)
         self._boundary += prefill_tokens * self.costs.prefill_token_s * self.slowness
         self._size += 1
         self._kv_tokens += prompt_tokens
         self._push(place)
         return place
 
-    def end_now(self, place: Place[T]) -> bool:
+    def end_now(self, place: BatchedRequest[T]) -> bool:
         """Ends a request early, at the settled boundary. Returns False if it ends there anyway."""
         if place.end <= self.steps:
             return False
@@ -147,9 +147,9 @@ class Batch(Generic[T]):
         left = self._steps_left()
         self._go(left if self.step_s else min(left, 1))
 
-    def pop_ended(self) -> list[Place[T]]:
+    def pop_ended(self) -> list[BatchedRequest[T]]:
         """Removes and returns the requests that have ended at the settled boundary, in the order of their ends."""
-        ended: list[Place[T]] = []
+        ended: list[BatchedRequest[T]] = []
         while self._size and self._head().end <= self.steps:
             place = heapq.heappop(self._ends)[-1]
             ended.append(place)
@@ -179,12 +179,12 @@ class Batch(Generic[T]):
     def _steps_left(self) -> int:
         return math.ceil(self._head().end - self.steps)
 
-    def _head(self) -> Place[T]:
+    def _head(self) -> BatchedRequest[T]:
         # Lazy deletion: a request that ended early was pushed again with its new end. Skip its stale entry.
         while self._ends[0][0] != self._ends[0][-1].end:
             heapq.heappop(self._ends)
         return self._ends[0][-1]
 
-    def _push(self, place: Place[T]) -> None:
+    def _push(self, place: BatchedRequest[T]) -> None:
         heapq.heappush(self._ends, (place.end, self._serial, place))
         self._serial += 1

@@ -19,7 +19,7 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
-from flexmarl.simulator.decoding import Place
+from flexmarl.simulator.decoding import BatchedRequest
 
 Answers = asyncio.Queue[Generation | EngineError]
 Logprobs = Callable[[GenerationRequest, int], FloatArray]
@@ -35,7 +35,7 @@ class ModelledCall:
     """The whole reply, if nothing ends the call early."""
     finish: FinishReason
     answers: Answers
-    place: Place["ModelledCall"] | None = None
+    place: BatchedRequest["ModelledCall"] | None = None
     """Its place in the batch; None while it waits."""
     reused: int = 0
     over: bool = False

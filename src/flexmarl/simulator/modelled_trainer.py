@@ -31,7 +31,7 @@ from flexmarl.records import (
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.training.interface import Appraised, UpdateReport
-from flexmarl.training.rows import HeldRows, RowReader
+from flexmarl.training.row_reader import HeldRows, RowReader
 
 
 class ModelledTrainer:

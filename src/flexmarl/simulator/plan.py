@@ -35,7 +35,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import Called
-from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
+from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
 from flexmarl.records import split_sample_id, split_trajectory_id
 from flexmarl.settings import Settings
 from flexmarl.tasks import Split

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from flexmarl.analysis.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
 from flexmarl.settings import Settings
 from flexmarl.simulator.replies import AnyReplies
-from flexmarl.simulator.tools import ToolTwin
+from flexmarl.simulator.tool_twins import ToolTwin
 
 
 class SimulationSettings(Settings):

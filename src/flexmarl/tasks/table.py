@@ -23,7 +23,7 @@ from flexmarl.tasks.scorers import SCORERS
 from flexmarl.tasks.sound import sound
 
 
-class Table(Settings):
+class TaskTable(Settings):
     """The settings that all sources on rows share."""
 
     prompt: str = "prompt"
@@ -50,7 +50,7 @@ class TableSource:
     """Tasks of rows in memory. All of them are checked when the source is made."""
 
     def __init__(
-        self, settings: Table, *, name: str, rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int
+        self, settings: TaskTable, *, name: str, rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int
     ) -> None:
         """`held_out` None: a share of `rows` is held out. `name` begins the ids of tasks without an id of their own."""
         if not rows:
@@ -96,7 +96,7 @@ class TableSource:
         return self._held_out[:n]
 
 
-def _tasks(settings: Table, name: str, rows: Sequence[Row]) -> list[Task]:
+def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
     score = SCORERS[settings.scorer]
     named = {field for field in (settings.prompt, settings.reference, settings.input_id) if field is not None}
     tasks: dict[str, Task] = {}
@@ -138,7 +138,7 @@ def _choose_held_out(prompts: Sequence[str], share: float) -> set[str]:
     return set(unique[: max(1, round(share * len(unique))) if share else 0])
 
 
-class JsonlTasks(Table):
+class JsonlTasks(TaskTable):
     """Tasks from a JSONL file. Fields that no key names are in `Task.data`."""
 
     type: Literal["jsonl"] = "jsonl"
@@ -173,7 +173,7 @@ def read_jsonl(file: Path) -> list[Row]:
     return rows
 
 
-class HuggingFaceTasks(Table):
+class HuggingFaceTasks(TaskTable):
     """Tasks from a dataset; needs the extra `datasets`. Columns that no key names are in `Task.data`."""
 
     type: Literal["huggingface"] = "huggingface"

@@ -19,7 +19,7 @@ from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.rows import HeldRows, RowReader
+from flexmarl.training.row_reader import HeldRows, RowReader
 
 NOBODY = SampleId("nobody_0_g0e0a0")
 
@@ -76,7 +76,7 @@ async def check_trainer(
 
     `make_trainer` must return equal trainers at version 0 every time. They read their rows from the given reader.
     `folder` is an empty folder for checkpoints. `streams` is False for settings that cannot train rows of open credit
-    groups (training/streaming.py).
+    groups (training/streamable.py).
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
     samples = [sample for batch in batches for sample in batch.samples]

@@ -93,7 +93,7 @@ def clipped_surrogate(rho: Tensor, advantages: Tensor, low: float, high: float) 
     return plain.maximum(clipped), (clipped > plain).detach()
 
 
-class Reinforce(PolicyLoss):
+class ReinforceLoss(PolicyLoss):
     """-A lp: the plain policy gradient. It is exact on samples of the current version, and biased on older ones."""
 
     type: Literal["reinforce"] = "reinforce"
@@ -208,7 +208,7 @@ class Gmpo(RowLoss):
         return -advantages * rows.spread(mean.exp()), (bounded < plain).detach()
 
 
-class Gpg(PolicyLoss):
+class GpgLoss(PolicyLoss):
     """-A lp, for use with credit.estimator type gpg, which computes GPG's advantages."""
 
     type: Literal["gpg"] = "gpg"
@@ -220,7 +220,7 @@ class Gpg(PolicyLoss):
         return -advantages * logprobs, logprobs.detach() > 0
 
 
-LossSettings = Annotated[Ppo | Reinforce | Gpg | Gspo | Cispo | Sapo | Gmpo, Field(discriminator="type")]
+LossSettings = Annotated[Ppo | ReinforceLoss | GpgLoss | Gspo | Cispo | Sapo | Gmpo, Field(discriminator="type")]
 LOSSES: dict[str, type[PolicyLoss]] = {
     loss.model_fields["type"].default: loss for loss in get_args(get_args(LossSettings)[0])
 }
@@ -228,12 +228,12 @@ LOSSES: dict[str, type[PolicyLoss]] = {
 __all__ = [
     "Cispo",
     "Gmpo",
-    "Gpg",
+    "GpgLoss",
     "Gspo",
     "LOSSES",
     "LossSettings",
     "PolicyLoss",
     "Ppo",
-    "Reinforce",
+    "ReinforceLoss",
     "Sapo",
 ]

@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.kl import CriticSettings, KlSettings
-from flexmarl.training.lora import LoraSettings
+from flexmarl.training.learning_rate import ScheduleSettings
+from flexmarl.training.lora_settings import LoraSettings
 from flexmarl.training.losses import LossSettings, Ppo
-from flexmarl.training.schedule import ScheduleSettings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.agents.context import recall
-from flexmarl.agents.ledger import Ledger
+from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.team import Team, reserved_names
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual

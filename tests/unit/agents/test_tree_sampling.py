@@ -16,7 +16,7 @@ from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, Polic
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import StepResult
 from flexmarl.testing.agents import check_turns
-from flexmarl.testing.environment import check_environment
+from flexmarl.testing.environment_checks import check_environment
 from tests.unit.agents.tables import CALCULATOR, TASK, context, spec, text
 
 LAST = 90

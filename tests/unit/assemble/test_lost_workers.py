@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexmarl.assemble.run import until_lost
+from flexmarl.assemble.commands import until_lost
 from flexmarl.assemble.wire import watch_workers
 from flexmarl.assemble.world import Processes
 from flexmarl.cluster.interface import ResidentPlace

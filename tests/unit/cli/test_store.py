@@ -21,7 +21,7 @@ from flexmarl.cli.store import store
 from flexmarl.errors import ConfigError, FlexmarlError, StoreError
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import Outcome, PartialRow
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 
 SOLVER, VERIFIER = AgentName("solver"), AgentName("verifier")
@@ -130,7 +130,7 @@ def test_a_file_is_taken_as_it_is(run: Path):
 @pytest.mark.parametrize("killed", [False, True])
 def test_it_reads_while_a_run_writes_and_after_it_was_killed(tmp_path: Path, killed: bool):
     how = f"create(Path({str(tmp_path / 'experience.sqlite')!r}), agents=['solver', 'verifier'], columns=TURN_COLUMNS)"
-    code = "from flexmarl.experience.rows import TURN_COLUMNS" + WRITER.format(how=how)
+    code = "from flexmarl.experience.turn_rows import TURN_COLUMNS" + WRITER.format(how=how)
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) as writer:
         try:

@@ -16,7 +16,7 @@ from flexmarl.credit.estimators.gae import StepGae
 from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import AtGrpo, Default, PassAtK
-from flexmarl.credit.interface import Call, CreditRow, Estimator
+from flexmarl.credit.interface import CreditRow, Estimator, GraphCall
 from flexmarl.credit.shaping import shape
 from flexmarl.credit.shaping.step_rewards import RewardToGo
 from flexmarl.errors import CreditError
@@ -36,7 +36,7 @@ def chain(*acts: tuple[float, int], episode: int = 0, shared: float = 0.0, price
             tags = {"turn": number, "act": act, "anchor": f"state {number}", "env_step": number}
             row = credit_row(reward + shared - price, episode=episode, hop=hop, num_tokens=1, tags=tags)
             rows.append(replace(row, act_reward=reward, act_outcome=reward, call_reward=-price, values=(0.0,)))
-    calls = tuple(Call(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(rows)))
+    calls = tuple(GraphCall(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(rows)))
     return [replace(row, calls=calls) for row in rows]
 
 

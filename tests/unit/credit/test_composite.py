@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flexmarl.credit.interface import Call
+from flexmarl.credit.interface import GraphCall
 from flexmarl.credit.shaping import shape
 from flexmarl.credit.shaping.bonuses import CompletionTime, Process, descendants, longest_path
 from flexmarl.credit.shaping.step_rewards import RewardToGo
@@ -27,7 +27,7 @@ PARALLEL: Graph = ((), (0,), (0,), (1, 2))
 def episode(reward, graph: Graph = ((),), *, number=0, tokens=None, errors=(), agents=("solver",)):
     """One row per call; `errors` are the hops with a tool error."""
     tokens = tokens or [1] * len(graph)
-    calls = tuple(Call(hop=hop, after=tuple(after), num_tokens=tokens[hop]) for hop, after in enumerate(graph))
+    calls = tuple(GraphCall(hop=hop, after=tuple(after), num_tokens=tokens[hop]) for hop, after in enumerate(graph))
     return [
         replace(
             credit_row(reward, episode=number, hop=hop, agent=agents[hop % len(agents)]),
@@ -118,7 +118,7 @@ def test_an_agent_that_failed_in_a_turn_has_no_success():
 
 def test_prompts_and_tools_take_time_too():
     model = CompletionTime(prompt_token_s=0.5, output_token_s=2.0)
-    assert model.cost(Call(hop=0, new_prompt_tokens=4, num_tokens=3, tool_s=1.25)) == 4 * 0.5 + 3 * 2.0 + 1.25
+    assert model.cost(GraphCall(hop=0, new_prompt_tokens=4, num_tokens=3, tool_s=1.25)) == 4 * 0.5 + 3 * 2.0 + 1.25
 
 
 TIMES = st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=6)
@@ -160,7 +160,7 @@ def test_s4_running_two_calls_at_once_never_lowers_the_reward(tokens, others, da
 
 
 def test_the_longest_path_counts_calls_at_once_once():
-    calls = [Call(hop=hop, after=tuple(after), num_tokens=10**hop) for hop, after in enumerate(PARALLEL)]
+    calls = [GraphCall(hop=hop, after=tuple(after), num_tokens=10**hop) for hop, after in enumerate(PARALLEL)]
     assert longest_path(calls, lambda call: call.num_tokens) == 1 + 100 + 1000
     assert longest_path([], lambda call: 1.0) == 0.0
     assert dict(descendants(calls)) == {0: {1, 2, 3}, 1: {3}, 2: {3}, 3: set()}
@@ -209,7 +209,9 @@ def test_s5_a_penalty_reaches_no_later_call_and_by_descent_no_parallel_one(graph
     changed = {hop for hop in range(len(graph)) if charged[hop] != clean[hop]}
     ancestors = {
         hop
-        for hop, later in descendants([Call(hop=hop, after=tuple(after)) for hop, after in enumerate(graph)]).items()
+        for hop, later in descendants(
+            [GraphCall(hop=hop, after=tuple(after)) for hop, after in enumerate(graph)]
+        ).items()
         if guilty in later
     }
     assert guilty in changed

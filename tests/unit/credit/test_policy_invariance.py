@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditSettings
-from flexmarl.credit.interface import Call, CreditRow
+from flexmarl.credit.interface import CreditRow, GraphCall
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row
@@ -38,7 +38,7 @@ def plays() -> list[tuple[bool, ...]]:
 
 def rows_of(play: tuple[bool, ...], episode: int, phi: Phi, *, agents: Sequence[str]) -> list[CreditRow]:
     rows, place = [], 0
-    calls = tuple(Call(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(play)))
+    calls = tuple(GraphCall(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(play)))
     for hop, went in enumerate(play):
         reward = float(went and place + 1 == GOAL)
         tags = {"turn": hop, "potential": phi[place], "anchor": str(place), "env_step": hop}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flexmarl.credit import ESTIMATORS, CreditRow, CreditSettings
 from flexmarl.credit.estimators.gigpo import GiGpo
-from flexmarl.credit.interface import Call
+from flexmarl.credit.interface import GraphCall
 from flexmarl.credit.order import whitened
 from flexmarl.credit.shaping import SHAPING
 from flexmarl.errors import CreditError
@@ -85,9 +85,9 @@ def test_a_thousandth_of_a_price_has_a_thousandth_of_its_effect_whatever_estimat
     assert abs(effects[0]).max() < 0.01, "a price of a thousandth is no outcome"
 
 
-def _calls(episode: int) -> tuple[Call, ...]:
+def _calls(episode: int) -> tuple[GraphCall, ...]:
     """Odd episodes take longer."""
-    return (Call(hop=0, num_tokens=10 + 5 * (episode % 2)),)
+    return (GraphCall(hop=0, num_tokens=10 + 5 * (episode % 2)),)
 
 
 def test_gdpo_subtracts_a_price_as_it_is_after_it_has_standardised_what_was_asked_for():

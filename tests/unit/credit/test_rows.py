@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexmarl.credit import credit_rows
-from flexmarl.credit.interface import Call
+from flexmarl.credit.interface import GraphCall
 from flexmarl.records import (
     AgentName,
     Episode,
@@ -124,9 +124,9 @@ def test_a_row_has_all_calls_of_its_episode_those_of_frozen_policies_too() -> No
         tags={"after": "0,1", "tool_s": 0.5},
     )
     assert only_row(first, judged, longer).calls == (
-        Call(hop=0, new_prompt_tokens=2, num_tokens=3),
-        Call(hop=1, after=(0,), new_prompt_tokens=2, num_tokens=3),
-        Call(hop=3, after=(0, 1), new_prompt_tokens=9 - (2 + 3), num_tokens=3, tool_s=0.5),
+        GraphCall(hop=0, new_prompt_tokens=2, num_tokens=3),
+        GraphCall(hop=1, after=(0,), new_prompt_tokens=2, num_tokens=3),
+        GraphCall(hop=3, after=(0, 1), new_prompt_tokens=9 - (2 + 3), num_tokens=3, tool_s=0.5),
     )
 
 

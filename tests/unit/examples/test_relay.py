@@ -27,7 +27,7 @@ from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.config import load_run  # noqa: E402
 from flexmarl.tasks import Split, check_disjoint  # noqa: E402
 from flexmarl.tasks.generator import GeneratorSource, GeneratorTasks  # noqa: E402
-from flexmarl.testing.run import ScriptedRun  # noqa: E402
+from flexmarl.testing.scripted_run import ScriptedRun  # noqa: E402
 
 RELAY = ROOT / "examples" / "relay"
 

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, Row
-from flexmarl.experience.rows import (
+from flexmarl.experience.turn_rows import (
     PER_TOKEN,
     TURN_COLUMNS,
     closing_row,

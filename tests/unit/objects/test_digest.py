@@ -22,7 +22,7 @@ from flexmarl.objects.tensors import (
     views,
     whole_digest,
 )
-from flexmarl.testing.objects import heterogeneous_tree
+from flexmarl.testing.object_checks import heterogeneous_tree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 

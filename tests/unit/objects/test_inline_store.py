@@ -3,7 +3,7 @@
 import asyncio
 
 from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.testing.objects import check_object_store
+from flexmarl.testing.object_checks import check_object_store
 
 
 def test_the_inline_store_keeps_the_contract():

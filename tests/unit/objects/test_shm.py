@@ -16,7 +16,7 @@ import torch
 
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import ObjectError, ObjectKey, checksum
-from flexmarl.testing.objects import check_object_store, heterogeneous_tree
+from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
 
 KEY = ObjectKey("weights/solver/3")
 
@@ -46,7 +46,7 @@ from pathlib import Path
 import torch
 from flexmarl.objects.backends.shm import ShmObjectStore
 from flexmarl.objects.interface import checksum
-from flexmarl.testing.objects import heterogeneous_tree
+from flexmarl.testing.object_checks import heterogeneous_tree
 async def main(store):
 {code}
 asyncio.run(main(ShmObjectStore(Path({str(root)!r}))))

@@ -7,7 +7,7 @@ import numpy as np
 from flexmarl.credit import CreditSettings
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.rows import TURN_COLUMNS, closing_row, response_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting

@@ -17,7 +17,7 @@ from flexmarl.orchestrator.appraisal import Appraisal, paid
 from flexmarl.records import GroupRecord, PolicyName, Sample, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Appraised
-from flexmarl.training.rows import HeldRows
+from flexmarl.training.row_reader import HeldRows
 from flexmarl.training.settings import TrainingSettings
 from tests.unit.orchestrator.groups import JUDGE, SOLVER, Bench, group_of
 

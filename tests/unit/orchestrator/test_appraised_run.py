@@ -12,7 +12,7 @@ import pytest
 from flexmarl.agents import Team
 from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.records import PolicyName, RowState, SampleId, Task, Turn
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.training.interface import Appraised
 
 SOLVER = PolicyName("solver")

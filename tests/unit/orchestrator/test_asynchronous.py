@@ -17,7 +17,7 @@ from flexmarl.events.run_events import Evaluated, StepEnded
 from flexmarl.events.training_events import Updated
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 SOLVER = PolicyName("solver")
 

@@ -15,7 +15,7 @@ import pytest
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, Drop, RunState
-from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.sealed_folder import MANIFEST, seal
 from flexmarl.records import AgentName, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState

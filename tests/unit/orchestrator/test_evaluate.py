@@ -6,11 +6,11 @@ import pytest
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.run_events import Evaluated
-from flexmarl.orchestrator.evaluate import Evaluator, mean_metrics
+from flexmarl.orchestrator.evaluation import Evaluator, mean_metrics
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupId, PolicyName, Task, Version
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.rollout.plays import now, player
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")

@@ -11,7 +11,7 @@ from flexmarl.records import GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
-from flexmarl.testing.run import CountedTasks
+from flexmarl.testing.scripted_run import CountedTasks
 
 
 def feed_of(*, groups=3, num_tasks=None, next_group=0):

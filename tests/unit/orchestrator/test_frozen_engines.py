@@ -14,7 +14,7 @@ from flexmarl.records import InstanceId, PolicyName, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import FrozenEngine, ScriptedEngine
-from flexmarl.testing.run import ScriptedRun, spoken
+from flexmarl.testing.scripted_run import ScriptedRun, spoken
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
 ALL = EngineCapabilities(

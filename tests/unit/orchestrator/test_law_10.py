@@ -25,7 +25,7 @@ from flexmarl.records import FinishReason, InstanceId, Version
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
-from flexmarl.testing.run import spoken
+from flexmarl.testing.scripted_run import spoken
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.test_publish import SOLVER, train

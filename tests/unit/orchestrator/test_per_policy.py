@@ -6,7 +6,7 @@ from flexmarl.events.group_events import GroupReady, GroupsCredited
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.training_events import Updated
 from flexmarl.records import PolicyName, RowState
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 SOLVER, WRITER = PolicyName("solver"), PolicyName("writer")
 

@@ -19,7 +19,7 @@ from flexmarl.records import Divisors, InstanceId, MicroBatch, PolicyName, Sampl
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
-from flexmarl.testing.run import a_or_b, spoken
+from flexmarl.testing.scripted_run import a_or_b, spoken
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.inference.models import request
 from tests.unit.orchestrator.groups import turn_of

@@ -10,13 +10,13 @@ from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import CheckpointPassedOver, CheckpointRemoved, StepStarted, StoreRewound
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, PartialRow
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.orchestrator.groups import at_group
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flexmarl.events.group_events import GroupsCredited
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 
 async def styled(task, team):

@@ -14,7 +14,7 @@ from flexmarl.events.serving_events import InstanceLost
 from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.records import PolicyName, RowState
 from flexmarl.tasks import SourceExhausted
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.testing.training import FakeTrainer
 
 SOLVER = PolicyName("solver")

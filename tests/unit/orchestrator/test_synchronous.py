@@ -13,7 +13,7 @@ from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName, RowState, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.orchestrator.groups import SOLVER, Bench, episode_of, group_of
 
 VERIFIER = PolicyName("verifier")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from flexmarl.agents import TeamSpec, Workflow
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.records import AgentName, GroupId, GroupRecord, PolicyName, Task
-from flexmarl.rollout.calls import Holds
+from flexmarl.rollout.episode_calls import Holds
 from flexmarl.rollout.player import Player
 from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.agents import Script, ScriptedModel

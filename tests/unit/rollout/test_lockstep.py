@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import EngineError
 from flexmarl.records import FinishReason, Generation, GenerationRequest, PolicyName, Sampling, Version, unserved
-from flexmarl.rollout.calls import Lockstep
+from flexmarl.rollout.episode_calls import Lockstep
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.rollout.plays import now
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from flexmarl.errors import EpisodeError, StoreError
-from flexmarl.experience.rows import turn_from_row
+from flexmarl.experience.turn_rows import turn_from_row
 from flexmarl.records import EpisodeStatus
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns

@@ -13,7 +13,7 @@ from flexmarl.records import GenerationRequest, IntArray, PolicyName, Task
 from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 AGENTS = {"solver": "solver", "verifier": "verifier"}
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.analysis.costs import EngineCosts
-from flexmarl.simulator.decoding import Batch, Place, Segment
+from flexmarl.simulator.decoding import Batch, BatchedRequest, Segment
 
 COSTS = st.builds(
     EngineCosts,
@@ -43,7 +43,7 @@ ARRIVALS = st.lists(
 def in_segments(costs: EngineCosts, arrivals: list[Arrival]) -> dict[int, tuple[float, int]]:
     """When each request ends, and with how many tokens: from event to event."""
     batch: Batch[int] = Batch(costs)
-    places: dict[int, Place[int]] = {}
+    places: dict[int, BatchedRequest[int]] = {}
     ends: dict[int, tuple[float, int]] = {}
     events = sorted(
         [(a.at, 0, i) for i, a in enumerate(arrivals)]

@@ -16,7 +16,7 @@ from flexmarl.simulator.cpu_share import CpuShare
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_process_group, check_trainer
-from flexmarl.training.rows import RowReader
+from flexmarl.training.row_reader import RowReader
 from tests.unit.training.conftest import random_samples
 
 SOLVER = PolicyName("solver")

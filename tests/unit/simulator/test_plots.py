@@ -8,7 +8,7 @@ from flexmarl.analysis.costs import CostSettings, EngineCosts
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.analysis.plots import MOST_LINES, draw_run, draw_sweep, level
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
 
 

@@ -13,7 +13,7 @@ from flexmarl.agents import TeamSpec
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.rows import TURN_COLUMNS, prompt_row, response_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, prompt_row, response_row
 from flexmarl.records import (
     AgentName,
     EpisodeId,

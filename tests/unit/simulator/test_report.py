@@ -15,7 +15,7 @@ from flexmarl.events.event import Event, from_json
 from flexmarl.events.training_events import Updated
 from flexmarl.records import RowState, Version
 from flexmarl.testing.events import a_call
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
 from tests.unit.simulator.tables_as_text import as_text
 

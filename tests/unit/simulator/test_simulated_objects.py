@@ -5,9 +5,9 @@ import asyncio
 import torch
 
 from flexmarl.objects.interface import ObjectKey
-from flexmarl.simulator.objects import SimulatedObjectStore
+from flexmarl.simulator.modelled_objects import SimulatedObjectStore
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.objects import check_object_store
+from flexmarl.testing.object_checks import check_object_store
 
 KEY = ObjectKey("weights/solver/1")
 

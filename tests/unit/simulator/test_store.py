@@ -8,7 +8,7 @@ from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.records import GroupId, RowState, Version
-from flexmarl.simulator.store import SimulatedStore
+from flexmarl.simulator.modelled_store import SimulatedStore
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.experience import (
     AGENTS,

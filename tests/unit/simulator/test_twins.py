@@ -9,7 +9,7 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName
 from flexmarl.simulator.characters import character_renderer
-from flexmarl.simulator.tools import ToolTwin, twinned
+from flexmarl.simulator.tool_twins import ToolTwin, twinned
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tools import Tool
 

@@ -22,7 +22,7 @@ from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, dr
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks
 from flexmarl.testing.events import a_call
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 TWO = {"planner": 0.75, "writer": 0.25}
 THREE_TURNS = {"agents": TWO, "turns_min": 3, "sigma_query": 0.0, "sigma_traj": 0.0, "sigma_call": 0.0}

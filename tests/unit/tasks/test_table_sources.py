@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.tasks import SourceExhausted, check_disjoint
-from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks, Table, TableSource
+from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks, TableSource, TaskTable
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -27,7 +27,7 @@ def table(rows: list[dict], *, seed: int = 0, held_out: list[dict] | None = None
         return [(f"row {number}", row) for number, row in enumerate(some)]
 
     held = None if held_out is None else places(held_out)
-    return TableSource(Table(**options), name="t", rows=places(rows), held_out=held, seed=seed)
+    return TableSource(TaskTable(**options), name="t", rows=places(rows), held_out=held, seed=seed)
 
 
 def test_a_file_becomes_tasks(tmp_path: Path) -> None:

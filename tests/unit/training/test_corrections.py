@@ -29,7 +29,7 @@ from flexmarl.training.corrections import (
     TruncatedImportanceSampling,
 )
 from flexmarl.training.interface import UpdateReport
-from flexmarl.training.losses import LossSettings, Ppo, Reinforce
+from flexmarl.training.losses import LossSettings, Ppo, ReinforceLoss
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 
 SOLVER = PolicyName("solver")
@@ -258,7 +258,7 @@ def test_p9_the_update_is_the_weighted_gradient_over_the_original_counts(
 def test_every_loss_is_corrected_alike_because_a_step_has_one_update(make_model: Model, make_samples: Samples) -> None:
     samples = make_samples(5, version=1)
     ppo, _ = update(make_model(), samples, TruncatedImportanceSampling(), Ppo())
-    reinforce, _ = update(make_model(), samples, TruncatedImportanceSampling(), Reinforce())
+    reinforce, _ = update(make_model(), samples, TruncatedImportanceSampling(), ReinforceLoss())
     assert float((ppo - reinforce).norm() / reinforce.norm()) <= 1e-12
 
 

@@ -19,7 +19,7 @@ from flexmarl.records import MicroBatch, PolicyName, Sample, Turn, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.rows import RowReader
+from flexmarl.training.row_reader import RowReader
 from flexmarl.training.settings import TrainingSettings
 
 SOLVER = PolicyName("solver")

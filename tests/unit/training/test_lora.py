@@ -26,8 +26,8 @@ from flexmarl.training.backends import network
 from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.lora import LoraSettings
-from flexmarl.training.rows import RowReader
+from flexmarl.training.lora_settings import LoraSettings
+from flexmarl.training.row_reader import RowReader
 from flexmarl.training.settings import TrainingSettings
 
 SOLVER = PolicyName("solver")

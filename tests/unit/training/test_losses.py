@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from flexmarl.training.batching import Rows, rows_of
-from flexmarl.training.losses import LOSSES, Cispo, Gmpo, Gspo, PolicyLoss, Ppo, Reinforce, Sapo
+from flexmarl.training.losses import LOSSES, Cispo, Gmpo, Gspo, PolicyLoss, Ppo, ReinforceLoss, Sapo
 
 OLD = -1.0
 
@@ -193,7 +193,7 @@ def test_p11_one_small_step_lowers_the_loss_of_a_fixed_batch(
     beyond = row_gradient(loss, after, before, each, rows)
     assume((beyond - gradient).norm() <= 1e-3 * gradient.norm())  # At the kink of a clip no step helps.
     if isinstance(loss, Cispo):  # Its weight has no gradient: what a step lowers is the loss with the weight held.
-        loss, each = Reinforce(), each * (current - before).exp().clamp(max=5)
+        loss, each = ReinforceLoss(), each * (current - before).exp().clamp(max=5)
 
     def total(logprobs: Tensor) -> float:
         return loss.per_token(logprobs, before, each, rows)[0].sum().item()
@@ -236,4 +236,4 @@ def test_the_norm_mode_and_its_horizon_go_together() -> None:
     with pytest.raises(ValidationError, match="horizon_tokens is None with aggregation 'seq-mean"):
         Ppo(aggregation="seq-mean-token-sum-norm")
     with pytest.raises(ValidationError, match="horizon_tokens is 8 with aggregation 'token-mean'"):
-        Reinforce(horizon_tokens=8)
+        ReinforceLoss(horizon_tokens=8)

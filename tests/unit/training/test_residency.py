@@ -17,7 +17,7 @@ from flexmarl.events.training_events import Swapped
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
-from flexmarl.experience.rows import TURN_COLUMNS, closing_row, credit_row, response_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, credit_row, response_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, PolicyName, RowState, Sample, Version
 from flexmarl.records.ids import make_sample_id, split_sample_id
@@ -25,7 +25,7 @@ from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.residency import Residency
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import ProcessGroupSettings
 from tests.unit.training.conftest import random_samples

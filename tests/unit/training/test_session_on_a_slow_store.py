@@ -14,13 +14,13 @@ from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
-from flexmarl.experience.rows import TURN_COLUMNS, credit_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowState, Sample, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.faulty import Around, AroundStore, SlowStore
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 from flexmarl.training.session import TrainingSession
 from tests.unit.training.test_session import make_ready
 

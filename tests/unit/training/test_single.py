@@ -29,9 +29,9 @@ from flexmarl.training.aggregation import Aggregation
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport
-from flexmarl.training.lora import LoraSettings
-from flexmarl.training.losses import Ppo, Reinforce
-from flexmarl.training.rows import RowReader
+from flexmarl.training.lora_settings import LoraSettings
+from flexmarl.training.losses import Ppo, ReinforceLoss
+from flexmarl.training.row_reader import RowReader
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 
 SOLVER = PolicyName("solver")
@@ -169,7 +169,7 @@ def test_a6_policies_trained_in_turns_equal_policies_trained_alone(make_model: M
     assert relative(asyncio.run(in_turns()), updated_weights(make_model(), DOUBLE, mine)) <= 1e-12
 
 
-@pytest.mark.parametrize("loss", [Ppo(), Reinforce()])
+@pytest.mark.parametrize("loss", [Ppo(), ReinforceLoss()])
 def test_skipping_rows_of_advantage_zero_is_exact(make_model: Model, make_samples: Samples, loss: Ppo) -> None:
     samples = make_samples(8, zero_advantages=0.6)
     skipping = DOUBLE.model_copy(update={"loss": loss})

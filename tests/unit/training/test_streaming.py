@@ -20,7 +20,7 @@ from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LOSSES
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
-from flexmarl.training.streaming import LINEAR_LOSSES, obstacle
+from flexmarl.training.streamable import LINEAR_LOSSES, obstacle
 
 torch.set_num_threads(1)
 SOLVER = PolicyName("solver")

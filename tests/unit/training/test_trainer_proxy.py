@@ -19,7 +19,7 @@ from flexmarl.events.hub import Events
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.experience.rows import TURN_COLUMNS, credit_row
+from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.inline import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, CreditLine, MicroBatch, PolicyName, RowState, Sample, SampleId, Version
@@ -27,7 +27,7 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, accumulate, check_trainer
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import Trainer
-from flexmarl.training.rows import HeldRows, RowReader, StoreRows
+from flexmarl.training.row_reader import HeldRows, RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
 from tests.unit.hosted import resident_of, trainer_spec

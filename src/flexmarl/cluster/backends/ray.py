@@ -45,7 +45,7 @@ CALLS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ActorSlot:
     """Room for one resident, in a placement group."""
 
     group: PlacementGroup
@@ -59,7 +59,7 @@ class RayResident(Generic[T]):
     def __init__(
         self,
         spec: ResidentSpec[T],
-        slot: Slot,
+        slot: ActorSlot,
         *,
         node: str,
         tasks: asyncio.TaskGroup,
@@ -197,7 +197,7 @@ class RayCluster:
         self._node = ""
         self._tasks = tasks
         self._residents: set[RayResident[Any]] = set()
-        self._free: list[Slot] = []
+        self._free: list[ActorSlot] = []
         self._watch: asyncio.Task[None] | None = None
         self._trouble: str | None = None
         self._closed = False
@@ -250,7 +250,7 @@ class RayCluster:
         self._thread.close()
         await asyncio.to_thread(self._leases.end_processes)
 
-    async def _slots(self, gpus: Sequence[int]) -> list[Slot]:
+    async def _slots(self, gpus: Sequence[int]) -> list[ActorSlot]:
         """A slot for each number of accelerators in `gpus`: slots of ended residents first, then a new group."""
         found = [self._take(n) for n in gpus]
         missing = [n for n, slot in zip(gpus, found, strict=True) if slot is None]
@@ -264,7 +264,7 @@ class RayCluster:
         more = iter(new)
         return [slot or next(more) for slot in found]
 
-    def _take(self, gpus: int) -> Slot | None:
+    def _take(self, gpus: int) -> ActorSlot | None:
         for slot in self._free:
             if slot.gpus == gpus:
                 self._free.remove(slot)
@@ -309,7 +309,7 @@ def actor_class(contract: type) -> Any:
     return ray.remote(type(f"{contract.__name__}Actor", (Host,), methods))
 
 
-def start_actor(spec: ResidentSpec[Any], slot: Slot) -> Any:
+def start_actor(spec: ResidentSpec[Any], slot: ActorSlot) -> Any:
     """Starts the actor that hosts a resident. It is never restarted, because its state would be gone."""
     return (
         actor_class(spec.contract)
@@ -324,7 +324,7 @@ def start_actor(spec: ResidentSpec[Any], slot: Slot) -> Any:
     )
 
 
-def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
+def reserve(gpus: Sequence[int], *, node: str) -> list[ActorSlot]:
     """Reserves a slot on this machine for each number of accelerators in `gpus`. Raises ConfigError if one has no room.
 
     All slots are on one machine, because weights travel through its memory and rows are read from its disk.
@@ -343,7 +343,7 @@ def reserve(gpus: Sequence[int], *, node: str) -> list[Slot]:
             f"no room for {len(gpus)} more residents on {node} within {PLACE_S:.0f} s: {shortage(asked, has)}; "
             f"free in all of Ray now: {amounts(free)}"
         )
-    return [Slot(group, bundle, n) for bundle, n in enumerate(gpus)]
+    return [ActorSlot(group, bundle, n) for bundle, n in enumerate(gpus)]
 
 
 def shortage(asked: Mapping[str, float], has: Mapping[str, float]) -> str:

@@ -14,16 +14,17 @@ from typing import ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from flexmarl.credit.interface import Call, CreditRow
+from flexmarl.credit.interface import CreditRow, GraphCall
 from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, Sees, by_episode, given, turn_of
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 
 
-def longest_path(calls: Sequence[Call], cost: Callable[[Call], float]) -> float:
+def longest_path(calls: Sequence[GraphCall], cost: Callable[[GraphCall], float]) -> float:
     """The largest sum of costs along calls that wait for one another. `calls` are in hop order.
 
-    >>> longest_path([Call(hop=0), Call(hop=1, after=(0,)), Call(hop=2, after=(0,))], lambda call: call.hop + 1.0)
+    >>> graph = [GraphCall(hop=0), GraphCall(hop=1, after=(0,)), GraphCall(hop=2, after=(0,))]
+    >>> longest_path(graph, lambda call: call.hop + 1.0)
     4.0
     """
     ends: dict[int, float] = {}
@@ -32,7 +33,7 @@ def longest_path(calls: Sequence[Call], cost: Callable[[Call], float]) -> float:
     return max(ends.values(), default=0.0)
 
 
-def descendants(calls: Sequence[Call]) -> Mapping[int, frozenset[int]]:
+def descendants(calls: Sequence[GraphCall]) -> Mapping[int, frozenset[int]]:
     """For each hop, the hops of the calls that depend on it, directly or not. `calls` are in hop order."""
     found: dict[int, set[int]] = {call.hop: set() for call in calls}
     for call in reversed(calls):  # All calls that depend on it have been visited.
@@ -97,7 +98,7 @@ class CompletionTime(AddedTerm):
                 earned |= {row.sample_id: self.bonus * _ahead(times[row.episode], reference) for row in own}
         return earned
 
-    def cost(self, call: Call) -> float:
+    def cost(self, call: GraphCall) -> float:
         """Seconds of a call. Token times are modelled, so that the machine does not matter; tool times are measured."""
         return call.new_prompt_tokens * self.prompt_token_s + call.num_tokens * self.output_token_s + call.tool_s
 

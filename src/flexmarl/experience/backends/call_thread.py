@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.tables import transaction
+from flexmarl.experience.backends.transactions import transaction
 
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Any]
@@ -44,7 +44,7 @@ class Joinable(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class StoreCall:
     """One call on its way through the thread."""
 
     work: Work
@@ -57,15 +57,15 @@ class CallThread:
     """One connection, its thread and the calls that wait for it. `together` runs a list of calls on the connection."""
 
     def __init__(
-        self, name: str, db: sqlite3.Connection, together: Callable[[sqlite3.Connection, Sequence[Call]], None]
+        self, name: str, db: sqlite3.Connection, together: Callable[[sqlite3.Connection, Sequence[StoreCall]], None]
     ) -> None:
         self._db = db
         self._together = together
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._gathered: list[Call] = []
+        self._calls: queue.SimpleQueue[StoreCall] = queue.SimpleQueue()
+        self._gathered: list[StoreCall] = []
         """Calls that arrived in this tick of the event loop."""
         self._room = asyncio.Semaphore(MAX_WAITING)
-        self._last: Call | None = None
+        self._last: StoreCall | None = None
         """The call that closes the connection; no call follows it."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -85,7 +85,7 @@ class CallThread:
         if self._last is not None:
             self._room.release()
             raise StoreError("the experience store is closed; open a new one")
-        return self._queue(Call(work, asyncio.get_running_loop().create_future()))
+        return self._queue(StoreCall(work, asyncio.get_running_loop().create_future()))
 
     async def close(self) -> None:
         """Closes the connection after all earlier calls. Calling it twice is allowed."""
@@ -93,10 +93,10 @@ class CallThread:
         if self._last is not None:
             self._room.release()
             return
-        self._last = Call(sqlite3.Connection.close, asyncio.get_running_loop().create_future())
+        self._last = StoreCall(sqlite3.Connection.close, asyncio.get_running_loop().create_future())
         await self._queue(self._last)
 
-    def _queue(self, call: Call) -> asyncio.Future[Any]:
+    def _queue(self, call: StoreCall) -> asyncio.Future[Any]:
         if not self._gathered:
             call.future.get_loop().call_soon(self._hand_over)
         self._gathered.append(call)
@@ -119,7 +119,7 @@ class CallThread:
                 self._db.close()
             self._answer(calls)
 
-    def _answer(self, calls: Sequence[Call]) -> None:
+    def _answer(self, calls: Sequence[StoreCall]) -> None:
         for loop in {call.future.get_loop() for call in calls}:
             mine = [call for call in calls if call.future.get_loop() is loop]
             try:
@@ -127,7 +127,7 @@ class CallThread:
             except RuntimeError:  # the event loop has ended, so nobody waits for these results
                 continue
 
-    def _deliver(self, calls: Sequence[Call]) -> None:
+    def _deliver(self, calls: Sequence[StoreCall]) -> None:
         for call in calls:
             self._room.release()
             if call.future.done():  # its caller was cancelled
@@ -138,7 +138,7 @@ class CallThread:
                 call.future.set_exception(call.error)
 
 
-def commit_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
+def commit_together(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> None:
     """Runs the calls in one transaction with one sync. A call that fails changes nothing, and the others still run."""
     if not calls:
         return
@@ -153,7 +153,7 @@ def commit_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
             call.error = call.error or error
 
 
-def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
+def read_together(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> None:
     """Runs the calls on one snapshot, which includes every write that was acknowledged before they arrived."""
     try:
         with transaction(db, "BEGIN"):
@@ -167,7 +167,7 @@ def read_together(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
             call.error = call.error or error
 
 
-def run_alone(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
+def run_alone(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> None:
     """Runs the calls one after the other, outside any transaction."""
     for call in calls:
         try:
@@ -176,7 +176,7 @@ def run_alone(db: sqlite3.Connection, calls: Sequence[Call]) -> None:
             call.error = error
 
 
-def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
+def _joined(calls: Sequence[StoreCall]) -> Iterator[Sequence[StoreCall]]:
     """Yields the calls in order; consecutive calls whose work is Joinable come as one list."""
     for joinable, together in groupby(calls, lambda call: isinstance(call.work, Joinable)):
         if joinable:
@@ -185,7 +185,7 @@ def _joined(calls: Sequence[Call]) -> Iterator[Sequence[Call]]:
             yield from ([call] for call in together)
 
 
-def _attempt_all(db: sqlite3.Connection, calls: Sequence[Call]) -> bool:
+def _attempt_all(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> bool:
     """Tries to do all the calls as one work. Returns False if that fails; then nothing has changed."""
     works = [call.work for call in calls if isinstance(call.work, Joinable)]
     return _attempt(db, works[0].all_of(works))[1] is None

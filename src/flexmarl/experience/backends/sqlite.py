@@ -33,7 +33,7 @@ from flexmarl.experience.backends.store_file import (
     refuse_file,
     require_file,
 )
-from flexmarl.experience.backends.tables import EncodedRows, Tables, connect, joined_rows, query, transaction
+from flexmarl.experience.backends.transactions import EncodedRows, Tables, connect, joined_rows, query, transaction
 from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 

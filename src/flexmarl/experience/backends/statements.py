@@ -194,7 +194,7 @@ def is_chain(stored: object) -> bool:
     return isinstance(stored, bytes) and stored.startswith(MARK)
 
 
-class Chains:
+class PayloadChains:
     """Reads chains on one connection. It keeps every tensor that it has read, so each store call makes its own."""
 
     def __init__(self, db: sqlite3.Connection) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import psutil
 
 from flexmarl.errors import StoreError, boundary
-from flexmarl.experience.backends.tables import Tables, connect, query, transaction
+from flexmarl.experience.backends.transactions import Tables, connect, query, transaction
 from flexmarl.experience.interface import Column, ColumnKind, Row, Table
 from flexmarl.records import AgentName
 

@@ -8,7 +8,7 @@ import numpy as np
 from flexmarl.agents.context import context_hash
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
-from flexmarl.orchestrator.evaluate import EVALUATION_GROUPS
+from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
 from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
 from flexmarl.testing.faults.story import Story, group_of
 from flexmarl.testing.faults.watched import Answered

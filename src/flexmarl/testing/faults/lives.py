@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from flexmarl.agents import Team
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
-from flexmarl.assemble.run import failure_told
+from flexmarl.assemble.commands import failure_told
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
@@ -40,7 +40,7 @@ from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.watched import MortalEvents, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
-from flexmarl.testing.run import ScriptedResidents, ScriptedRun, spoken
+from flexmarl.testing.scripted_run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
 

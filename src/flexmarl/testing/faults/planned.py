@@ -25,7 +25,7 @@ from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, Task, WorkerId
-from flexmarl.simulator.residents import NODE
+from flexmarl.simulator.modelled_residents import NODE
 from flexmarl.testing.faults.fault_plan import BY_INSTANCE, BY_POLICY, FaultKind, FaultPlan
 from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer
 from flexmarl.testing.faults.injection import Injection
@@ -35,7 +35,7 @@ from flexmarl.training.residency import ProcessGroup
 
 
 class PlannedFaults:
-    """What befalls a simulated run: a `Disturbance` of flexmarl.assemble.simulate."""
+    """What befalls a simulated run: a `Disturbance` of flexmarl.assemble.simulation."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._injection = Injection(plan)

@@ -13,7 +13,7 @@ from flexmarl.events.run_events import CheckpointSaved, Resumed, StepEnded, Stor
 from flexmarl.experience.interface import Row
 from flexmarl.records import InstanceId, PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
 from flexmarl.testing.faults.watched import WatchedEngine, WatchedTrainer
-from flexmarl.testing.run import ScriptedRun
+from flexmarl.testing.scripted_run import ScriptedRun
 
 E = TypeVar("E", bound=Event)
 

@@ -38,7 +38,7 @@ from flexmarl.training.backends.saved_state import check_optimizer, check_weight
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.kl import divergence
 from flexmarl.training.objective import Objective
-from flexmarl.training.rows import RowReader
+from flexmarl.training.row_reader import RowReader
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.cost import tree_figures
 from flexmarl.training.tree.merge import PrefixTree

@@ -66,7 +66,7 @@ class PrefillBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SlotPlan:
     """The layout of one forward pass."""
 
     input_ids: torch.Tensor
@@ -128,7 +128,7 @@ class _SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """Keys and values of all rows and layers in one zeroed block, [layers, 2, S, K, L, D]."""
 
-    plan: Plan | None = None
+    plan: SlotPlan | None = None
     """The plan of the forward pass that is being computed."""
 
     def __init__(self, model: torch.nn.Module, rows: int, max_len: int) -> None:
@@ -179,14 +179,14 @@ class SlotCache(Cache):
         """Zeroes a row that holds non-finite numbers."""
         self._block[:, :, row] = 0
 
-    def lay_out(self, last_ids: Integers, lengths: Integers, joiners: Sequence[Joiner], fixed_kv: bool) -> Plan:
+    def lay_out(self, last_ids: Integers, lengths: Integers, joiners: Sequence[Joiner], fixed_kv: bool) -> SlotPlan:
         """Plans one forward pass: row r < len(last_ids) gets `last_ids[r]` at position `lengths[r]`.
 
         With `fixed_kv`, every decode row is read up to `max_len`.
         """
         num_decode = len(last_ids)
         if not joiners:
-            return Plan(
+            return SlotPlan(
                 input_ids=self._tensor(last_ids)[None],
                 position_ids=self._tensor(lengths)[None],
                 write_at=self._tensor((self._row_starts[:, :num_decode] + lengths).reshape(-1)),
@@ -200,7 +200,7 @@ class SlotCache(Cache):
         rows = np.concatenate([np.arange(num_decode), np.repeat([joiner.row for joiner in joiners], sizes)])
         positions = np.concatenate([lengths, *(np.arange(joiner.start, len(joiner.ids)) for joiner in joiners)])
         ends = num_decode - 1 + np.cumsum(sizes)
-        return Plan(
+        return SlotPlan(
             input_ids=self._tensor(np.concatenate([last_ids, *fresh]))[None],
             position_ids=self._tensor(positions)[None],
             write_at=self._tensor((self._row_starts[:, rows] + positions).reshape(-1)),
@@ -263,7 +263,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    slot_plan: Plan | None = None,
+    slot_plan: SlotPlan | None = None,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:

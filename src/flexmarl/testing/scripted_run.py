@@ -28,7 +28,7 @@ from flexmarl.events.metrics import Metrics
 from flexmarl.events.progress import NullProgress, Progress
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore, Row
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.inline import InlineObjectStore
@@ -48,7 +48,7 @@ from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.rows import StoreRows
+from flexmarl.training.row_reader import StoreRows
 
 
 class CountedTasks:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     EngineSettings = EmbeddedSettings
 else:
     EngineSettings = Annotated[reduce(or_, engine_settings_types()), Field(discriminator="type")]
+
+
 """Settings field of any engine in the table, chosen by its `type`."""
 
 

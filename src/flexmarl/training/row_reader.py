@@ -5,7 +5,7 @@ from typing import Protocol
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.experience.rows import sample_from_row, turn_from_row
+from flexmarl.experience.turn_rows import sample_from_row, turn_from_row
 from flexmarl.records import Sample, SampleId, Turn
 
 

@@ -35,9 +35,9 @@ from flexmarl.events.run_folder import RunFolder, make_run_folder
 from flexmarl.events.safe_json import is_secret_key, parse_json
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.evaluate import Evaluation
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.saving import resume

@@ -26,6 +26,7 @@ from flexmarl.records import AgentName
 if TYPE_CHECKING:
     import pyarrow
 
+
 CHUNK_ROWS = 1024
 """Rows of one chunk: a few megabytes of ids and logprobs."""
 META = {

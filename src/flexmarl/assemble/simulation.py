@@ -11,7 +11,7 @@ from typing import Protocol
 import yaml
 
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.run import failure_told, new_run_folder, until_lost
+from flexmarl.assemble.commands import failure_told, new_run_folder, until_lost
 from flexmarl.assemble.wire import tell_start, watch_workers, wire
 from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
@@ -23,11 +23,11 @@ from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.progress import NullProgress
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.experience.rows import TURN_COLUMNS
+from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.saving import resume
-from flexmarl.simulator.store import SimulatedStore
-from flexmarl.simulator.tools import twinned
+from flexmarl.simulator.modelled_store import SimulatedStore
+from flexmarl.simulator.tool_twins import twinned
 from flexmarl.simulator.virtual_time import run_virtual
 
 Say = Callable[[str], None]

@@ -24,7 +24,7 @@ from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTr
 from flexmarl.simulator.replies import Responder
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.rows import RowReader
+from flexmarl.training.row_reader import RowReader
 
 NODE = "simulated"
 """Name of the only node. Several nodes are called `simulated-0`, `simulated-1` and so on."""

@@ -9,7 +9,7 @@ import torch
 from flexmarl.cli.models import Finding, ModelFacts
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
-from flexmarl.config.run import PolicySettings
+from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB, Machine
 from flexmarl.inference.settings import EmbeddedSettings
 

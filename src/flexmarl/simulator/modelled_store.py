@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.tables import EncodedRows, Tables, connect, query, transaction
+from flexmarl.experience.backends.transactions import EncodedRows, Tables, connect, query, transaction
 from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     ClaimOrder,
-    Place,
+    RowStanding,
     check_begins,
     check_claim,
     check_known,
@@ -36,7 +36,7 @@ from flexmarl.experience.ledger import (
 from flexmarl.experience.schema import CODECS, Stored, decode
 from flexmarl.records import ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId
 
-OPEN = Place(RowState.OPEN)
+OPEN = RowStanding(RowState.OPEN)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class _Kept:
     order: ClaimOrder
     cells: dict[str, Any]
     """All values put so far, including the version and the next agent."""
-    place: Place = OPEN
+    place: RowStanding = OPEN
 
 
 class SimulatedStore:
@@ -85,7 +85,7 @@ class SimulatedStore:
         """Leases up to n READY rows of the policy to `holder`."""
         self._check_open()
         check_claim(policy, n)
-        heap, claimed = self._ready[policy], Place(RowState.CLAIMED, holder=holder)
+        heap, claimed = self._ready[policy], RowStanding(RowState.CLAIMED, holder=holder)
         ids: list[SampleId] = []
         while heap and len(ids) < n:
             row = self._rows.get(heapq.heappop(heap)[1])
@@ -97,7 +97,7 @@ class SimulatedStore:
     async def settle(self, ids: Sequence[SampleId], outcome: Outcome) -> None:
         """Moves rows; all of them or none."""
         check_outcome(outcome)
-        place = Place(outcome.state, cache=outcome.cache, settled_version=outcome.version, reason=outcome.reason)
+        place = RowStanding(outcome.state, cache=outcome.cache, settled_version=outcome.version, reason=outcome.reason)
         rows = self._located(ids)
         for row in rows:
             check_move(row.agent, row.sample_id, row.place.state, row.cells.get("policy_version"), outcome)
@@ -114,7 +114,7 @@ class SimulatedStore:
             if (row.place.cache == cache if cache is not None else row.place.holder == holder)
         ]
         for row in lost:
-            self._move(row, Place(RowState.READY))
+            self._move(row, RowStanding(RowState.READY))
         return [row.sample_id for row in lost]
 
     async def rewind(self, next_group: GroupId, *, replay: Collection[GroupId] = ()) -> int:
@@ -191,7 +191,7 @@ class SimulatedStore:
             beginning = [decode(self._kinds[column], parent.cells[column]) for column in extended.columns]
             check_begins(agent, sample_id, name, extended, np.concatenate(beginning))
 
-    def _move(self, row: _Kept, place: Place) -> None:
+    def _move(self, row: _Kept, place: RowStanding) -> None:
         counts = self._counts[row.policy]
         counts[row.place.state] -= 1
         counts[place.state] += 1
@@ -226,7 +226,7 @@ class SimulatedStore:
             values={name: decode(kind, cells[name]) for name, kind in self._kinds.items() if name in cells},
         )
 
-    def _by_agent(self) -> Iterator[tuple[EncodedRows, Mapping[SampleId, Place]]]:
+    def _by_agent(self) -> Iterator[tuple[EncodedRows, Mapping[SampleId, RowStanding]]]:
         rows: dict[AgentName, list[_Kept]] = defaultdict(list)
         for row in self._in_order():
             rows[row.agent].append(row)

@@ -18,7 +18,7 @@ from flexmarl.experience.backends.statements import (
     MARK,
     OWNERS,
     SHARED_LAYOUT,
-    Chains,
+    PayloadChains,
     Statements,
     chain,
     claimable,
@@ -26,7 +26,7 @@ from flexmarl.experience.backends.statements import (
 )
 from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
-    Place,
+    RowStanding,
     check_begins,
     check_claim,
     check_extended,
@@ -119,13 +119,13 @@ class Tables:
     def put(self, db: sqlite3.Connection, rows: EncodedRows) -> None:
         """Opens or fills these rows."""
         known = self._known(db, rows)
-        payloads, chains = _Payloads(db, self._references), Chains(db)
+        payloads, chains = _Payloads(db, self._references), PayloadChains(db)
         for sample_id in known:
             self._fill(db, payloads, chains, rows, sample_id)
         self._open(db, payloads, chains, rows, [sample_id for sample_id in rows.cells if sample_id not in known])
         self.bytes_put += payloads.write()
 
-    def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, Place]) -> None:
+    def copy_in(self, db: sqlite3.Connection, rows: EncodedRows, places: Mapping[SampleId, RowStanding]) -> None:
         """Adds rows of another store, each at its place in its life."""
         self.put(db, rows)
         cells = [(p.state.value, p.holder, p.cache, p.settled_version, p.reason, i) for i, p in places.items()]
@@ -188,7 +188,7 @@ class Tables:
 
     def _make_whole(self, db: sqlite3.Connection, group: GroupId) -> None:
         """Stores whole the chains of the group's open rows: the payloads they begin with may be those of ended rows."""
-        chains = Chains(db)
+        chains = PayloadChains(db)
         for table in self._tables.values():
             for key, stored in db.execute(table.chains_not_ended, (MARK, group)).fetchall():
                 db.execute("UPDATE payloads SET value = ? WHERE key = ?", (encode_tensor(chains.whole(stored)), key))
@@ -196,7 +196,7 @@ class Tables:
     def get(self, db: sqlite3.Connection, ids: Sequence[SampleId]) -> list[Row]:
         """Reads rows by sample id, in the order of `ids`."""
         rows: dict[SampleId, Row] = {}
-        chains = Chains(db)
+        chains = PayloadChains(db)
         for agent, of_agent in _by_agent(self._locate(db, ids)).items():
             for cells in db.execute(self._table(agent).read, (json.dumps(of_agent),)):
                 rows[cells[0]] = self._row(AgentName(agent), cells, chains)
@@ -245,7 +245,12 @@ class Tables:
         return [sample_id for sample_id in rows.cells if sample_id in owners]
 
     def _fill(
-        self, db: sqlite3.Connection, payloads: "_Payloads", chains: Chains, rows: EncodedRows, sample_id: SampleId
+        self,
+        db: sqlite3.Connection,
+        payloads: "_Payloads",
+        chains: PayloadChains,
+        rows: EncodedRows,
+        sample_id: SampleId,
     ) -> None:
         """Sets the values that a row lacks. Raises StoreError for a value that differs from the stored one."""
         table, given = self._table(rows.agent), rows.cells[sample_id]
@@ -265,7 +270,7 @@ class Tables:
         self,
         db: sqlite3.Connection,
         payloads: "_Payloads",
-        chains: Chains,
+        chains: PayloadChains,
         rows: EncodedRows,
         new: Sequence[SampleId],
     ) -> None:
@@ -286,7 +291,7 @@ class Tables:
     def _shortened(
         self,
         db: sqlite3.Connection,
-        chains: Chains,
+        chains: PayloadChains,
         rows: EncodedRows,
         sample_id: SampleId,
         cells: Mapping[str, Stored],
@@ -317,7 +322,7 @@ class Tables:
         check_known(ids, found)
         return [(found[sample_id], sample_id) for sample_id in ids]
 
-    def _row(self, agent: AgentName, cells: Sequence[Any], chains: Chains) -> Row:
+    def _row(self, agent: AgentName, cells: Sequence[Any], chains: PayloadChains) -> Row:
         sample_id, policy, version, state, next_agent_id, cache, settled_version, reason, *data = cells
         return Row(
             sample_id=sample_id,
@@ -382,7 +387,7 @@ def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
         found = db.execute("SELECT value FROM payloads WHERE key = ?", (key,)).fetchone()
         if found is None:
             return None
-        return tensor_text(Chains(db).whole(found[0])) if is_chain(found[0]) else as_text(found[0])
+        return tensor_text(PayloadChains(db).whole(found[0])) if is_chain(found[0]) else as_text(found[0])
 
     db.create_function("payload", 1, payload)
     return db
