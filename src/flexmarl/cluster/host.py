@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexmarl.errors import FlexmarlError
-
 NICENESS = 5
 """Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
 training where the machine has other work."""
@@ -217,8 +215,17 @@ def portable(error: Exception) -> Exception:
             continue
         if type(back) is type(error):
             return candidate
-    kind = FlexmarlError if isinstance(error, FlexmarlError) else RuntimeError
-    return kind(f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}"
+    for kind in type(error).__mro__[1:]:  # Who catches EngineError must also catch an engine's own class of it.
+        if kind is Exception:
+            break
+        try:
+            candidate = kind(text)
+            if type(pickle.loads(pickle.dumps(candidate))) is kind:
+                return candidate
+        except Exception:
+            continue
+    return RuntimeError(text)
 
 
 class Bare(Exception):

@@ -11,7 +11,7 @@ import pytest
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.proxy import alters, restores
-from flexmarl.errors import WorkerError
+from flexmarl.errors import EngineError, WorkerError
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.cluster import probe
 
@@ -20,6 +20,8 @@ class Counting(Protocol):
     async def get(self) -> int: ...
 
     async def cancels(self) -> int: ...
+
+    async def fails(self) -> None: ...
 
     @alters
     async def add(self, amount: int) -> int: ...
@@ -42,6 +44,12 @@ class Counter:
 
     async def cancels(self) -> int:
         raise asyncio.CancelledError
+
+    async def fails(self) -> None:
+        class OutOfPages(EngineError):
+            pass
+
+        raise OutOfPages("no page is free")
 
     async def add(self, amount: int) -> int:
         async with self._turn:
@@ -102,6 +110,15 @@ def test_work_that_is_cancelled_by_itself_is_an_error_of_its_caller_and_no_cance
                 await remote.cancels()
             with pytest.raises(RuntimeError, match="cancelled"):
                 await read(remote.items("cancels"))
+
+    run_virtual(scenario())
+
+
+def test_an_error_of_a_class_that_cannot_be_copied_keeps_the_nearest_class_that_can() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster(crosses=True) as cluster:
+            with pytest.raises(EngineError, match="OutOfPages: no page is free"):
+                await (await counter_in(cluster)).remote.fails()
 
     run_virtual(scenario())
 
