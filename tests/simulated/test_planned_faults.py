@@ -160,7 +160,9 @@ def test_a_plan_that_is_no_file_or_no_yaml_is_refused_by_name(tmp_path: Path) ->
 def test_the_command_takes_a_plan_as_json_and_shows_what_was_noticed(tmp_path: Path) -> None:
     settings_of(tmp_path)
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"faults": [{"kind": "lost_instance", "target": "solver/0", "after": 1}]}))
+    late = {"kind": "clock_skew", "target": "solver", "after": 10_000, "amount": 3}
+    plan.write_text(json.dumps({"faults": [{"kind": "lost_instance", "target": "solver/0", "after": 1}, late]}))
     result = CliRunner().invoke(app, ["simulate", str(tmp_path / "run.yaml"), f"out={tmp_path}", "--faults", str(plan)])
     assert result.exit_code == 0, result.output
-    assert result.output.split("lost_instance")[1].split()[:2] == ["1", "1"]
+    assert result.output.split("lost_instance")[1].split()[:3] == ["1", "1", "1"]
+    assert result.output.split("clock_skew")[1].split()[:3] == ["1", "0", "0"], "planned, but the run was over before"

@@ -1,11 +1,10 @@
-"""Decides what gradient accumulation took, from the micro-batches of a journal: the half of fit.py about trainers.
+"""Decides what the devices of a run take, from its journal: costs under which a simulation replays it.
 
-micro-batch    (micro_batch_s + sample_s rows) x how much others slow the machine
+calls          in fit_engines.py
+micro-batches  (micro_batch_s + sample_s rows) x how much others slow the machine
 
-Decides what the devices of a run take, from its journal: costs under which a simulation replays it.
-
-fit_engines.py fits calls, fit_trainers.py micro-batches; loads, updates, publications, swaps and moves are what the
-journal says they took. Devices and their shares are in no journal and keep their defaults.
+Loads, updates, publications, swaps and moves are what the journal says they took. Devices and their shares are in no
+journal and keep their defaults.
 """
 
 from collections import Counter, defaultdict

@@ -3,8 +3,8 @@
 settings ──► blueprint.py   folder, code, tasks, renderers, team    (no weights yet: what `check` also makes)
          ──► world.py       residents of a cluster, the pool around them    (exists while a command runs)
                residents.py                                         (engines and trainers that compute)
-         ──► parts.py       feed, rollout, collector, sessions, ... (parts of the orchestrator, the same in every world)
-         ──► wiring.py      the orchestrator that joins them, and the journal
+         ──► wire.py        feed, rollout, collector, sessions, ..., and the orchestrator that joins them with the
+                            journal: the same in every world
          ──► run.py         train, evaluate, export
          ──► simulate.py    the same run on modelled devices, in virtual time
 """

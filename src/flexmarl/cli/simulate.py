@@ -9,6 +9,7 @@ from rich.console import Console
 from flexmarl.cli.options import load_run_folder, plots, simulations
 from flexmarl.cli.terminal import SafeConsole, outlived
 from flexmarl.errors import ConfigError
+from flexmarl.testing.faults.planned import PlannedFaults
 
 YAML = (".yaml", ".yml")
 
@@ -78,10 +79,11 @@ def simulate(
 
 def _one(console: Console, config: Path, overrides: list[str], faults: Path | None) -> None:
     settings = simulations.load(config, overrides)
-    outcome = simulations.simulated(settings, console, disturbance=faults and simulations.planned(faults, settings))
+    plan = simulations.planned(faults, settings) if faults is not None else None
+    outcome = simulations.simulated(settings, console, disturbance=PlannedFaults(plan) if plan is not None else None)
     simulations.show(outcome, console)
-    if faults is not None:
-        console.print(simulations.witness_table(outcome))
+    if plan is not None:
+        console.print(simulations.witness_table(outcome, plan))
 
 
 def _compare(console: Console, configs: list[Path], overrides: list[str]) -> None:

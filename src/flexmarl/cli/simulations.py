@@ -1,5 +1,6 @@
 """Simulations on the command line: from a config to a report, and the tables that show it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -31,8 +32,8 @@ from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
-from flexmarl.testing.faults.fault_plan import read_plan
-from flexmarl.testing.faults.planned import PlannedFaults, check_fits
+from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
+from flexmarl.testing.faults.planned import check_fits
 from flexmarl.testing.faults.witness import seen_in
 
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
@@ -81,19 +82,19 @@ def simulated(
     return SimulatedRun(settings, folder, facts, report)
 
 
-def planned(path: Path, settings: RunSettings) -> Disturbance:
+def planned(path: Path, settings: RunSettings) -> FaultPlan:
     """Reads the faults that a file plans for a run. Raises ConfigError naming the file and the field."""
     plan = read_plan(path)
     check_fits(plan, settings, str(path))
-    return PlannedFaults(plan)
+    return plan
 
 
-def witness_table(outcome: SimulatedRun) -> Table:
-    """Returns a table of the faults: how many of each kind struck, and how many the run noticed."""
+def witness_table(outcome: SimulatedRun, plan: FaultPlan) -> Table:
+    """Returns a table of the faults: how many of each kind were planned, struck, and were noticed by the run."""
     struck, noticed = seen_in(list(read_run(outcome.folder.journal)))
-    table = Table("fault", "struck", "noticed", box=box.SIMPLE_HEAD)
-    for kind, times in struck.items():
-        table.add_row(kind, str(times), str(noticed[kind]))
+    table = Table("fault", "planned", "struck", "noticed", box=box.SIMPLE_HEAD)
+    for kind, times in Counter(fault.kind for fault in plan.faults).items():
+        table.add_row(kind, str(times), str(struck[kind]), str(noticed[kind]))
     return table
 
 

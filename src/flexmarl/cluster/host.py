@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexmarl.errors import FlexmarlError
-
 NICENESS = 5
 """Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
 training where the machine has other work."""
@@ -103,7 +101,11 @@ class Host:
 
     async def collect_streams(self, nothing: bytes) -> bytes:
         """Waits until a stream has items or none is open; returns the `StreamNews` of all streams."""
-        return await replied(self._collect)
+        news = await self._collect()
+        try:
+            return pickle.dumps((news, None, ""), protocol=5)
+        except Exception:  # An item cannot be copied: its stream fails, and the others go on.
+            return pickle.dumps(([self._copyable(each) for each in news], None, ""), protocol=5)
 
     def _make(self, make: Callable[..., Any], *args: Any) -> None:
         self.hosted = make(*args)
@@ -132,11 +134,24 @@ class Host:
         gathered, self._gathered = self._gathered, {}
         return list(gathered.values())
 
+    def _copyable(self, news: StreamNews) -> StreamNews:
+        """Returns the news, or, if its items cannot be pickled, the error that ends its stream."""
+        try:
+            pickle.dumps(news, protocol=5)
+        except Exception as error:
+            self._shut(news.number)
+            return StreamNews(news.number, ended=True, error=portable(error))
+        return news
+
     async def _read(self, stream: OpenStream) -> None:
         error = None
         try:
             async for item in self._call(stream.method, stream.args, stream.kwargs):
                 self._news_of(stream.number).items.append(item)
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            error = cancelled_itself(stream.method)
         except Exception as raised:
             error = portable(raised)
         news = self._news_of(stream.number)
@@ -169,8 +184,26 @@ async def replied(work: Callable[[], Any]) -> bytes:
         if inspect.isawaitable(result):
             result = await result
         return pickle.dumps((result, None, ""), protocol=5)
+    except asyncio.CancelledError:
+        if is_being_cancelled():
+            raise
+        return pickle.dumps((None, cancelled_itself("a call"), traceback.format_exc()), protocol=5)
     except Exception as error:
         return pickle.dumps((None, portable(error), traceback.format_exc()), protocol=5)
+
+
+def is_being_cancelled() -> bool:
+    """True if the current task was cancelled; False if a CancelledError only came out of what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def cancelled_itself(what: str) -> RuntimeError:
+    """The error for work that ended with CancelledError although nobody cancelled it.
+
+    As a CancelledError it would end its caller's task in silence, as if the caller had been cancelled.
+    """
+    return RuntimeError(f"{what} awaited something that was cancelled")
 
 
 def portable(error: Exception) -> Exception:
@@ -182,8 +215,17 @@ def portable(error: Exception) -> Exception:
             continue
         if type(back) is type(error):
             return candidate
-    kind = FlexmarlError if isinstance(error, FlexmarlError) else RuntimeError
-    return kind(f"{type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}"
+    for kind in type(error).__mro__[1:]:  # Who catches EngineError must also catch an engine's own class of it.
+        if kind is Exception:
+            break
+        try:
+            candidate = kind(text)
+            if type(pickle.loads(pickle.dumps(candidate))) is kind:
+                return candidate
+        except Exception:
+            continue
+    return RuntimeError(text)
 
 
 class Bare(Exception):

@@ -69,6 +69,11 @@ class InprocResident(Generic[T]):
         """The hosted object, or its proxy."""
         return self._remote
 
+    def require_alive(self) -> None:
+        """Raises WorkerError if it was stopped or died."""
+        if not self.alive:
+            raise WorkerError(f"{self.name} {self._ended.result()}")
+
     def make(self) -> None:
         """Makes the hosted object. The spec's `make` is not copied, so residents can share objects that it holds."""
         self._remote = self._host.hosted = self.spec.make()
@@ -203,6 +208,7 @@ class InprocCluster:
             if self._start_s:
                 await asyncio.sleep(self._start_s)
             for resident in residents:
+                resident.require_alive()
                 resident.make()
         except BaseException:
             for resident in residents:

@@ -10,6 +10,7 @@ A contract is a Protocol whose methods are all `async def`, or return an AsyncIt
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -44,7 +45,7 @@ def alters(method: F) -> F:
     """Marks a method of a contract that changes a state which must stay known.
 
     If such a call is cancelled, its work continues unseen, and nobody knows whether the state holds that work. So
-    later calls are refused, until a method that `restores` is called.
+    later calls are refused, until a method that `restores` has succeeded.
     """
     method.__dict__["alters_state"] = True
     return method
@@ -64,27 +65,30 @@ class Crossings:
         self.spec = spec
         self._channel = channel
         self._streams = Streams(channel, tasks, name=spec.name)
-        self._abandoned = ""
+        self._numbers = itertools.count(1)
+        self._abandoned = (0, "")
+        """Number and description of the last altering call that was cancelled; number 0 if the state is known."""
         self._closing = False
 
     async def call(self, mark: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Makes one call of the contract's method `mark`."""
-        method = mark.__name__
-        if hasattr(mark, "restores_state"):
-            self._abandoned = ""
-        if self._abandoned:
-            raise self._error(
-                f"{self._abandoned} was cancelled while it was worked on, so the state there is no longer known"
-            )
+        method, number = mark.__name__, next(self._numbers)
+        abandoned, what = self._abandoned
+        if abandoned and not hasattr(mark, "restores_state"):
+            raise self._error(f"{what} was cancelled while it was worked on, so the state there is no longer known")
         try:
             await self._streams.sent()
-            return await self._channel.cross(method, *args, **kwargs)
+            result = await self._channel.cross(method, *args, **kwargs)
         except asyncio.CancelledError:
             if hasattr(mark, "alters_state"):
-                self._abandoned = described_call(method, args)
+                self._abandoned = max(self._abandoned, (number, described_call(method, args)))
             raise
         except WorkerError as error:
             raise self._error(f"it was lost in '{method}': {error}") from error
+        # Only success restores: after a `load` that failed, the state is still the unknown one.
+        if hasattr(mark, "restores_state") and self._abandoned[0] < number:
+            self._abandoned = (0, "")
+        return result
 
     async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Yields the items of one stream. Closing this iterator closes the hosted object's iterator."""

@@ -12,7 +12,7 @@ unblocked by  a stream; the two tasks exist only while there is something to sen
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from flexmarl.cluster.host import OpenStream, StreamNews
@@ -106,7 +106,7 @@ class Streams:
                 outbox, self._outbox = self._outbox, {}
                 if outbox:
                     self._there.update(outbox)
-                    await self._channel.cross("open_streams", *outbox.values())
+                    await self._open(list(outbox.values()))
                     if self._collector is None or self._collector.done():
                         self._collector = self._tasks.create_task(self._collect(), name=f"collect-{self._name}")
                 to_shut, self._to_shut = self._to_shut, []
@@ -117,6 +117,22 @@ class Streams:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
+
+    async def _open(self, streams: Sequence[OpenStream]) -> None:
+        """Opens streams in one crossing. If arguments cannot be copied, only the streams that have them fail."""
+        try:
+            await self._channel.cross("open_streams", *streams)
+        except WorkerError:
+            raise
+        except Exception as error:  # The crossing was refused as a whole, so none of the streams is open there.
+            if len(streams) > 1:
+                for stream in streams:
+                    await self._open([stream])
+                return
+            (stream,) = streams
+            self._there.discard(stream.number)
+            if queue := self._queues.get(stream.number):
+                queue.put_nowait(StreamNews(stream.number, ended=True, error=error))
 
     async def _collect(self) -> None:
         """Passes on items until no stream is open."""
