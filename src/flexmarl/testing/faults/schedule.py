@@ -36,7 +36,7 @@ class Schedule:
 
     seed: int
     mode: str
-    """One of MODES."""
+    """The mode, from MODES."""
     agents: Mapping[str, str]
     rounds: int
     """Number of times that every agent speaks in an episode."""
@@ -49,7 +49,7 @@ class Schedule:
     sample_s: float
     """Seconds that a trainer needs for a sample."""
     store_s: float
-    """Longest time that a call of the store takes."""
+    """The most seconds that a call of the store takes."""
     raising: float
     """Share of episodes whose workflow raises."""
     forgetful: float
@@ -57,7 +57,7 @@ class Schedule:
     long_winded: float
     """Share of calls with a long reply."""
     sections: Mapping[str, Any]
-    """The other sections of the config."""
+    """Sections of the config, by name."""
     plan: FaultPlan
 
     @property
@@ -95,7 +95,7 @@ def _losing_while_streaming(seed: int) -> Schedule:
     filtered = draw_fault(FaultKind.ALL_FILTERED, random, early)
     planned = [lost, draw_fault(FaultKind.STORE_FAILURE, random, targets), filtered]
     kept = [fault for fault in run.plan.faults if fault.kind not in {fault.kind for fault in planned}]
-    small = {"micro_batch": random.choice([1, 2])}  # So that rows are trained before their group is complete.
+    small = {"micro_batch": random.choice([1, 2])}  # Small, so that rows are trained before their group is complete.
     sections = {
         **run.sections,
         "deterministic": False,
