@@ -20,7 +20,7 @@ from flexmarl.records import EpisodeStatus, Task, split_trajectory_id
 
 FINISHED, FAILED, TIMED_OUT = EpisodeStatus.FINISHED, EpisodeStatus.FAILED, EpisodeStatus.TIMED_OUT
 EVERY = 7
-"""One of this many episodes is odd."""
+"""Number of episodes from one odd episode to the next."""
 LONG_S = 1e6
 """Longer than any time limit of a run."""
 Play = Callable[[Task, Team], Any]
