@@ -101,7 +101,7 @@ def _passed_over(fault: FaultStruck, event: Event) -> bool:
 
 
 def _misdated(fault: FaultStruck, event: Event) -> bool:
-    """A micro-batch counts if its reported duration is close to the skew: within half of it."""
+    """A micro-batch counts if its reported duration differs from the skew by less than half the skew."""
     if not isinstance(event, MicroBatchDone) or event.policy != fault.target:
         return False
     return abs(event.duration_s - fault.amount) < abs(fault.amount) / 2
