@@ -66,7 +66,7 @@ class PlannedFaults:
         return cast(Any, FaultyStore(store, self._injection))
 
     def begin(self, events: Events, die: Callable[[], None], checkpoints: Path) -> None:
-        """Begins a life. If the plan says so, damages the newest checkpoint first, from which the run would resume."""
+        """Begins a life. If the plan says so, damages the newest checkpoint before the run resumes from it."""
         self._injection.begin(events, die)
         if fault := tear(self._injection, checkpoints):
             self._injection.note(fault)
@@ -90,7 +90,7 @@ class FaultyResidents:
     """Residents whose engines and trainers fail as an injection says."""
 
     def __init__(self, inner: Residents, injection: Injection, engines: dict[str, FaultyEngine]) -> None:
-        """Every engine that is made is entered into `engines` under its instance."""
+        """Enters every engine that is made into `engines`, under its instance."""
         self._inner, self._injection, self._engines = inner, injection, engines
 
     @property
