@@ -4,7 +4,7 @@
     draw_plan(random.Random(7), targets).faults  # a slow instance and a poisoned task, say
 
 A plan is data; `injection.py` carries it out. Each fault strikes once, in the first life of the run in which it comes
-due. A fault of a task or of the task source strikes whenever that task is played or asked for.
+due. A fault of tasks or of the task source strikes whenever such a task is played or asked for.
 """
 
 import math
@@ -58,7 +58,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong. Counts begin anew with each life of the run; seconds are those of the event loop."""
+    """A single fault. Counts begin anew with each life of the run; seconds are those of the event loop."""
 
     kind: FaultKind
     target: str = ""
