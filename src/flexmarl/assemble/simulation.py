@@ -44,7 +44,7 @@ def _ignore(text: str) -> None:
 
 
 class Disturbance(Protocol):
-    """Faults of a simulated run; flexmarl.testing.faults.planned implements it."""
+    """Interface of the faults of a simulated run. flexmarl.testing.faults.planned implements it."""
 
     def blueprint(self, blueprint: Blueprint) -> Blueprint:
         """Returns the run with tasks and a workflow that can fail."""
@@ -157,7 +157,7 @@ class _Life:
         self._checkpoints, self._saved, self._say = checkpoints, saved, say
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
-        """Plays one life; returns False if it was lost and can be resumed. Raises errors that no resumption heals."""
+        """Plays one life; returns False if it was lost and can be resumed. Raises errors that a resumption cannot fix."""
         dead, events = asyncio.Event(), self._events()
         playing = asyncio.create_task(self._play(events, resumed=resumed, disturbance=disturbance), name="life")
 
