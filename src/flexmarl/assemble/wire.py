@@ -305,7 +305,7 @@ def tell_resumption(start: RunState, events: Events) -> None:
 
 
 def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
-    """Emits what the run is, and a `ProcessStarted` for the controller and for each worker that runs now."""
+    """Emits what the run is, and a `ProcessStarted` for the controller and for each worker process."""
     settings, team = blueprint.settings, blueprint.team
     events.emit(
         RunStarted(
