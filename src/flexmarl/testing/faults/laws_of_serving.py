@@ -95,7 +95,7 @@ def _overtaken(story: Story) -> Iterator[str]:
 
 
 def _outside_the_window(story: Story) -> Iterator[str]:
-    """Reports groups taken from beyond the window, which begins at the oldest open group, or without a reason."""
+    """Reports groups taken without a reason, or from beyond the window. It begins at the oldest open group."""
     window = lag_and_window(story.settings)[1]
     for number, life in enumerate(story.lives):
         untaken = set[int]()
@@ -135,7 +135,7 @@ def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
 
 
 def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
-    """Reports moves of a last instance, and names used twice. A lost instance that will be replaced still counts."""
+    """Reports moves of a policy's last instance, and names used twice. Lost instances that can be replaced count."""
     live, names = set(story.initial), Counter(story.initial)
     owed, losses = set[InstanceId](), Counter[str]()
     for event in life.of(InstanceLost, InstanceReplaced, Moved, MoveFailed):
