@@ -125,7 +125,7 @@ def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
 
 
 def _is_over(lives: list[Life]) -> bool:
-    """Returns True if the run has ended, hung, failed with a foreign error, or died twice of one error."""
+    """Returns True if the run ended, hung, died of an error that is no FlexmarlError, or died twice of one error."""
     last = lives[-1]
     if last.finished or last.hung or not isinstance(last.error, FlexmarlError | None):
         return True
