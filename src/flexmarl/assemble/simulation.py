@@ -157,7 +157,7 @@ class _Life:
         self._checkpoints, self._saved, self._say = checkpoints, saved, say
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
-        """Plays one life; returns False if it was lost and can be resumed. Raises errors that a resumption cannot fix."""
+        """Plays one life. Returns False if it was lost and can be resumed. Raises errors that resuming cannot fix."""
         dead, events = asyncio.Event(), self._events()
         playing = asyncio.create_task(self._play(events, resumed=resumed, disturbance=disturbance), name="life")
 
