@@ -161,7 +161,7 @@ def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
 
 
 def render_pictures(run_dir: Path) -> None:
-    """Writes curve.png and timeline.json from the files that exist. The run may have failed, or may still be running."""
+    """Writes curve.png and timeline.json from the files that exist. The run may have failed, or still be running."""
     folder = RunFolder(run_dir)
     if folder.metrics.exists():
         draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
