@@ -88,4 +88,4 @@ class Swapped(Timed):
     direction: str
     """`resume` or `suspend`."""
     place: int
-    """The number of the devices' place."""
+    """Number of the place (the devices) that holds the state."""

@@ -46,7 +46,7 @@ class Balancer:
         events.listen(Moved, self._made)
 
     async def watch(self) -> None:
-        """Looks and moves until it is cancelled."""
+        """Looks at the queues and moves instances, until it is cancelled."""
         self._configured = {policy: len(given) for policy, given in self._pool.given.items()}
         async with asyncio.TaskGroup() as tasks:
             if self._settings.rule != "none":
