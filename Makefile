@@ -50,6 +50,7 @@ check: install-dev  ## style, types, import direction, docs
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python checks/house.py
 	$(BIN)/python -m pytest tests/docs
 
 $(VENV)/.installed-bench: $(VENV)/.installed requirements-bench.lock

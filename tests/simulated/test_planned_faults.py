@@ -134,6 +134,15 @@ def test_weights_take_their_time_on_the_way(tmp_path: Path) -> None:
         ("- {kind: store_failure, when: 3}", r"faults\[0\]\.when: there is no such field; use kind, target, after"),
         ("- {kind: store_failure, after: soon}", r"faults\[0\]\.after: it must be a number, got 'soon'"),
         ("- {kind: store_failure, after: -1}", r"faults\[0\]\.after: it must be at least 0, got -1"),
+        (
+            "- {kind: slow_instance, target: solver/0, after: 1}",
+            r"faults\[0\]\.amount is missing: 'slow_instance' needs",
+        ),
+        (
+            "- {kind: slow_instance, target: solver/0, amount: 0.5}",
+            r"amount must be more than 1, got 0.5: it needs how",
+        ),
+        ("- {kind: clock_skew, target: solver}", r"amount is missing: 'clock_skew' needs the seconds by which"),
         ("- {kind: lost_instance}", r"faults\[0\]\.target is missing: 'lost_instance' needs an instance, as in"),
         ("- {kind: lost_instance, target: solver/0, how: x}", r"faults\[0\]\.how: 'lost_instance' has no 'x'; use"),
         ("- {kind: lost_trainer, target: judge, after: 1}", r"faults\[0\]\.target: there is no policy 'judge'"),

@@ -1,20 +1,20 @@
-"""Decides how fast a synchronous step could be at best: less than that no schedule and no balancing can reach.
+"""Decides a lower bound for the time of a synchronous step, which no schedule and no balancing can beat.
 
     max( longest trajectory, each of its calls alone on an instance        + the smallest last share of training
          all decode work, full batches on all instances, all the time      + the same
          first trajectory, then all training, trainers never idle )
     + one update + one publication
 
-Times of tools are left out, so the bound holds whatever they take. After FlexMARL's workloads, where the longest
-trajectory binds: rollout at batch 1, since a batch only slows it down.
+The times of tools are left out, so the bound holds for any tool time. The longest trajectory is counted at batch size
+1, because a larger batch only slows it down. In FlexMARL's workloads this is the part that binds.
 
-With `pipeline.ahead`, a step's last training, update and publication lie beside the rollout of the next one, which may
-have trajectories ended before its trainers begin. Left are rollouts in a row, decode work, and training in a row:
+With `pipeline.ahead`, the last training, the update and the publication of a step may overlap the rollout of the next
+step. Trajectories of the next step may end before its training begins. Three parts remain:
 
     max( longest trajectory, all decode work, all training )
 
-Then a single step may beat it, since what it left over is in the next one's time; the mean over a run cannot beat the
-mean of each part (`mean_bound`).
+A single step may then beat the bound, because the work that it left over counts in the time of the next step. The mean
+over a run cannot beat the mean of each part (`mean_bound`).
 """
 
 import math
@@ -34,24 +34,24 @@ class Bound:
     """The parts of a lower bound, in seconds."""
 
     path_s: float
-    """The longest trajectory, alone."""
+    """The longest trajectory, if each of its calls has an instance to itself."""
     decode_s: float
-    """All decode work by the capacity of all instances."""
+    """All decode work, divided by the capacity of all instances."""
     training_s: float
-    """The first trajectory, and then all training; ahead: training alone."""
+    """The first trajectory to end, and then all training. With `ahead`, training alone."""
     share_s: float
-    """What must still be trained when the last trajectory ends; ahead: 0."""
+    """Training that remains when the last trajectory ends. 0 with `ahead`."""
     end_s: float
-    """Update and publication; ahead: 0."""
+    """Update and publication. 0 with `ahead`."""
 
     @property
     def total_s(self) -> float:
-        """No step takes less."""
+        """The lower bound: no step takes less."""
         return max(self.path_s + self.share_s, self.decode_s + self.share_s, self.training_s) + self.end_s
 
     @property
     def because(self) -> str:
-        """Which part binds."""
+        """The part that binds, in words."""
         parts = {
             "the longest trajectory": self.path_s + self.share_s,
             "decoding on all instances": self.decode_s + self.share_s,
@@ -61,7 +61,7 @@ class Bound:
 
 
 def mean_bound(bounds: Sequence[Bound]) -> Bound | None:
-    """Of several steps, whose parts need not bind alike: its total is at most the mean of theirs."""
+    """The mean of each part over several steps; None for no steps. Its total is at most the mean of their totals."""
     if not bounds:
         return None
     return Bound(
@@ -78,7 +78,7 @@ def bounds_of(
     trained: Iterable[str],
     ahead: bool,
 ) -> list[Bound]:
-    """One for each step of a synchronous run; `ahead`: steps overlap, and only `mean_bound` of all is a bound."""
+    """The bound of each step of a synchronous run. With `ahead` steps overlap: only the `mean_bound` of all holds."""
     calls: defaultdict[int, list[Called]] = defaultdict(list)
     for call in facts.calls:
         calls[facts.step_of[call.group]].append(call)
@@ -114,10 +114,10 @@ def step_bound(
     trained: Iterable[str],
     ahead: bool = False,
 ) -> Bound:
-    """Of one step with these calls, whose rows were accumulated in these micro-batches.
+    """The bound of one step with these calls, whose rows were accumulated in the micro-batches `batches`.
 
-    `instances` of all policies together, since an instance may be moved; `trained` are the policies that are updated;
-    `ahead`: what may lie beside the next rollout counts as nothing.
+    `instances` counts those of all policies together, since an instance may be moved. `trained` are the policies that
+    are updated. With `ahead`, work that may overlap the next rollout is not counted.
     """
     by_trajectory: defaultdict[str, list[Called]] = defaultdict(list)
     for call in calls:
@@ -135,7 +135,10 @@ def step_bound(
 
 
 def path_s(calls: Iterable[Called], costs: Costs) -> float:
-    """The longest chain of one trajectory's calls, each sent when the one before had been answered, each alone."""
+    """Seconds of the longest chain of one trajectory's calls, each call alone on an instance.
+
+    A chain is a series of calls in which each one was sent after the one before was answered.
+    """
     under_way: list[tuple[float, float]] = []  # (answered at, length of the chain up to then)
     before = longest = 0.0
     for call in sorted(calls, key=lambda call: call.began):
@@ -148,7 +151,7 @@ def path_s(calls: Iterable[Called], costs: Costs) -> float:
 
 
 def alone_s(call: Called, engine: EngineCosts) -> float:
-    """The call with an instance to itself.
+    """Seconds of a call that has an instance to itself.
 
     >>> one = a_call(began=0, ended=9, prompt_tokens=50, sampled_tokens=100)      # of flexmarl.testing.events
     >>> alone_s(one, EngineCosts(decode_s=0.01, decode_request_s=0.002, prefill_token_s=0.001))
@@ -161,7 +164,7 @@ def alone_s(call: Called, engine: EngineCosts) -> float:
 
 
 def _capacity_s(call: Called, engine: EngineCosts) -> float:
-    """The call's share of an instance whose batch is full."""
+    """The call's share of the seconds of an instance whose batch is full."""
     held = call.prompt_tokens * call.sampled_tokens + call.sampled_tokens * (call.sampled_tokens - 1) / 2
     token_s = engine.decode_s / engine.slots + engine.decode_request_s
     steps = call.sampled_tokens + engine.prefill_steps
@@ -169,7 +172,7 @@ def _capacity_s(call: Called, engine: EngineCosts) -> float:
 
 
 def _training_work(batches: Iterable[MicroBatchDone], costs: Costs) -> dict[str, float]:
-    """Seconds of each policy's trainer."""
+    """Seconds of accumulation of each policy's trainer."""
     work: defaultdict[str, float] = defaultdict(float)
     for batch in batches:
         trainer = costs_of(costs, batch.policy).trainer
@@ -178,18 +181,18 @@ def _training_work(batches: Iterable[MicroBatchDone], costs: Costs) -> dict[str,
 
 
 def _spread_over(work: Mapping[str, float], trainers_at_once: int | None) -> float:
-    """A policy's own work is done in a row; all of it by as many trainers as hold devices."""
+    """Least seconds for `work`. One trainer does the work of a policy; `trainers_at_once` trainers work in parallel."""
     at_once = min(trainers_at_once or len(work), len(work)) or 1
     return max(max(work.values(), default=0.0), math.fsum(work.values()) / at_once)
 
 
 def _smallest_share(batches: Iterable[MicroBatchDone], costs: Costs) -> float:
-    """One row in a micro-batch of its own."""
+    """Seconds of the cheapest micro-batch of one row."""
     trainers = [costs_of(costs, batch.policy).trainer for batch in batches]
     return min((trainer.micro_batch_s + trainer.sample_s for trainer in trainers), default=0.0)
 
 
 def _end_s(policies: Iterable[str], costs: Costs) -> float:
-    """The policy that takes least: which one is last is the schedule's choice."""
+    """Least seconds for an update and its publication, over the policies: the schedule chooses which one is last."""
     all_costs = [costs_of(costs, policy) for policy in policies]
     return min((one.trainer.update_s + one.trainer.publish_s + one.engine.load_s for one in all_costs), default=0.0)

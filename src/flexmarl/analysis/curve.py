@@ -1,7 +1,7 @@
 """Curve of a run on one page: small panels, drawn by matplotlib from the values of metrics.jsonl.
 
-Thin lines are single steps, thick lines their moving average, dots the evaluations on held-out tasks. An agent has the
-same colour in every panel; members that are numbered (levels, hops) go from dark to light.
+Thin lines show single steps, thick lines their moving average, dots the evaluations on held-out tasks. An agent has the
+same colour in every panel. The colours of numbered members (levels, hops) go from dark to light.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class Panel:
-    """One small picture: lines by name."""
+    """One small picture: points by the name of their line."""
 
     title: str
     train: dict[str, Points] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Panel:
 
     @property
     def names(self) -> list[str]:
-        """Of its lines, `level_2` before `level_10`."""
+        """Names of the panel's lines, in natural order: `level_2` before `level_10`."""
         return sorted({*self.train, *self.held_out}, key=natural)
 
     @property
     def is_share(self) -> bool:
-        """Whether all its values lie between 0 and 1."""
+        """True if all values of the panel lie between 0 and 1."""
         return all(0 <= y <= 1 for points in (*self.train.values(), *self.held_out.values()) for _, y in points)
 
 
@@ -90,7 +90,7 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
             for phase in phases:
                 time.train.setdefault(phase, []).append((step, time_shares(values).get(phase, 0.0)))
     for metric, panel in list(others.items()):
-        if panel.names == [metric] and panel.is_share:  # Lone shares fit into one panel.
+        if panel.names == [metric] and panel.is_share:  # All shares with a single line go into one panel.
             shares.train |= panel.train
             shares.held_out |= panel.held_out
             del others[metric]
@@ -101,7 +101,7 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
 
 
 def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str) -> None:
-    """Writes the picture as PNG."""
+    """Writes the picture to `path` as PNG."""
     panels = panels_of(steps)
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
@@ -148,7 +148,7 @@ def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average over a twelfth of the run; at the ends over as much of that as there is.
+    """Centred moving average over a twelfth of the run. At both ends of the run the window is cut off.
 
     >>> smooth([0.0, 1.0, 0.0])
     [0.0, 1.0, 0.0]
@@ -159,7 +159,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Moves places apart until neighbours are `gap` away from each other, keeping their order and their middle.
+    """Moves places apart until neighbours are at least `gap` apart. Keeps their order and the middle of each cluster.
 
     >>> spread([0.5, 0.5, 0.9], gap=0.1)
     [0.45, 0.55, 0.9]

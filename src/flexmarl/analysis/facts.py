@@ -1,6 +1,6 @@
-"""Decides what a journal says of who was busy when: the common ground of report, bound, pictures and fit.
+"""Decides who was busy when, from a journal. Report, lower bound, pictures and fit of costs all start from these facts.
 
-Works on the journal of a simulated run as on that of a real one. Moments are seconds on the run's clock (`read_run`).
+The journal may be that of a simulated or of a real run. Moments are seconds on the run's clock (`read_run`).
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ Who = TypeVar("Who")
 
 @dataclass(slots=True)
 class Facts:
-    """A run, sorted by kind; each list in the order of the journal."""
+    """Events of a run, sorted by kind. Each list is in the order of the journal."""
 
     steps: list[StepEnded] = field(default_factory=list)
-    """Where steps overlap, each begins at the end of the one before it."""
+    """Steps, made disjoint: where steps overlap, each one begins at the end of the one before it."""
     calls: list[Called] = field(default_factory=list)
-    """Those of training; evaluations are left out."""
+    """Calls of training rollouts; the calls of evaluations are left out."""
     rollouts: list[Interval] = field(default_factory=list)
     micro_batches: list[MicroBatchDone] = field(default_factory=list)
     updates: list[Updated] = field(default_factory=list)
@@ -36,20 +36,20 @@ class Facts:
     moves: list[Moved] = field(default_factory=list)
     looks: list[QueuesSeen] = field(default_factory=list)
     started: dict[InstanceId, float] = field(default_factory=dict)
-    """Instances that came for lost ones, and the seconds that took."""
+    """Instances that replaced lost ones, with the seconds from the loss until they served."""
     step_of: dict[int, int] = field(default_factory=dict)
-    """The step in which a group was admitted."""
+    """By group, the step that admitted it."""
     trained_at: dict[tuple[str, int], int] = field(default_factory=dict)
     """By policy and group, the version that its update was applied to; only where policies update on their own."""
 
     @property
     def span(self) -> list[Interval]:
-        """The moments that lie in a step: no start, no evaluation, no checkpoint."""
+        """The moments inside steps. The start of the run, evaluations and checkpoints lie outside."""
         return union((step.began, step.ended) for step in self.steps)
 
     @property
     def makespan_s(self) -> float:
-        """All steps together."""
+        """Seconds of all steps together."""
         return seconds(self.span)
 
     @property
@@ -66,11 +66,11 @@ class Facts:
         return intersection(union(played), self.span)
 
     def serving(self) -> dict[InstanceId, list[Interval]]:
-        """When each instance had a call, inside steps."""
+        """By instance, the intervals inside steps in which it had a call."""
         return self._inside_steps((call.instance, call) for call in self.calls)
 
     def training(self) -> dict[PolicyName, list[Interval]]:
-        """When each policy's trainer accumulated or updated, inside steps."""
+        """By policy, the intervals inside steps in which its trainer accumulated or updated."""
         return self._inside_steps((done.policy, done) for done in (*self.micro_batches, *self.updates))
 
     def _inside_steps(self, work: Iterable[tuple[Who, Timed]]) -> dict[Who, list[Interval]]:
@@ -82,7 +82,7 @@ class Facts:
 
 
 def read_facts(events: Iterable[Event]) -> Facts:
-    """Sorts the events of a journal as `read_run` yields them; of a run that still goes on, what there is so far."""
+    """Sorts the events that `read_run` yields from a journal. The run may still be going on."""
     facts = Facts()
     for event in events:
         _sort(facts, event)

@@ -1,9 +1,9 @@
-"""Decides what a run took, from its journal: the figures that `flexmarl simulate` prints, also of a real run.
+"""Decides the figures of a simulated or real run, from its journal. `flexmarl simulate` prints them.
 
     step        ▕─────── rollout ───────▏── training ──▏─ other ─▏      other: publication, and what waits for it
     trainers          ▕── hidden ──▏    ▕── visible ───▏
 
-All seconds are means over the steps. What a device does besides, evaluations say, is in no step and counts nowhere.
+All seconds are means over the steps. Work outside steps, such as an evaluation, is not counted.
 """
 
 import math
@@ -20,17 +20,17 @@ from flexmarl.experience.staleness import LengthBias, length_bias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How numbers are spread."""
+    """Mean, standard deviation and range of some numbers."""
 
     mean: float
     std: float
-    """Of the sample; 0 for a single number."""
+    """Standard deviation of the sample; 0 for a single number."""
     least: float
     most: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one number.
+        """The spread of at least one number.
 
         >>> Spread.of([1.0, 3.0])
         Spread(mean=2.0, std=1.4142135623730951, least=1.0, most=3.0)
@@ -42,13 +42,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """Devices of a run: what utilisation is a share of."""
+    """Devices of a run. Utilisation is the share of their time that was used."""
 
     costs: Costs
     trainers_at_once: int | None = None
-    """Trainers that hold devices at the same time; None: all."""
+    """Trainers that hold devices at the same time; None if all of them do."""
     shared: bool = False
-    """Whether engines and trainers have the same devices (mode colocated)."""
+    """True if engines and trainers share the same devices (mode colocated)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,47 +56,49 @@ class Queue:
     """Calls of one policy that wait for a slot."""
 
     mean: float
-    """Over time."""
+    """Mean over time."""
     most: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Figures of a run; seconds of its own clock, virtual or real."""
+    """Figures of a run. Seconds are those of its own clock, virtual or real."""
 
     steps: int
     makespan_s: float
-    """All steps together."""
+    """Seconds of all steps together."""
     step_s: Spread
     rollout_s: float
-    """Somebody played."""
+    """Seconds in which episodes were played."""
     training_s: float
-    """Nobody played, and a trainer worked."""
+    """Seconds in which a trainer worked and no episode was played."""
     hidden_s: float
-    """A trainer worked while somebody played; part of `rollout_s`."""
+    """Seconds in which a trainer worked while episodes were played; part of `rollout_s`."""
     other_s: float
+    """The rest of the step."""
     tokens: int
-    """Sampled in training rollouts."""
+    """Tokens sampled in training rollouts."""
     turns: int
     rollout_utilisation: float
-    """Device-seconds with a call, as a share of those there are; 0 to 1."""
+    """Device-seconds with a call, as a share of all device-seconds of the instances; 0 to 1."""
     training_utilisation: float
+    """The same for trainers."""
     utilisation: float
-    """Both pools together."""
+    """The same for engines and trainers together."""
     queues: Mapping[str, Queue]
-    """By policy."""
+    """Waiting calls, by policy."""
     moves: int
     swaps: int
-    """Trainer states brought onto devices or set aside."""
+    """How often a trainer's state came onto devices or was set aside."""
     staleness_mean: float
-    """Updates between the version that sampled a token and the one its update was applied to."""
+    """Mean number of updates between the version that sampled a token and the one that its update was applied to."""
     staleness_most: int
     publish_lag_s: float
-    """From an update's end until all instances serve it."""
+    """Mean seconds from the end of an update until all instances serve its version."""
     length_bias: LengthBias | None
-    """Sampled tokens of the groups that were trained against those that were admitted; None if none was trained."""
+    """Lengths of trained groups against those of admitted groups, in sampled tokens; None if no group was trained."""
     bound: Bound | None = None
-    """What no schedule can beat, mean over the steps; None where steps are not apart from each other."""
+    """Lower bound of the step time, mean over the steps; None in modes whose steps have no separate time."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,12 +107,12 @@ class SimulationReport:
 
     @property
     def bound_ratio(self) -> float | None:
-        """Step time by the lower bound: 1 is as fast as can be."""
+        """Mean step time divided by the lower bound; 1 is optimal. None without a bound."""
         return self.step_s.mean / self.bound.total_s if self.bound and self.bound.total_s else None
 
 
 def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> SimulationReport | None:
-    """Draws the figures together; None if the run ended no step."""
+    """Computes the figures of a run; None if no step of it has ended."""
     if not facts.steps:
         return None
     steps = len(facts.steps)
@@ -176,7 +178,7 @@ def _both(serving: _DeviceSeconds, training: _DeviceSeconds, *, shared: bool) ->
 
 
 def queues(facts: Facts) -> dict[str, Queue]:
-    """Waiting calls of each policy over the time in steps; empty if nobody looked."""
+    """Waiting calls of each policy over the time in steps; empty if `facts.looks` is empty."""
     span = facts.span
     area: defaultdict[str, float] = defaultdict(float)
     most: defaultdict[str, int] = defaultdict(int)
@@ -191,7 +193,7 @@ def queues(facts: Facts) -> dict[str, Queue]:
 
 
 def staleness(facts: Facts) -> tuple[float, int]:
-    """Mean over the trained tokens and the most, in updates."""
+    """Mean staleness over the trained tokens, and the largest one, in updates."""
     trained_at = facts.trained_at or _versions_before(facts)
     total, tokens, most = 0.0, 0, 0
     for call in facts.calls:
@@ -203,7 +205,7 @@ def staleness(facts: Facts) -> tuple[float, int]:
 
 
 def _versions_before(facts: Facts) -> dict[tuple[str, int], int]:
-    """By policy and trained group, the version that the update of its step was applied to."""
+    """By policy and trained group, the version that the update of the group's step was applied to."""
     before: dict[tuple[str, int], int] = {}
     earlier = [{}, *(step.versions for step in facts.steps)]
     for step, versions in zip(facts.steps, earlier, strict=False):
@@ -225,7 +227,7 @@ def publish_lag(facts: Facts) -> float:
 
 
 def bias_of(facts: Facts) -> LengthBias | None:
-    """Sampled tokens of trained groups against admitted ones; a group that still plays has what it has."""
+    """Compares trained with admitted groups by sampled tokens. A group still being played counts its tokens so far."""
     tokens: defaultdict[int, int] = defaultdict(int)
     for call in facts.calls:
         tokens[call.group] += call.sampled_tokens

@@ -1,10 +1,11 @@
-"""Decides what the devices of a run take, from its journal: costs under which a simulation replays it.
+"""Decides the costs of a run's devices from its journal, so that a simulation can replay the run.
 
-calls          in fit_engines.py
-micro-batches  (micro_batch_s + sample_s rows) x how much others slow the machine
+Calls are fitted in fit_engines.py. Micro-batches are fitted here (`TrainerFit`):
 
-Loads, updates, publications, swaps and moves are what the journal says they took. Devices and their shares are in no
-journal and keep their defaults.
+    seconds of a micro-batch    (micro_batch_s + sample_s rows) x slowdown by others on the machine
+
+Loads, updates, publications, swaps, moves and starts are not fitted: their cost is the median of their times in the
+journal. No journal has the number of devices or their `busy_share`: these keep their defaults.
 """
 
 from collections import Counter, defaultdict
@@ -23,11 +24,11 @@ from flexmarl.errors import ConfigError
 from flexmarl.events.training_events import MicroBatchDone
 
 ROUNDS = 60
-"""Turns between costs and slowdown; there are few micro-batches, and they settle soon."""
+"""How often costs and slowdown are fitted in turns. There are few micro-batches, and their costs settle soon."""
 
 
 class TrainerFit:
-    """Costs of accumulating, of all policies at once."""
+    """Fits the accumulation costs of all policies together, since they share the machine."""
 
     def __init__(self, facts: Facts) -> None:
         self._batches: defaultdict[str, list[MicroBatchDone]] = defaultdict(list)
@@ -45,14 +46,14 @@ class TrainerFit:
             self._improve()
 
     def costs(self, policy: str) -> TrainerCosts:
-        """What was found; a policy that is not trained has the defaults."""
+        """Returns the fitted costs of a policy; the defaults if it is not trained."""
         if policy not in self._found:
             return TrainerCosts()
         batch, sample = map(rounded, self._found[policy])
         return TrainerCosts(micro_batch_s=batch, sample_s=sample)
 
     def error(self, policy: str) -> float:
-        """Relative error of the micro-batches' seconds."""
+        """Relative error of the fitted seconds of the policy's micro-batches; 0 if it is not trained."""
         if policy not in self._found:
             return 0.0
         return relative_error(self._slowness(policy) * (self._rows(policy) @ self._found[policy]), self._took(policy))
@@ -77,7 +78,7 @@ class TrainerFit:
 
 DIRECTIONS = ("resume", "suspend")
 LEAST_CALLS = 8
-"""Of a policy; five costs are not found from fewer."""
+"""Fewest calls of a policy from which its five costs can be fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +87,28 @@ class FitQuality:
 
     calls: int
     call_error: float
-    """Mean absolute error of a call's seconds, by their mean."""
+    """Mean absolute error of the seconds of a call, divided by their mean."""
     micro_batches: int
     micro_batch_error: float
+    """The same for micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Costs of a run."""
+    """Fitted costs of a run."""
 
     costs: Mapping[str, CostSettings]
-    """By policy."""
+    """Costs by policy."""
     shared_host: SharedHost
     quality: Mapping[str, FitQuality]
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:
-    """Fits every policy of the run; `slots` are those of its instances. Raises ConfigError if there is too little.
+    """Fits every policy of the run. Raises ConfigError if a policy has fewer than LEAST_CALLS calls.
 
-    `pauses`: the time between an answer and the next call is the controller's, and counts as on the way of that call;
-    False where it is the tools', which a simulation models by themselves.
+    `slots` gives the slots of an instance, by policy. With `pauses`, the time between an answer and the next call is
+    the controller's: it is added to `call_s`. Pass False if tools take this time, since a simulation models tools
+    separately.
     """
     calls = Counter[str](call.policy for call in facts.calls)
     for policy in slots:
@@ -144,7 +147,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
 
 
 def _loading(facts: Facts, policy: str) -> dict[str, float]:
-    """What the journal says as it is: loads, moves and starts of the policy's instances; the rest keeps its default."""
+    """Median seconds of loads, moves and starts of the policy's instances. Costs without an event are left out."""
     seen = {
         "load_s": [load.ended - load.began for load in facts.loads if load.policy == policy],
         "move_s": [move.ended - move.began for move in facts.moves if move.to == policy],
@@ -154,7 +157,10 @@ def _loading(facts: Facts, policy: str) -> dict[str, float]:
 
 
 def _updating(facts: Facts, policy: str) -> dict[str, float]:
-    """The same of its trainer. Publishing is what is left of a publication without the longest load in it."""
+    """The same for updates, publications and swaps of its trainer.
+
+    The cost of publishing is the time of a publication less the longest load in it.
+    """
     loads: defaultdict[int, float] = defaultdict(float)
     for load in facts.loads:
         if load.policy == policy:

@@ -1,11 +1,11 @@
-"""Decides what decoding took, from when calls were sent and answered: the half of fit.py that is about engines.
+"""Decides the costs of decoding from the times at which calls were sent and answered. Used by fit.py.
 
     call      ▕─ call_s ─▏─ wait ─▏▓ prefill ▓▏─ step ─▏─ step ─▏ ... ─▏         sampled tokens = steps
-    steps     (decode_s + decode_request_s b + decode_kv_s k) x how much others slow the machine
+    steps     (decode_s + decode_request_s b + decode_kv_s k) x slowdown by others on the machine
 
-How many requests b, with how many tokens k, an instance had at a moment, follows from all its calls; so does who else
-was at work. How fast the steps followed each other then follows from the costs that are looked for: steps are estimated
-and costs fitted in turns, until they agree.
+The calls of an instance give its batch size b and the tokens k that its batch holds, at every moment. They also give
+who else was at work. The pace of the steps depends on the costs, which are not known yet. So steps are estimated and
+costs are fitted in turns, until the costs settle.
 """
 
 from collections import defaultdict
@@ -24,13 +24,13 @@ from flexmarl.events.serving_events import Called
 from flexmarl.records import split_trajectory_id
 
 ROUNDS = 400
-"""Turns at most; slowdown by others and the costs themselves come apart slowly."""
+"""Most turns of the fit. Many are needed: the slowdown by others separates from the costs only slowly."""
 SETTLED = 1e-5
-"""A turn that changes nothing by more than this share was the last."""
+"""The fit ends with the first turn that changes no number by more than this share of it."""
 
 
 class EngineFit:
-    """Costs of decoding, of all policies at once: they share the machine."""
+    """Fits the decoding costs of all policies together, since they share the machine."""
 
     def __init__(self, facts: Facts, slots: Mapping[str, int], *, pauses: bool) -> None:
         busy: defaultdict[str, list[Interval]] = defaultdict(list)
@@ -60,7 +60,7 @@ class EngineFit:
                 break
 
     def costs(self, policy: str) -> EngineCosts:
-        """What was found; on the way of a call is also what the controller does before the next one."""
+        """Returns the fitted costs of a policy. With `pauses`, `call_s` includes the pauses between calls."""
         call, step, request, kv, prefill = map(rounded, self._found[policy])
         return EngineCosts(
             call_s=rounded(call + self._pauses[policy]),
@@ -71,7 +71,7 @@ class EngineFit:
         )
 
     def error(self, policy: str) -> float:
-        """Relative error of the calls' seconds."""
+        """Relative error of the fitted seconds of the policy's calls."""
         columns, seconds = self._columns(policy)
         return relative_error(columns @ self._found[policy], seconds)
 
@@ -79,7 +79,7 @@ class EngineFit:
         return np.concatenate([*self._found.values(), [self.per_trainer, self.per_engine]])
 
     def _improve(self) -> None:
-        """Fits each policy's costs under the slowdown by others, and then the slowdown under these costs."""
+        """Fits each policy's costs with the slowdown fixed, and then the slowdown with these costs fixed."""
         for policy in self._parts:
             for part in self._parts[policy]:
                 part.estimate_steps(self._found[policy], self.per_trainer, self.per_engine)
@@ -94,10 +94,10 @@ class EngineFit:
 
 
 class InstanceCalls:
-    """The calls of one instance, and the segments between two changes of its batch."""
+    """The calls of one instance. Its time is cut into segments in which its batch does not change."""
 
     def __init__(self, calls: Sequence[Called], slots: int, trainers: "Crowd", engines: "Crowd", own: "Crowd") -> None:
-        # Of calls sent at one moment, an earlier group's comes first, as rollout started them.
+        # Calls sent at the same moment are sorted by group, the order in which rollout started them.
         calls = sorted(calls, key=lambda call: (call.began, split_trajectory_id(call.trajectory)))
         self._slots = slots
         self._others = (trainers, engines, own)
@@ -113,7 +113,7 @@ class InstanceCalls:
         return float(np.median((self._ended - self._sent) / self._sampled))
 
     def estimate_steps(self, found: Floats, per_trainer: float, per_engine: float) -> None:
-        """Which steps each call was in, if these are the costs; the others' part of that too."""
+        """Estimates how many steps each call was in under the costs `found`, and how far others slowed these steps."""
         joined = self._joined(float(found[0]))
         edges = np.unique(np.concatenate([joined, self._ended]))
         first, last = np.searchsorted(edges, joined), np.searchsorted(edges, self._ended)
@@ -131,7 +131,7 @@ class InstanceCalls:
             total = np.concatenate([[0.0], np.cumsum(values)])
             return total[last] - total[first]
 
-        # As many steps as it sampled tokens.
+        # Each call is scaled to as many steps as it sampled tokens.
         share = self._sampled / np.maximum(within(steps), 1e-12)
         in_steps = (np.ones_like(lengths), size, kv)
         self._units = {
@@ -139,23 +139,29 @@ class InstanceCalls:
             for name, times in (("alone", np.ones_like(lengths)), ("trainers", trainers), ("engines", others))
         }
         slowed = self._units["alone"] + per_trainer * self._units["trainers"] + per_engine * self._units["engines"]
-        # A call that waited tells nothing of its way: it had arrived, however long that took.
+        # The times of a call that waited do not depend on call_s: it had arrived before a slot was free.
         waited = joined - self._sent - found[0] > 1e-6
         self._way = np.where(waited, 0.0, 1.0)
         self._columns = np.concatenate([self._way[:, None], slowed], axis=1)
         self._took = self._ended - np.where(waited, joined, self._sent)
 
     def columns(self) -> tuple[Floats, Floats]:
-        """Of call_s, decode_s, decode_request_s, decode_kv_s, prefill_token_s; and the seconds they add up to."""
+        """The columns [calls, 5] of the fit, and the measured seconds [calls].
+
+        The columns belong to call_s, decode_s, decode_request_s, decode_kv_s and prefill_token_s.
+        """
         return self._columns, self._took
 
     def slowed(self, found: Floats) -> tuple[Floats, Floats]:
-        """Of the slowdown per trainer and per other engine; and the seconds that the costs alone do not explain."""
+        """The columns [calls, 2] of the slowdown per trainer and per other engine, and the seconds left to explain.
+
+        These are the measured seconds [calls] less those that the costs `found` explain without slowdown.
+        """
         alone, trainers, engines = (self._units[name] @ found[1:] for name in ("alone", "trainers", "engines"))
         return np.stack([trainers, engines], axis=1), self._took - found[0] * self._way - alone
 
     def _joined(self, call_s: float) -> Floats:
-        """When each call came into the batch: when it had arrived, and one of the slots was free."""
+        """When each call joined the batch: it had arrived, and a slot was free."""
         arrived = np.minimum(self._sent + call_s, self._ended - 1e-6)
         joined, running = arrived.copy(), list[float]()
         for index in np.argsort(arrived, kind="stable"):
@@ -168,7 +174,7 @@ class InstanceCalls:
 
 
 def pauses_of(facts: Facts) -> dict[str, float]:
-    """By policy, the median time from an answer to the same trajectory's next call."""
+    """By policy, the median seconds from an answer to the next call of the same trajectory."""
     latest: dict[str, float] = {}
     found: defaultdict[str, list[float]] = defaultdict(list)
     for call in sorted(facts.calls, key=lambda call: call.began):
@@ -180,5 +186,5 @@ def pauses_of(facts: Facts) -> dict[str, float]:
 
 
 def _first_guess(parts: Sequence[InstanceCalls]) -> Floats:
-    """Every call alone, and nothing but steps."""
+    """Initial costs: only `decode_s` is not 0, as if every call ran alone."""
     return np.array([0.0, median(part.pace for part in parts), 0.0, 0.0, 0.0])

@@ -1,6 +1,6 @@
-"""Pictures of a run on matplotlib, from its journal: queues, the two pools, steps and lengths on one page.
+"""Pictures of a run on matplotlib, from its journal: queues, instances and trainers, steps and lengths on one page.
 
-Drawn for a simulated run as simulation.png; a real run's journal gives the same picture.
+`flexmarl simulate` draws simulation.png. The journal of a real run gives the same picture.
 """
 
 from bisect import bisect_right
@@ -22,18 +22,18 @@ from flexmarl.analysis.timeline import natural
 from flexmarl.events.overlap import Interval, intersection, seconds, union
 
 MOST_LINES = 8
-"""Policies that have a colour of their own; the others are drawn in grey, as one."""
+"""Most areas in a picture. If there are more policies, the smaller ones are added up and drawn in grey."""
 OTHERS = "all others"
 COLUMNS = 600
-"""Moments of a picture: its width in pixels allows no more."""
+"""Number of moments at which a picture is drawn. More would not show at its width in pixels."""
 ROLLOUT, VISIBLE, REST = PALETTE[0], PALETTE[1], "#c9ccd3"
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Moments, and the value from each moment on."""
+"""Moments, and the value that holds from each moment on."""
 
 
 def draw_run(facts: Facts, path: Path, title: str) -> None:
-    """Writes the picture of a run as PNG."""
+    """Writes the picture of a run to `path` as PNG; writes nothing if no step has ended."""
     if not facts.steps:
         return
     with matplotlib.rc_context(STYLE | {"axes.axisbelow": True}):
@@ -66,7 +66,7 @@ def draw_sweep(key: str, rows: Mapping[str, Mapping[str, SimulationReport]], pat
 
 
 def level(intervals: Iterable[Interval], moments: Sequence[float]) -> list[int]:
-    """How many of the intervals each moment lies in.
+    """For each moment, the number of intervals that it lies in.
 
     >>> level([(0.0, 2.0), (1.0, 3.0)], [0.5, 1.5, 2.5, 3.5])
     [1, 2, 1, 0]
@@ -84,7 +84,7 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
 
 
 def _draw_queues(axes: Axes, facts: Facts) -> None:
-    """Waiting calls as areas, one upon the other."""
+    """Draws the waiting calls of each policy as stacked areas."""
     began, ended = _reach(facts)
     moments, places = _moments(began, ended), [look.t for look in facts.looks]
     waiting: defaultdict[str, list[float]] = defaultdict(list)
@@ -100,7 +100,7 @@ def _draw_queues(axes: Axes, facts: Facts) -> None:
 
 
 def _draw_pools(axes: Axes, facts: Facts) -> None:
-    """Instances at work above the line, trainers at work below it."""
+    """Draws instances at work above the zero line and trainers at work below it."""
     began, ended = _reach(facts)
     moments = _moments(began, ended)
     policy_of = {call.instance: call.policy for call in facts.calls}
@@ -120,7 +120,7 @@ def _draw_pools(axes: Axes, facts: Facts) -> None:
 
 
 def _draw_steps(axes: Axes, facts: Facts) -> None:
-    """A bar for each step: rollout, visible training, the rest."""
+    """Draws a bar for each step: rollout, visible training, the rest; and hidden training as a line."""
     playing = facts.playing
     working = union(interval for busy in facts.training().values() for interval in busy)
     numbers = [step.step for step in facts.steps]
@@ -142,7 +142,7 @@ def _draw_steps(axes: Axes, facts: Facts) -> None:
 
 
 def _draw_lengths(axes: Axes, facts: Facts) -> None:
-    """Shares of calls, and of trajectories, that sampled at most so many tokens."""
+    """Draws the distribution of sampled tokens, over calls and over trajectories."""
     tokens: defaultdict[str, int] = defaultdict(int)
     for call in facts.calls:
         tokens[call.trajectory] += call.sampled_tokens
@@ -175,7 +175,7 @@ def _areas(
 
 
 def _most(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """The lines that count most keep their names; the others are added up."""
+    """At most MOST_LINES lines: the largest ones by name, and the sum of the others under OTHERS."""
     if len(values) <= MOST_LINES:
         return {name: list(line) for name, line in values.items()}
     largest = sorted(values, key=lambda name: -sum(map(abs, values[name])))[: MOST_LINES - 1]
@@ -190,7 +190,7 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def _head(axes: Axes, title: str, facts: Facts, began: float) -> None:
-    """Title, legend, and where steps end."""
+    """Draws the title, the legend and the ends of the steps."""
     _, ended = _reach(facts)
     for step in facts.steps[:-1]:
         axes.axvline(step.ended - began, color="#9a9da6", linewidth=0.6, linestyle=(0, (2, 2)))

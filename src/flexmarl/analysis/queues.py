@@ -1,6 +1,6 @@
-"""Decides how many parties were at work at any time, and for how much of it.
+"""Decides how many devices were at work and how many calls waited at any time, from the calls of a journal.
 
-Decides how many calls waited when, from the calls themselves: for journals of runs that nobody looked at.
+Journals without a monitor have no `QueuesSeen` events: `looks_of` computes them from the calls.
 
 call     asked ▕── waits in the pool ──▏ began ▕─ waits while its instance's slots are taken ─▏ ... ended
 """
@@ -17,7 +17,7 @@ from flexmarl.records import InstanceId
 
 
 class Crowd:
-    """How many of several parties were at work, at any time."""
+    """Number of parties at work at any time. A party is an engine or a trainer, given by its busy intervals."""
 
     def __init__(self, parties: Iterable[Sequence[Interval]]) -> None:
         spans = [interval for busy in parties for interval in busy]
@@ -26,29 +26,29 @@ class Crowd:
         order = np.argsort(moments, kind="stable")
         self._moments = moments[order]
         level = np.cumsum(changes[order])
-        # The integral of the level up to each moment, from which any mean follows.
+        # The integral of the level up to each moment gives the mean over any span.
         self._area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self._moments))]) if len(spans) else level
 
     def mean(self, edges: Floats) -> Floats:
-        """Mean number between each edge and the next."""
+        """Mean number of parties at work between each edge and the next."""
         if not len(self._moments):
             return np.zeros(len(edges) - 1)
         return np.diff(np.interp(edges, self._moments, self._area)) / np.maximum(np.diff(edges), 1e-12)
 
 
 def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floats:
-    """Sum of the weights of those that are there, segment by segment; each is there from its first to its last."""
+    """Sum of the weights of the items present in each segment. Item i is present from `first[i]` up to `last[i]`."""
     ups = np.bincount(first, weights, minlength=segments + 1)
     downs = np.bincount(last, weights, minlength=segments + 1)
     return np.cumsum((ups - downs).astype(np.float64))[:segments]
 
 
 LOOKS = 2000
-"""At most: a picture shows no more, and a look has an entry for every policy."""
+"""Most looks of a run. A picture shows no more, and each look has an entry for every policy."""
 
 
 def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSeen]:
-    """The queues at evenly spaced moments, by policy; `slots` are those of its instances.
+    """The queues at up to about LOOKS moments at which they change. `slots` are those of an instance, by policy.
 
     >>> one = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
     >>> [(look.at, look.running["a"], look.queued["a"]) for look in looks_of([one], {"a": 1})][:2]

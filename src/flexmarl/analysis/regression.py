@@ -1,4 +1,4 @@
-"""Decides which costs, none below zero, explain measured seconds best."""
+"""Decides which non-negative costs explain measured seconds best."""
 
 from itertools import combinations
 
@@ -12,7 +12,8 @@ Indices = NDArray[np.intp]
 def nonnegative(columns: Floats, seconds: Floats) -> Floats:
     """Coefficients x >= 0 that make `columns @ x` closest to `seconds` in least squares.
 
-    Exact for the few columns there are: of all choices of columns, the best one whose plain solution is feasible.
+    Tries every subset of the columns, so it is exact, but only for few columns. The result is the best unconstrained
+    solution of a subset that has no negative coefficient.
 
     >>> nonnegative(np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 5.0, 8.0])).round(6).tolist()
     [2.0, 3.0]
@@ -24,7 +25,7 @@ def nonnegative(columns: Floats, seconds: Floats) -> Floats:
     for size in range(1, columns.shape[1] + 1):
         for chosen in map(list, combinations(range(columns.shape[1]), size)):
             found = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], target[chosen], rcond=1e-10)[0]
-            # What is left, but for the constant |seconds|^2; of two choices that explain as much, the smaller one.
+            # The squared error without the constant |seconds|^2. If two subsets are equally good, the smaller one wins.
             left = -float(target[chosen] @ found)
             if (found >= 0).all() and left < least - 1e-9 * abs(least):
                 best, least = np.zeros(columns.shape[1]), left
@@ -33,7 +34,7 @@ def nonnegative(columns: Floats, seconds: Floats) -> Floats:
 
 
 def relative_error(predicted: Floats, measured: Floats) -> float:
-    """Mean absolute error by mean; 0 for nothing.
+    """Mean absolute error, divided by the mean of `measured`; 0 if that mean is 0.
 
     >>> relative_error(np.array([1.0, 3.0]), np.array([2.0, 3.0]))
     0.2
@@ -43,7 +44,7 @@ def relative_error(predicted: Floats, measured: Floats) -> float:
 
 
 def rounded(value: float) -> float:
-    """Four digits: more were never measured.
+    """Rounds to four significant digits, since the measurements are no more precise.
 
     >>> rounded(0.00123456)
     0.001235

@@ -1,8 +1,7 @@
-"""Decides what a journal says about the commands and the processes of a run.
+"""Decides the summary of a run from its metrics and its journal; writes summary.json, curve.png and timeline.json.
 
-A process is started, may be lost, and may be replaced: under its own name, or by an instance of another one.
-
-Report of a run: summary.json, the table before and after, curve.png and timeline.json.
+The journal gives the history of the run's commands and processes. A process that is lost may be replaced, either by a
+process of the same name or by an instance with a new name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,19 +33,19 @@ class History:
     """The commands and the processes of a run."""
 
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name, `pid` and `node` of each process of the last command that was not lost."""
+    """By name, `pid` and `node` of each process that the last command started and did not lose."""
     lost: int = 0
     """How often a process was lost, in all commands."""
     replaced: int = 0
-    """How many of them had a successor."""
+    """How many of the lost processes were replaced."""
     earlier_s: float = 0.0
     """Seconds that all commands before the last one took."""
     missing: set[WorkerId] = field(default_factory=set)
-    """Lost, and not replaced so far."""
+    """Processes of the last command that were lost and are not replaced so far."""
 
 
 def history_of(events: Iterable[Event]) -> History:
-    """Reads a journal as `read_run` yields it."""
+    """Reads the history from the events that `read_run` yields."""
     history, command, latest = History(), 1, 0.0
     for event in events:
         if event.command != command:
@@ -67,7 +66,7 @@ def history_of(events: Iterable[Event]) -> History:
 
 
 def _lose(history: History, process: WorkerId) -> None:
-    """One loss may be told twice: by the cluster, whose process it was, and by the pool, whose instance it was."""
+    """Counts a lost process once. Both the cluster (process) and the pool (instance) may report the same loss."""
     history.lost += process not in history.missing
     history.missing.add(process)
     history.processes.pop(process, None)
@@ -88,32 +87,32 @@ class Summary:
     eval: Mapping[str, Figures]
     """`before` and `after`: every figure of the first and the last evaluation, `success` among them."""
     agents: Mapping[str, Figures]
-    """By agent: `reward_before`, `reward_after`, and so on for its other figures; held-out where evaluated."""
+    """By agent: `reward_before`, `reward_after`, and so on for its other figures. On held-out tasks if evaluated."""
     policies: Mapping[str, Mapping[str, int]]
-    """By policy: `version`, its updates."""
+    """By policy: its newest `version`."""
     wall_s: float
-    """Of all commands, when the caller knows how long the last one took; otherwise the sum over the steps."""
+    """Seconds of all commands, if the caller gave those of the last one. Otherwise the sum over the steps."""
     time: Figures
     """Seconds by phase, over all steps; phases may overlap."""
     steps: int
     tokens: int
-    """Sampled in training rollouts."""
+    """Tokens sampled in training rollouts."""
     processes: Mapping[str, Mapping[str, Any]]
-    """By name: `pid` and `node`."""
+    """By process name: `pid` and `node`."""
     processes_lost: int
     processes_replaced: int
     training_hidden: float | None
-    """Share of all training that was hidden behind rollout; None when nothing was trained."""
+    """Share of all training that was hidden behind rollout; None if nothing was trained."""
     event_loop_lag: Figures
-    """`mean_ms` and `max_ms`; empty when nobody watched."""
+    """`mean_ms` and `max_ms`; empty if it was not measured."""
     timeline: str
-    """Where timeline.json is."""
+    """Path of timeline.json."""
 
 
 def summarise(
     steps: Mapping[int, Figures], history: History, *, timeline: str = "", wall_s: float | None = None
 ) -> Summary:
-    """Draws the figures of a run together from its values by step and its history; `wall_s` is the last command's."""
+    """Computes the summary from the metrics of each step and the history. `wall_s`: seconds of the last command."""
     evals = [_evaluated(values) for values in steps.values()]
     evals = [values for values in evals if values] or [{}]
     totals: dict[str, float] = {}
@@ -150,7 +149,7 @@ def summarise(
 def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
     """Writes summary.json, curve.png and timeline.json from the metrics and the journal of the run folder.
 
-    `wall_s` is how long the last command took.
+    `wall_s` is the seconds that the last command took.
     """
     folder = RunFolder(run_dir)
     render_pictures(run_dir)
@@ -162,7 +161,7 @@ def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
 
 
 def render_pictures(run_dir: Path) -> None:
-    """Writes curve.png and timeline.json, of what there is; also of a run that failed, was stopped or still runs."""
+    """Writes curve.png and timeline.json from the files that exist. The run may have failed, or still be running."""
     folder = RunFolder(run_dir)
     if folder.metrics.exists():
         draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
@@ -171,7 +170,7 @@ def render_pictures(run_dir: Path) -> None:
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """The summary for people: each figure before, after and the change, then what it took."""
+    """The summary as a table: each figure before, after and the change; then time, processes and other costs."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for column in ("before", "after", "change"):
@@ -193,7 +192,10 @@ def _evaluated(values: Figures) -> dict[str, float]:
 
 
 def _agents(steps: Mapping[int, Figures], evals: Sequence[Figures]) -> dict[str, dict[str, float]]:
-    """Held-out figures of each agent; where there are none, the mean of the first and the last tenth of training."""
+    """Figures of each agent before and after training.
+
+    They are those of the first and the last evaluation; without one, means over the first and the last tenth of steps.
+    """
     agents: dict[str, dict[str, float]] = {}
     names = {name.removeprefix("eval/") for values in steps.values() for name in values}
     for name in sorted(names):
@@ -233,7 +235,7 @@ def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
 
 
 def _cost(summary: Summary) -> RenderableType:
-    """What it took: one line for each thing that was used."""
+    """Time, tokens, policies and processes of the run, a line for each."""
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in summary.time.items())
     rows = {
         "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",

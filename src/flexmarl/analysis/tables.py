@@ -10,7 +10,7 @@ from flexmarl.analysis.figures import SimulationReport
 from flexmarl.analysis.timeline import natural
 
 MOST_QUEUES = 8
-"""Policies whose queues are shown, longest first: a hundred would hide all else."""
+"""Most queues that are shown, longest first. A hundred policies would hide all other figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Figure:
     value: Callable[[SimulationReport], float | None]
     shown: Callable[[float], str]
     compared: bool = False
-    """Whether its ratio between runs says something."""
+    """True if comparisons show the ratio of this figure to that of the first run."""
 
 
 def _seconds(value: float) -> str:
@@ -71,11 +71,11 @@ SWEPT = (
     "utilisation",
     "step by lower bound",
 )
-"""Figures of a sweep."""
+"""Names of the figures that the table of a sweep shows."""
 
 
 def report_table(title: str, report: SimulationReport) -> Table:
-    """One run, and the queues of its policies."""
+    """Table of one run, with the queues of its policies."""
     table = Table(title=title, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     table.add_column("")
     table.add_column("", justify="right")
@@ -95,7 +95,7 @@ def report_table(title: str, report: SimulationReport) -> Table:
 
 
 def comparison_table(reports: Mapping[str, SimulationReport]) -> Table:
-    """Several runs side by side, with ratios to the first."""
+    """Table of several runs side by side, with ratios to the first one."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("ratios: to the first")
     for name in reports:
@@ -109,7 +109,7 @@ def comparison_table(reports: Mapping[str, SimulationReport]) -> Table:
 
 
 def sweep_table(keys: Sequence[str], rows: Mapping[tuple[str, ...], SimulationReport]) -> Table:
-    """One row for each combination of values."""
+    """Table of a sweep, with a row for each combination of the values of `keys`."""
     table = Table(box=box.SIMPLE_HEAD)
     for key in keys:
         table.add_column(key)

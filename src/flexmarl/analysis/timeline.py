@@ -1,23 +1,25 @@
-"""Decides the order of numbered names.
+"""Decides the timeline of a run from its journal, and writes it in Chrome's Trace Event Format.
 
->>> sorted(["level_10", "level_2"], key=natural)
-['level_2', 'level_10']
-
-Decides in which lane a slice is drawn, so that no slice hides another.
-
-lane 1  ▐██ a ██▌      ▐██ d ██▌
-lane 2     ▐██ b ██▌
-lane 3        ▐██████ c ██████▌
-
-Timeline in Chrome's Trace Event Format, from a run's journal: open timeline.json in ui.perfetto.dev.
+Open timeline.json in ui.perfetto.dev:
 
     controller        counters; decisions as marks; a lane for steps, for rollout, for each other phase
     trainer/solver    a lane for micro-batches, one for updates
     engine/solver/0   as many lanes of calls as ran at once
 
-An event that took time is a slice in the row of its process, with its other fields as arguments. Of the
-events that took no time the decisions are marks: those that give a reason. Events are written as they are read, so the
-length of the run does not matter; who they belong to is written last, when all processes are known.
+An event that took time is a slice in the row of its process. Its other fields are the arguments of the slice. An event
+that took no time is a mark if it gives a reason (a decision). Events are written as they are read, so the length of the
+run does not matter. The names of rows and lanes are written last, when all processes are known.
+
+Slices of one kind that overlap are drawn in several lanes, so that no slice hides another (`Lanes`):
+
+    lane 1  ▐██ a ██▌      ▐██ d ██▌
+    lane 2     ▐██ b ██▌
+    lane 3        ▐██████ c ██████▌
+
+Rows are sorted by name, numbers by value:
+
+    >>> sorted(["level_10", "level_2"], key=natural)
+    ['level_2', 'level_10']
 """
 
 import itertools
@@ -40,26 +42,29 @@ from flexmarl.records import CONTROLLER, WorkerId
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Key by which numbers inside names count as numbers."""
+    """Sort key that compares numbers inside names by value."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 class Lanes:
     """Lanes for slices of one kind, filled by best fit.
 
-    Slices may come in any order. In the order of their ends, as a journal has them, there are no more lanes than slices
-    that ever ran at once.
+    Slices may come in any order. A journal has them in the order of their ends; then there are no more lanes than
+    slices that ran at the same time.
     """
 
     def __init__(self) -> None:
         self._ends: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """How many lanes there are."""
+        """Number of lanes."""
         return len(self._ends)
 
     def place(self, began: int, ended: int) -> int:
-        """The lane that was left the shortest time before `began`, from 0; a new one if all were busy then."""
+        """Returns the number of the slice's lane, from 0.
+
+        It is the lane that became free the shortest time before `began`, or a new one if no lane was free.
+        """
         free = bisect_right(self._ends, (began, len(self._ends)))
         lane = self._ends.pop(free - 1)[1] if free else len(self._ends)
         insort(self._ends, (ended, lane))
@@ -67,9 +72,9 @@ class Lanes:
 
 
 DECISIONS = "decisions"
-"""The controller's lane of marks."""
+"""Name of the controller's lane of marks."""
 ORDER = ("controller", "trainer", "engine")
-"""From top to bottom, by the first part of a process's name; others come last."""
+"""Order of rows from top to bottom, by the first part of a process's name. Others come last."""
 
 TraceEvent = dict[str, Any]
 
@@ -91,7 +96,7 @@ def render_timeline(run_dir: Path) -> Path:
 
 
 def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """Yields the trace of a journal whose events are on one clock; times are whole microseconds."""
+    """Yields the trace events of a journal's events, which are on one clock. Times are whole microseconds."""
     rows, untrained = TimelineRows(), Untrained()
     for event in events:
         if isinstance(event, ProcessStarted):
@@ -106,7 +111,7 @@ def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
 
 
 class TimelineRows:
-    """The processes of a trace and their lanes, each with a number of its own."""
+    """The processes of a trace and their lanes. Each has its own number."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -118,14 +123,14 @@ class TimelineRows:
         """Number of the controller's row."""
 
     def started(self, event: ProcessStarted) -> None:
-        """Notes where a process runs; one that was replaced, or started again by a resumed run, has several places."""
+        """Records where a process runs. A process that was replaced or started again by a resume has several places."""
         place = f"pid {event.pid} on {event.node}"
         places = self._places.setdefault(event.process, [])
         if place not in places:
             places.append(place)
 
     def slice(self, event: Timed) -> TraceEvent:
-        """An event that took time."""
+        """The slice of an event that took time."""
         process, name = event.process, _name(event)
         began, ended = _us(event.began), _us(event.ended)
         lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
@@ -133,12 +138,12 @@ class TimelineRows:
         return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(event)}
 
     def mark(self, event: Event) -> TraceEvent:
-        """A decision."""
+        """The mark of a decision."""
         where = {"pid": self.controller, "tid": self._thread(CONTROLLER, DECISIONS, 0)}
         return {"name": _name(event), "ph": "i", "s": "t", "ts": _us(event.t), **where, "args": _arguments(event)}
 
     def named(self) -> Iterator[TraceEvent]:
-        """Names and order of rows and lanes."""
+        """Yields the names and the order of rows and lanes."""
         for name in self._places:
             self._process(name)
         for place, name in enumerate(sorted(self._processes, key=_order)):
@@ -170,7 +175,7 @@ class Untrained:
         self._rows: Counter[str] = Counter()
 
     def after(self, event: Event) -> Iterator[tuple[str, Mapping[str, int]]]:
-        """The counts, if the event changed them. A command starts at the end of a step, with none."""
+        """Yields the counts if the event changed them. A command starts after a step, with counts of 0."""
         match event:
             case GroupReady():
                 self._rows.update(event.samples)
@@ -186,7 +191,7 @@ class Untrained:
 
 
 def _queues(event: Event) -> Iterator[tuple[str, Mapping[Any, float]]]:
-    """What the monitor saw at one of its looks at the queues."""
+    """Yields the counters of the monitor's look at the queues, if the event is one."""
     if isinstance(event, QueuesSeen):
         yield "queued calls", event.queued
         yield "running calls", event.running

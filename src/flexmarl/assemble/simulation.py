@@ -1,4 +1,4 @@
-"""One simulation: the run of a config on modelled devices, in virtual time, into a folder like that of any run."""
+"""Simulation of a run: plays a config on modelled devices, in virtual time, into a run folder like that of any run."""
 
 import asyncio
 import gc
@@ -33,10 +33,10 @@ from flexmarl.simulator.virtual_time import run_virtual
 Say = Callable[[str], None]
 
 MOST_LIVES = 100
-"""Lives of one run at most: a plan of faults that ends every life must not play without end."""
+"""The most lives of one run. It stops plans whose faults end every life."""
 
 OBJECTS_PER_COLLECTION = 100_000
-"""Objects made and kept before the next garbage collection: those of two thousand turns. Python's default is 700."""
+"""New objects until the next garbage collection: about those of two thousand turns. Python's default is 700."""
 
 
 def _ignore(text: str) -> None:
@@ -44,7 +44,7 @@ def _ignore(text: str) -> None:
 
 
 class Disturbance(Protocol):
-    """Faults that a simulated run suffers; see flexmarl.testing.faults.planned."""
+    """Interface of the faults of a simulated run. flexmarl.testing.faults.planned implements it."""
 
     def blueprint(self, blueprint: Blueprint) -> Blueprint:
         """Returns the run with tasks and a workflow that can fail."""
@@ -59,7 +59,7 @@ class Disturbance(Protocol):
         ...
 
     def begin(self, events: Events, die: Callable[[], None], checkpoints: Path) -> None:
-        """Begins a life of the run, which `die` ends as the loss of its controller would."""
+        """Begins a life of the run. `die` ends it, as the loss of its controller would."""
         ...
 
     async def watch(self, world: World) -> None:
@@ -70,9 +70,10 @@ class Disturbance(Protocol):
 def simulate(settings: RunSettings, *, say: Say = _ignore, disturbance: Disturbance | None = None) -> Path:
     """Plays a run in virtual time; returns its folder, with the settings, the journal and the metrics.
 
-    `cluster.backend` is taken to be simulated. Checkpoints are written if the config gives `checkpoint.every`. `say`
-    gets a line per step. A run that a `disturbance` has ended goes on from its newest checkpoint, or begins again.
-    Raises ConfigError for what has no model: an agent without replies, a tool without a twin.
+    `cluster.backend` is set to `simulated`. Checkpoints are written if the config gives `checkpoint.every`. `say`
+    gets a line per step. If a `disturbance` ends the run, it resumes from its newest checkpoint, or from the start.
+    Raises ConfigError if no policy is trained, and for what has no model: an agent without replies, a tool without a
+    twin. Raises WorkerError if a disturbance ended MOST_LIVES lives.
     """
     blueprint = draw_up(as_simulated(settings))
     settings = blueprint.settings
@@ -95,7 +96,7 @@ def as_simulated(settings: RunSettings) -> RunSettings:
 
 
 def _as_yaml(settings: RunSettings) -> str:
-    """Writes YAML in C if PyYAML was built with it: with a hundred policies this saves seconds."""
+    """Returns the settings as YAML. Uses PyYAML's C code if there is any: for a hundred policies it saves seconds."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return yaml.dump(settings.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
 
@@ -103,7 +104,7 @@ def _as_yaml(settings: RunSettings) -> str:
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Makes garbage collections rarer in the block. Nearly all objects of a simulation stay alive, and searching them
-    again and again took a quarter of its time."""
+    repeatedly took a quarter of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(OBJECTS_PER_COLLECTION, *usual[1:])
     try:
@@ -156,7 +157,7 @@ class _Life:
         self._checkpoints, self._saved, self._say = checkpoints, saved, say
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
-        """Plays one life; returns False if it was lost and can be resumed. Raises errors that no resumption heals."""
+        """Plays one life. Returns False if it was lost and can be resumed. Raises errors that resuming cannot fix."""
         dead, events = asyncio.Event(), self._events()
         playing = asyncio.create_task(self._play(events, resumed=resumed, disturbance=disturbance), name="life")
 
@@ -181,7 +182,7 @@ class _Life:
         await self._play(self._events(), resumed=resumed)
 
     def _events(self) -> Events:
-        """Those of one life, whose parts listen to it alone."""
+        """Makes the events of one life, written to the common journal. Parts of other lives do not hear them."""
         events = Events()
         events.listen(Event, self._journal.write)
         return events
@@ -215,13 +216,13 @@ class _Life:
 
 
 class _Told:
-    """Sink that prints when each step ended."""
+    """Sink of metrics that prints the time at which each step ended."""
 
     def __init__(self, say: Say, steps: int, clock: Callable[[], float]) -> None:
         self._say, self._steps, self._clock = say, steps, clock
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Prints the progress of the run, but nothing for the evaluation before its first step."""
+        """Prints the end of a step. Prints nothing for step 0, the evaluation before the first step."""
         if step:
             self._say(f"step {step} of {self._steps} ended at {self._clock():.6g} s")
 

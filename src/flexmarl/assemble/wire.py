@@ -1,10 +1,8 @@
-"""Makes the parts of an orchestrator from a run's settings, on any world.
+"""Makes the orchestrator of one run from its settings and the parts of a world. Every world is wired in the same way.
 
-             ┌► feed ─► rollout ─► collector ─► sessions ─► publisher      one `Admission`, `Versions` and `Monitor`
-make_parts ──┤                                                             is common to all that look at it
+             ┌► feed ─► rollout ─► collector ─► sessions ─► publisher      all parts share one `Admission`,
+make_parts ──┤                                                             one `Versions` and one `Monitor`
              └► evaluator, balancer
-
-Joins a world's parts to the orchestrator of one run; the same for every world.
 """
 
 import asyncio
@@ -62,7 +60,7 @@ def make_parts(
     warn: Callable[[str], None],
     rules: Rules,
 ) -> Parts:
-    """All that the orchestrator joins."""
+    """Makes all parts that the orchestrator joins."""
     settings, budget_bytes = blueprint.settings, blueprint.settings.store.budget_bytes
     sessions = make_sessions(settings, world, versions, events)
     crediting = make_crediting(settings, world, admission, monitor, events)
@@ -102,7 +100,7 @@ def make_parts(
 def make_sessions(
     settings: RunSettings, world: World, versions: Versions, events: Events
 ) -> Mapping[PolicyName, TrainingSession]:
-    """One for each trained policy, at the version that it serves."""
+    """Makes a training session for each trained policy, at the version that the policy serves."""
     return {
         policy: TrainingSession(
             policy,
@@ -121,7 +119,7 @@ def make_sessions(
 def make_crediting(
     settings: RunSettings, world: World, admission: Admission, monitor: Monitor, events: Events
 ) -> Crediting:
-    """What judges finished groups."""
+    """Makes the part that computes the credit of finished groups."""
     return Crediting(
         store=world.store,
         credit=settings.credit,
@@ -134,7 +132,7 @@ def make_crediting(
 
 
 def make_appraisal(settings: RunSettings, world: World, events: Events) -> Appraisal | None:
-    """What asks trainers for what credit needs of them; None: the settings need nothing."""
+    """Makes the part that gets the inputs of credit from trainers. Returns None if no setting needs any."""
     training = {policy: settings.policies[policy].training for policy in world.trainers}
     if not any(of_policy.needs_appraisal for of_policy in training.values()):
         return None
@@ -144,7 +142,7 @@ def make_appraisal(settings: RunSettings, world: World, events: Events) -> Appra
 def make_rollout(
     blueprint: Blueprint, world: World, admission: Admission, gate: Gate | None, events: Events, rules: Rules
 ) -> Rollout:
-    """What plays the training tasks; its calls wait at the gate, if there is one."""
+    """Makes the part that plays training tasks. Its calls wait at the gate, if there is one."""
     player = partial(player_of(blueprint, world), store=world.store)
     return rules.rollout(
         player=player(holds=gate.holds) if gate else player(),
@@ -158,7 +156,7 @@ def make_rollout(
 
 
 def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
-    """A player of the run's team on the world's engines; what it is for is still to be given."""
+    """Returns a player of the run's team on the world's engines. Training and evaluation add their own arguments."""
     settings = blueprint.settings
     return partial(
         Player,
@@ -171,7 +169,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
 
 
 def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Evaluator:
-    """The evaluator of a run, on the tasks that it holds out."""
+    """Makes the evaluator of a run, for its held-out tasks."""
     settings = blueprint.settings
     return Evaluator(
         player=player_of(blueprint, world)(temperature=settings.evaluate.temperature),
@@ -183,7 +181,7 @@ def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Ev
 
 
 def make_balancer(settings: RunSettings, world: World, events: Events) -> Balancer | None:
-    """What moves instances between policies; None if the run has no rule for it."""
+    """Makes the part that moves instances between policies. Returns None if the settings never move any."""
     balance = settings.balance
     if balance.rule == "none" and balance.start != "by_share":
         return None
@@ -192,7 +190,7 @@ def make_balancer(settings: RunSettings, world: World, events: Events) -> Balanc
 
 
 def slots_of(settings: RunSettings, policy: PolicyName) -> int:
-    """Requests that an instance of the policy serves at a time."""
+    """Returns the number of requests that an instance of the policy serves at a time."""
     if settings.cluster.backend == "simulated":
         slots = costs_of(settings.simulation.costs, policy).engine.slots
     else:
@@ -201,13 +199,13 @@ def slots_of(settings: RunSettings, policy: PolicyName) -> int:
 
 
 def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:
-    """What every policy serves at the start: 0, or what the checkpoint holds."""
+    """Returns the version that each policy serves at the start: that of the checkpoint, else 0."""
     versions = start.versions if start else {}
     return {name: versions.get(name, Version(0)) for name in map(PolicyName, settings.policies)}
 
 
 def release_of(settings: RunSettings) -> Release:
-    """When finished groups become ready, as the mode, determinism and credit ask."""
+    """Returns the moment when finished groups become ready. Mode, `deterministic` and `credit.ready` decide it."""
     if settings.mode in (Mode.SYNC, Mode.COLOCATED):
         return Release.AT_END
     if settings.deterministic:
@@ -226,7 +224,11 @@ def wire(
     start: RunState | None = None,
     rules: Rules = PRODUCTION,
 ) -> tuple[Orchestrator, Monitor]:
-    """Joins a world's parts to the orchestrator of one run; the same for every world. Called inside the event loop."""
+    """Makes the orchestrator and the monitor of one run on a world. Call it inside the event loop.
+
+    `start` is the state that a resumed run continues from. `rules` replaces rules of production in tests.
+    Raises ConfigError if the engines cannot do what the settings need.
+    """
     settings = blueprint.settings
     check_engines(settings, world.pool.capabilities)
     if start:
@@ -270,7 +272,7 @@ def wire(
 def pipeline_of(
     settings: RunSettings, parts: Parts, store: ExperienceStore, gate: Gate | None, rules: Rules
 ) -> Pipeline:
-    """How the run's mode makes steps."""
+    """Makes the pipeline that makes steps in the run's mode."""
     if settings.mode.synchronous:
         return Synchronous(parts, colocated=settings.mode is Mode.COLOCATED, gate=gate)
     stream = Stream(
@@ -291,7 +293,7 @@ def pipeline_of(
 
 
 def tell_resumption(start: RunState, events: Events) -> None:
-    """Where the run goes on."""
+    """Emits the step, the versions and the groups with which the run is resumed."""
     events.emit(
         Resumed(
             step=start.step,
@@ -303,7 +305,7 @@ def tell_resumption(start: RunState, events: Events) -> None:
 
 
 def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
-    """What runs, and in which processes: those that run, and those that will follow."""
+    """Emits what the run is, and a `ProcessStarted` for the controller and for each worker process."""
     settings, team = blueprint.settings, blueprint.team
     events.emit(
         RunStarted(
@@ -324,7 +326,7 @@ def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
 
 
 def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
-    """Has the pool give up engines that died; the future fails when a trainer died: its gradients died with it."""
+    """Makes the pool give up engines that die. Returns a future that fails if a trainer dies, with its gradients."""
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def lost(worker: WorkerLost) -> None:

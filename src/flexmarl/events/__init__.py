@@ -1,1 +1,1 @@
-"""What happened in a run, as types. In: events that parts emit. Out: who listens to them; journal, metrics, screen."""
+"""Events of a run, as types. In: events that parts emit. Out: calls of listeners; journal, metrics, screen."""

@@ -1,4 +1,4 @@
-"""Decides which events there are: one table, from which the journal is read and its page in the docs is made."""
+"""Decides which event types exist. The journal is read by this table, and its page in the docs is made from it."""
 
 from types import ModuleType
 
@@ -11,14 +11,14 @@ PAGES: dict[str, ModuleType] = {
     "Serving": serving_events,
     "Training": training_events,
 }
-"""Where the types are, by the heading of their section in the docs."""
+"""The modules that define event types, by the heading of their section in the docs."""
 
 
 def events_in(module: ModuleType) -> list[type[Event]]:
-    """The event types that a module defines, in its order."""
+    """The event types that a module defines, in the order of their definition."""
     found = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Event)]
     return [one for one in found if one.__module__ == module.__name__]
 
 
 CATALOGUE: dict[str, type[Event]] = {kind.name: kind for module in PAGES.values() for kind in events_in(module)}
-"""Every type by the name that the journal has for it."""
+"""Every event type, by its name in the journal."""

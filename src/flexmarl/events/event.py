@@ -1,9 +1,9 @@
-"""Decides what every event has: its name, its time and its reason; and how it is written as JSON, and read back.
+"""Decides what every event has (name, time, reason), and how an event is written as JSON and read back.
 
     GroupAdmitted(group=3, step=1, task="add-3", because="2 of 4 slots free")
     {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
 
-A field that has its default is left out of the line. Moments are rounded to microseconds there.
+A field that has its default value is left out of the line. Moments are rounded to microseconds in the line.
 """
 
 import math
@@ -18,7 +18,7 @@ from flexmarl.events.safe_json import plain
 from flexmarl.records.ids import InstanceId, WorkerId
 
 NOW = math.inf
-"""A moment that is not known yet: the one at which the event is emitted."""
+"""Stands for the moment at which the event is emitted, which is not known yet."""
 MOMENTS = ("t", "began", "ended")
 """Fields that are moments, in seconds on the run's clock."""
 
@@ -28,53 +28,53 @@ class Event:
     """Something that happened in a run."""
 
     name: ClassVar[str] = ""
-    """How the journal calls it."""
+    """Name of the event in the journal."""
 
     t: float = NOW
     """When it happened, in seconds on the clock of its command."""
     command: int = 1
-    """The command of the run that it belongs to, from 1: a resumed run has several. It is in no line."""
+    """Number of the run's command that it belongs to, from 1. A resumed run has several. Not written to the line."""
     because: str = ""
-    """Why, wherever somebody decided."""
+    """The reason, if the event is a decision."""
 
     def at(self, t: float) -> Self:
-        """The event, emitted at this time."""
+        """Returns the event as emitted at time `t`."""
         return replace(self, t=t)
 
     def later(self, seconds: float, command: int) -> Self:
-        """The event as one of a later command, on a clock that has gone on meanwhile."""
+        """Returns the event with `seconds` added to its times, as one of the command number `command`."""
         return replace(self, t=round(self.t + seconds, 6), command=command)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Event):
-    """Something that took time, in one worker: a slice of the timeline."""
+    """Something that took time in one worker: a slice of the timeline."""
 
     process: WorkerId
-    """The worker whose time it took; its row on the timeline."""
+    """The worker whose time it took. Each worker has a row on the timeline."""
     began: float
     """When it began."""
     ended: float = NOW
-    """When it ended; left out where that is `t`."""
+    """When it ended. Left out of the line if equal to `t`."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Seconds that it took."""
         return self.ended - self.began
 
     def at(self, t: float) -> Self:
-        """The event, emitted at this time; it never ends before it began."""
+        """Returns the event as emitted at time `t`. It ends at `t` at the latest, and begins no later than it ends."""
         ended = min(self.ended, t)
         return replace(self, t=t, ended=ended, began=min(self.began, ended))
 
     def later(self, seconds: float, command: int) -> Self:
-        """The event as one of a later command, on a clock that has gone on meanwhile."""
+        """Returns the event with `seconds` added to its times, as one of the command number `command`."""
         t, began, ended = (round(moment + seconds, 6) for moment in (self.t, self.began, self.ended))
         return replace(self, t=t, began=began, ended=ended, command=command)
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """One line of the journal."""
+    """Returns the event as a line of the journal."""
     line: dict[str, Any] = {"t": round(event.t, 6), "event": event.name}
     for name, default in _written(type(event)):
         value = getattr(event, name)
@@ -86,7 +86,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(kind: type[Event], line: Mapping[str, Any]) -> Event:
-    """The event that was written as a line. Raises ValueError if the line lacks a field of it."""
+    """Returns the event of type `kind` that a line holds. Raises ValueError if the line lacks a required field."""
     readers = _readers(kind)
     if lacking := [name for name, (_, needed) in readers.items() if needed and name not in line]:
         raise ValueError(f"event '{kind.name}' lacks {', '.join(lacking)}")
@@ -96,13 +96,13 @@ def from_json(kind: type[Event], line: Mapping[str, Any]) -> Event:
 
 @cache
 def _written(kind: type[Event]) -> list[tuple[str, Any]]:
-    """Fields that a line has beside `t`, in order, each with the value at which it is left out."""
+    """The fields of a line other than `t`, in order, each with the default value at which it is left out."""
     return [(field.name, field.default) for field in fields(kind) if field.name not in ("t", "command")]
 
 
 @cache
 def _readers(kind: type[Event]) -> dict[str, tuple[Callable[[Any], Any], bool]]:
-    """How each field is made of its JSON, and whether a line must have it."""
+    """By field, the function that makes its value from JSON, and True if a line must have the field."""
     hints = get_type_hints(kind)
     own = [field for field in fields(kind) if field.name != "command"]
     return {field.name: (_reader(hints[field.name]), field.default is MISSING or field.name == "t") for field in own}

@@ -1,4 +1,4 @@
-"""Events of groups: each is admitted, played, credited, and ends once.
+"""Events of groups: each group is admitted, played, credited, and ends once.
 
 In: nothing. Out: the types that journal, monitor and laws read.
 """
@@ -14,7 +14,7 @@ from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, Vers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdmitted(Event):
-    """A group may be played."""
+    """A group was admitted, so it may be played."""
 
     name: ClassVar[str] = "group_admitted"
     group: GroupId
@@ -27,7 +27,7 @@ class GroupAdmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailed(Event):
-    """An episode ended by itself without being finished; nothing of it is trained on."""
+    """An episode ended without being finished. None of its turns is trained on."""
 
     name: ClassVar[str] = "episode_failed"
     group: GroupId
@@ -40,7 +40,7 @@ class EpisodeFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRetried(Event):
-    """A group without a finished episode is played again."""
+    """A group in which no episode was finished is played again."""
 
     name: ClassVar[str] = "group_retried"
     group: GroupId
@@ -69,7 +69,7 @@ class GroupTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStopped(Event):
-    """A group that held up others was told to end; it leaves the window at once."""
+    """A group that held up others was stopped. It leaves the window at once."""
 
     name: ClassVar[str] = "group_stopped"
     group: GroupId
@@ -78,13 +78,13 @@ class GroupStopped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupExpired(Event):
-    """A group ended untrained: too late, or the run was over."""
+    """A group ended untrained, because it was too late or the run was over."""
 
     name: ClassVar[str] = "group_expired"
     group: GroupId
     """The group."""
     again: bool
-    """Whether its task is admitted again, as another group."""
+    """True if its task is admitted again, as another group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +95,9 @@ class GroupsCredited(Event):
     groups: tuple[GroupId, ...]
     """The groups."""
     report: Mapping[AgentName, Any]
-    """By agent, what its credit groups were."""
+    """By agent, counts and sizes of its credit groups."""
     parts: Mapping[AgentName, Any]
-    """By agent, what its rewards are made of."""
+    """By agent, the parts that its rewards add up from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class GroupReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFiltered(Event):
-    """A group ended untrained: it teaches nothing."""
+    """A group ended untrained, because the filter found that nothing can be learned from it."""
 
     name: ClassVar[str] = "group_filtered"
     group: GroupId
@@ -122,7 +122,7 @@ class GroupFiltered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refilled(Event):
-    """A step has enough groups, after it played more in place of those that were dropped."""
+    """A step has enough groups, after it played other groups in place of those that were dropped."""
 
     name: ClassVar[str] = "refilled"
     step: int
@@ -148,7 +148,7 @@ class BatchFilled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutEnded(Timed):
-    """Nobody plays any more for a step."""
+    """The rollout of a step ended."""
 
     name: ClassVar[str] = "rollout_ended"
     step: int

@@ -1,10 +1,10 @@
-"""Decides who hears of an event: everybody who listens to its type, or to a type above it.
+"""Decides which listeners get an event: all that listen to its type, or to a base class of its type.
 
     events.listen(Called, demand.answered)
     events.emit(Called(...))                 part ──► events ──► journal, monitor, balance
 
-Listeners are called at once, in the event loop, in the midst of what the emitting part does: they must be quick. All
-hear of events in the same order; which of them hears first is not to matter to them.
+`emit` calls the listeners itself, so they must be quick. All listeners get the events in the same order. A listener
+must not depend on being called before or after another one.
 """
 
 import asyncio
@@ -19,32 +19,35 @@ Hear = Callable[[Any], None]
 
 
 class Events:
-    """Where the parts of a run say what happened. Used from one event loop."""
+    """Passes the events that parts of a run emit to the listeners. Used from one event loop."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` gives the run's seconds; without one they are the event loop's."""
+        """`clock` gives the run's time in seconds. Without it, the event loop's time is used."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._listeners: list[tuple[type[Event], Hear]] = []
         self._hearing: dict[type[Event], list[Hear]] = {}
         self._unheard: deque[Event] = deque()
 
     def now(self) -> float:
-        """The moment on the run's clock."""
+        """The present moment on the run's clock."""
         return self._clock()
 
     def moment(self, loop_time: float) -> float:
-        """A moment of the event loop's clock, on the run's."""
+        """Converts a moment of the event loop's clock into one of the run's clock."""
         return loop_time + (self._clock() - asyncio.get_running_loop().time())
 
     def listen(self, kind: type[E], hear: Callable[[E], None]) -> None:
-        """From now on every event of the type is heard, with its time."""
+        """Calls `hear` from now on with every event of type `kind`. The event has its time."""
         self._listeners.append((kind, hear))
         self._hearing.clear()
 
     def emit(self, event: Event) -> None:
-        """It happened now: whoever listens hears of it."""
+        """Sets the event's time to now and passes it to its listeners.
+
+        An event that a listener emits is passed on after all listeners got the present one.
+        """
         self._unheard.append(event.at(self._clock()))
-        if len(self._unheard) > 1:  # A listener emitted it: all hear of it after what made the listener do so.
+        if len(self._unheard) > 1:  # A listener emitted it: the loop of the outer call passes it on.
             return
         try:
             while self._unheard:

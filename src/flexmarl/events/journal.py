@@ -1,15 +1,13 @@
-"""JSON Lines on disk, appended to by one process that may be killed at any moment.
-
-A line counts when its newline is there: each is written at once, a reader passes over an unfinished last line, and
-whoever continues the file cuts it off first.
-
-Journal on a JSON Lines file: every event of a run, one line each, in one write (how: event.py).
+"""Journal on a JSON Lines file: every event of a run, one line each (event.py makes the line).
 
     {"t":0.0,"event":"journal","format":2}                                         the first line
     {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
 
-Nothing is held back, so that a killed process loses at most the line it was writing. The journal is a listener like any
-other: `events.listen(Event, journal.write)`. Nothing reads it back during a run.
+The journal is a listener like any other: `events.listen(Event, journal.write)`. It is not read during the run.
+
+The process that writes may be killed at any moment. Each line is written at once, so at most the line in work is lost.
+A line counts only with its newline: readers skip an unfinished last line, and `append_lines` cuts it off before it
+continues a file.
 """
 
 import json
@@ -28,14 +26,17 @@ from flexmarl.events.safe_json import parse_json
 
 
 def append_lines(path: Path) -> TextIO:
-    """Opens the file for more lines, made or continued; each goes to the file when its newline is written."""
+    """Opens the file to append lines; makes it if it does not exist. A line goes to the file with its newline."""
     if path.exists():
         _cut_torn_line(path)
     return path.open("a", buffering=1, encoding="ascii", newline="\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects in order, without a torn last line. Any other unreadable line is an error that names it."""
+    """Yields the objects in order, without a torn last line.
+
+    Raises FlexmarlError, with the number of the line, for any other line that is no JSON object.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -64,18 +65,18 @@ def _cut_torn_line(path: Path) -> None:
 
 
 FORMAT = 2
-"""Of the journal's lines. It rises when a reader of the one before could no longer read them; 1 had no first line."""
+"""Format of the journal's lines. It rises when older readers can no longer read them. Format 1 had no first line."""
 _FIRST = "journal"
-"""The name that the first line has in place of an event's."""
+"""The first line's value of `event`, which is no event's name."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 E = TypeVar("E", bound=Event)
 
 
 class Journal:
-    """What happened in a run, on disk. Secrets are masked (see safe_json.py).
+    """Writes the events of a run to a file. Secrets are masked (see safe_json.py).
 
-    An existing file is continued, after its torn last line, if it has one, has been cut off. Raises FlexmarlError if it
-    is of another format.
+    An existing file is continued; a torn last line is cut off first. Raises FlexmarlError if the file has another
+    format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,32 +90,32 @@ class Journal:
         self._file.write(_encode(to_json(event)) + "\n")
 
     def close(self) -> None:
-        """Ends it; calling it twice is no error."""
-        with suppress(OSError):  # What the disk does not take was an error when it was written.
+        """Closes the file. A second call does nothing."""
+        with suppress(OSError):  # A full disk already raised when the line was written.
             self._file.close()
 
 
 class RememberedEvents(Events):
-    """Events for tests: they are remembered, as a journal would have them."""
+    """Events for tests: keeps every event as the line that a journal would have."""
 
     def __init__(self, clock: Callable[[], float] | None = lambda: 0.0) -> None:
-        """Timeless unless a clock is given; with None it is the event loop's."""
+        """All times are 0 by default. With `clock=None`, the event loop's time is used."""
         super().__init__(clock)
         self._lines: list[str] = []
         self.listen(Event, lambda event: self._lines.append(_encode(to_json(event))))
 
     def of(self, *kinds: type[E]) -> list[E]:
-        """What happened so far, of these types."""
+        """The events of these types that were emitted so far."""
         lines = [json.loads(line) for line in self._lines]
         return [_read(line) for line in lines if issubclass(CATALOGUE[line["event"]], kinds)]
 
     @property
     def all(self) -> list[Event]:
-        """All that happened so far."""
+        """All events that were emitted so far."""
         return self.of(Event)
 
     def save(self, path: Path) -> None:
-        """Writes a journal of it."""
+        """Writes all events to a journal at `path`."""
         journal = Journal(path)
         for event in self.all:
             journal.write(event)
@@ -124,7 +125,7 @@ class RememberedEvents(Events):
 def read_journal(path: Path) -> Iterator[Event]:
     """Yields the events of a journal in order, without a torn last line.
 
-    Raises FlexmarlError if the journal is of another format, or holds what is no event of this one.
+    Raises FlexmarlError if the journal has another format, or if a line is no event of this version.
     """
     for number, line in enumerate(read_lines(path), start=1):
         if number == 1:
@@ -137,9 +138,9 @@ def read_journal(path: Path) -> Iterator[Event]:
 
 
 def check_format(path: Path) -> None:
-    """Raises FlexmarlError if the journal is of another format than this version's.
+    """Raises FlexmarlError if the journal has another format than FORMAT.
 
-    One that does not exist, or has no line, is of any.
+    A journal that does not exist or has no line is accepted.
     """
     first = next(read_lines(path), None) if path.exists() else None
     if first is not None:
@@ -163,10 +164,10 @@ def _read(line: dict[str, Any]) -> Any:
 
 
 def read_run(path: Path) -> Iterator[Event]:
-    """Yields the events of all commands on one clock: each command's goes on where the one before stopped.
+    """Yields the events of all commands on one clock. The times of a command continue those of the one before.
 
-    Each event says the number of its `command`, from 1. A command begins with `RunStarted`, or where the time goes
-    back: before that event it may have emitted what it found of the command before.
+    Each event has the number of its `command`, from 1. A command begins with `RunStarted`, or where the time goes back:
+    a command may emit events about an earlier command before its own `RunStarted`.
     """
     command, offset, latest, previous, started = 1, 0.0, 0.0, 0.0, False
     for event in read_journal(path):

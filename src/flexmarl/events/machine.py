@@ -1,4 +1,4 @@
-"""Machine on which this process runs: the facts that a benchmark states beside its figures and `check` looks at."""
+"""Machine on which this process runs. Benchmarks print these facts with their figures; `check` tests them."""
 
 import importlib
 import os
@@ -14,10 +14,10 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine, as this process may use it."""
+    """Facts about a machine. They count only what this process may use."""
 
     system: str
-    """E.g. `Linux-6.1 x86_64`."""
+    """Operating system and architecture, e.g. `Linux-6.1 x86_64`."""
     processor: str
     cores: int
     """Cores that this process may run on."""
@@ -25,19 +25,19 @@ class Machine:
     free_memory_gib: float
     python: str
     torch: str
-    """Its version; empty when it is not installed or cannot be imported."""
+    """Version of torch; empty if it is not installed or cannot be imported."""
     torch_error: str
-    """Why it cannot be imported; empty when it can."""
+    """Why torch cannot be imported; empty if it can."""
     devices: tuple[str, ...]
     """Accelerators, e.g. `cuda:0 NVIDIA H200, 139.8 GiB`; empty on a CPU machine."""
 
     def as_json(self) -> dict[str, Any]:
-        """For the `machine` field of a benchmark's last line."""
+        """Returns the `machine` field of a benchmark's last line."""
         return asdict(self)
 
 
 def this_machine() -> Machine:
-    """Looks around. Imports torch: a torch that is missing or broken is a finding here, not an error."""
+    """Collects the facts. Imports torch; if that fails, `torch_error` has the reason."""
     memory = psutil.virtual_memory()
     torch_error, devices = "", ()
     try:

@@ -1,8 +1,8 @@
-"""Sinks of metrics: what a sink is, and the one that every run has, a JSON Lines file with one line per flush.
+"""Metrics of a run by step: counters, means and gauges, and the sinks that they are written to at the end of each step.
 
-Metrics of one step: counters, means and gauges that loops write to and the end of the step empties.
+Every run has one sink, a JSON Lines file with a line per step; there may be others.
 
-Names are paths; curves, tables and the live screen find them by the first part:
+Names are paths. Curves, tables and the live screen select metrics by the first part of the name:
 
 | name                          | kind    | meaning                                                             |
 |-------------------------------|---------|---------------------------------------------------------------------|
@@ -18,12 +18,12 @@ Names are paths; curves, tables and the live screen find them by the first part:
 | `rollout/tokens`              | counter | sampled tokens                                                      |
 | `train/{policy}/{metric}`     | mean    | loss, gradient norm, ...                                            |
 | `version/{policy}`            | gauge   | updates so far                                                      |
-| `time/{phase}_s`              | counter | seconds in which somebody was in the phase; phases may overlap      |
+| `time/{phase}_s`              | counter | seconds in which the phase was going on; phases may overlap         |
 | `time/step_s`                 | counter | seconds since the last flush                                        |
 | `overlap/training_hidden`     | mean    | share of training that was hidden behind rollout (see overlap.py)   |
 | `overlap/training_s`          | counter | seconds of training, added up over the trainers: its weight         |
-| `lag/event_loop_ms`           | mean    | how late the event loop wakes who asked to be woken                 |
-| `lag/event_loop_max_ms`       | gauge   | the worst of these in the step                                      |
+| `lag/event_loop_ms`           | mean    | how late the event loop wakes a sleeping task                       |
+| `lag/event_loop_max_ms`       | gauge   | the largest of these delays in the step                             |
 """
 
 import json
@@ -38,19 +38,19 @@ from flexmarl.events.journal import append_lines, read_lines
 
 
 class Sink(Protocol):
-    """Where the values of each step go. Called from one event loop, once per flush; it must not block for long."""
+    """Receives the values of each step. Called from one event loop, once per flush; it must not block for long."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Takes one step's values."""
         ...
 
     def close(self) -> None:
-        """Writes out what it holds. Calling it twice is no error."""
+        """Writes out the values that it still holds. A second call does nothing."""
         ...
 
 
 class JsonlSink:
-    """Sink on a JSON Lines file, e.g. `{"step":3,"team/success":0.61}`; a value that is not finite becomes null."""
+    """Sink on a JSON Lines file, e.g. `{"step":3,"team/success":0.61}`. A value that is not finite becomes null."""
 
     def __init__(self, path: Path) -> None:
         self._file = append_lines(path)
@@ -61,12 +61,12 @@ class JsonlSink:
         self._file.write(json.dumps({"step": step, **finite}, separators=(",", ":"), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Ends it; calling it twice is no error."""
+        """Closes the file. A second call does nothing."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Values by step, in order of steps. A step that was written twice, after a resume say, has its newest values."""
+    """Values by step, in order of steps. A step that was written twice, e.g. after a resume, has its newest values."""
     steps: dict[int, dict[str, float]] = {}
     for line in read_lines(path):
         step = int(line.pop("step"))
@@ -87,7 +87,7 @@ class _Phase:
 
 
 class Metrics:
-    """Accumulates between two flushes. Called from one event loop; time is that loop's."""
+    """Collects metrics between two flushes. Called from one event loop. `clock` gives the time in seconds."""
 
     def __init__(self, clock: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
         self._clock = clock
@@ -100,19 +100,19 @@ class Metrics:
         self._flushed_at = clock()
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Counts; the step's value is the sum."""
+        """Adds to a counter. The step's value is the sum."""
         self._claim(name, "counter")
         self._sums[name] = self._sums.get(name, 0.0) + float(amount)
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Averages; the step's value is the weighted mean, absent when the step had none."""
+        """Adds a value to a mean. The step's value is the weighted mean; it is absent if the step had no weight."""
         self._claim(name, "mean")
         mean = self._means.setdefault(name, _Mean())
         mean.total += float(value) * weight
         mean.weight += weight
 
     def gauge(self, name: str, value: float) -> None:
-        """Sets a level, which holds until it is set again, over any number of steps."""
+        """Sets a gauge. It keeps its value until it is set again, over any number of steps."""
         self._claim(name, "gauge")
         self._gauges[name] = float(value)
 
@@ -120,7 +120,7 @@ class Metrics:
     def time(self, phase: str) -> Iterator[None]:
         """Times the block as `time/{phase}_s`.
 
-        Blocks of one phase that overlap count once, so a phase never takes longer than the step; blocks of different
+        Overlapping blocks of one phase count once, so a phase never takes longer than the step. Blocks of different
         phases are independent. A block that is open at a flush is split between the two steps.
         """
         clocked = self._phases.setdefault(phase, _Phase())
@@ -163,7 +163,7 @@ class Metrics:
 
 
 def time_shares(values: Mapping[str, float]) -> dict[str, float]:
-    """Share of the step that each phase took, from what `flush` returned; overlapping phases add up to more than 1.
+    """Share of the step that each phase took, from the values that `flush` returned. Overlap makes the sum exceed 1.
 
     >>> time_shares({"time/step_s": 4.0, "time/rollout_s": 3.0, "time/train_s": 2.0})
     {'rollout': 0.75, 'train': 0.5}

@@ -4,34 +4,34 @@
     trainer/verifier       █████      █ ░░
     rollout          ▕───────────────────▏
 
-A trainer is busy in the union of its intervals; what of that lies inside rollout is hidden. Over several trainers the
-hidden seconds are added up, and so are the busy ones: a second in which two trainers work counts twice in both.
+A trainer is busy in the union of its intervals. The part of this union that lies inside rollout is hidden. Busy and
+hidden seconds are each added up over the trainers: a second in which two trainers work counts twice in both sums.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
-"""From when to when, in seconds of one clock."""
+"""Begin and end, in seconds of one clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Training beside rollout."""
+    """Training, and the part of it that was hidden behind rollout."""
 
     training_s: float = 0.0
     """Busy seconds, added up over the trainers."""
     hidden_s: float = 0.0
-    """Of these, the ones inside rollout."""
+    """The busy seconds that lie inside rollout."""
 
     @property
     def hidden(self) -> float | None:
-        """Share of training that is hidden, 0 to 1; None when nothing was trained."""
+        """Share of training that is hidden, 0 to 1; None if nothing was trained."""
         return self.hidden_s / self.training_s if self.training_s > 0 else None
 
 
 def overlap(training: Mapping[str, Iterable[Interval]], rollout: Iterable[Interval]) -> Overlap:
-    """What the trainers, by name, did beside rollout; intervals may come in any order and overlap.
+    """Computes the overlap of `training`, by trainer, with `rollout`. Intervals may be in any order and may overlap.
 
     >>> overlap({"trainer/solver": [(0.0, 2.0), (3.0, 5.0)], "trainer/verifier": [(3.0, 4.0)]}, [(1.0, 4.0)])
     Overlap(training_s=5.0, hidden_s=3.0)
@@ -60,7 +60,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(some: list[Interval], others: list[Interval]) -> list[Interval]:
-    """The moments that lie in both; each list is disjoint and in order, and so is the result.
+    """The moments that lie in both lists. Each list must be disjoint and in order; so is the result.
 
     >>> intersection([(0, 3), (4, 6)], [(1, 5)])
     [(1, 3), (4, 5)]
@@ -80,5 +80,5 @@ def intersection(some: list[Interval], others: list[Interval]) -> list[Interval]
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
-    """How long disjoint intervals are together."""
+    """Total length of disjoint intervals."""
     return sum(ended - began for began, ended in intervals)

@@ -1,4 +1,4 @@
-"""Progress on a terminal, live; and on anything else, a log file say, one plain line per step."""
+"""Progress on a console: live lines on a terminal; elsewhere, e.g. in a log file, one plain line per step."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,68 +14,68 @@ from rich.table import Table
 from rich.text import Text
 
 REFRESH_INTERVAL_S = 0.5
-"""Each drawing takes 3 to 5 ms from the loop: at most one hundredth of it."""
+"""Shortest time between two drawings. A drawing takes 3 to 5 ms of the event loop's time: at most 1 %."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """Everything that is shown, at one moment."""
+    """All that the screen shows at one moment."""
 
     step: int
     """Steps completed."""
     steps: int
     elapsed_s: float
     phase: str = ""
-    """What goes on right now, e.g. `rollout 31/64 episodes`."""
+    """Present phase of the run, e.g. `rollout 31/64 episodes`."""
     success: float | None = None
-    """Of the last completed step."""
+    """Success of the last completed step, 0 to 1."""
     success_curve: Sequence[float] = ()
     """One value per completed step, 0 to 1."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """By agent, of the last completed step."""
+    """Reward by agent, of the last completed step."""
     tokens_per_s: float = 0.0
     running: Mapping[str, int] = field(default_factory=dict)
     """Calls in the engines, by policy."""
     queued: Mapping[str, int] = field(default_factory=dict)
     """Calls that wait for an engine, by policy."""
     versions: Mapping[str, int] = field(default_factory=dict)
-    """By policy."""
+    """Served version, by policy."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
-    """By phase, of the last completed step; they may overlap."""
+    """Share of the last completed step that each phase took. Phases may overlap."""
     training_hidden: float | None = None
     """Share of training that was hidden behind rollout, of the last completed step."""
     processes: int = 0
-    """That are alive; 0 where nobody counts them."""
+    """Number of live processes; 0 if they are not counted."""
 
     @property
     def left_s(self) -> float | None:
-        """Time to go at the average pace so far; None before the first step."""
+        """Seconds that remain at the average pace so far; None before the first step is completed."""
         return self.elapsed_s / self.step * (self.steps - self.step) if self.step else None
 
 
 class Progress(Protocol):
-    """What a run shows of itself. Called from one event loop; cheap enough to call at every event."""
+    """Shows the progress of a run. Called from one event loop; cheap enough to call at every event."""
 
     def start(self, run_name: str, steps: int) -> None:
-        """Begins."""
+        """Begins to show a run of `steps` steps."""
         ...
 
     def update(self, view: ProgressView) -> None:
-        """Takes the newest view; it is drawn when it is due."""
+        """Takes the newest view, and draws it when a drawing is due."""
         ...
 
     def note(self, text: str) -> None:
-        """Says one thing that stays on screen: a long phase begins or ends, a checkpoint was written."""
+        """Prints a text that stays on screen: a long phase begins or ends, a checkpoint was written."""
         ...
 
     def stop(self) -> None:
-        """Draws the last view and gives the terminal back. Calling it twice is no error."""
+        """Draws the last view and releases the terminal. A second call does nothing."""
         ...
 
 
 class NullProgress:
-    """Progress that nobody watches."""
+    """Progress that shows nothing."""
 
     def start(self, run_name: str, steps: int) -> None:
         """Shows nothing."""
@@ -102,7 +102,7 @@ class LineProgress:
         self.note(f"{run_name}: {steps} steps")
 
     def update(self, view: ProgressView) -> None:
-        """Prints a line when a step was completed since the last one."""
+        """Prints a line if a step was completed since the last line."""
         if view.step > self._shown:
             self._shown = view.step
             self.note(line(view))
@@ -112,13 +112,13 @@ class LineProgress:
         self._console.out(text, highlight=False)
 
     def stop(self) -> None:
-        """Nothing to give back."""
+        """Does nothing."""
 
 
 class LiveProgress:
     """A few lines at the bottom of the terminal, redrawn at most twice a second and at every completed step.
 
-    Drawn by the caller's thread, when it calls, by the caller's clock: nothing runs in the background.
+    The caller's thread draws, during its calls, by the caller's clock. Nothing runs in the background.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
@@ -131,14 +131,14 @@ class LiveProgress:
         self._drawn_step = -1
 
     def start(self, run_name: str, steps: int) -> None:
-        """Takes the bottom of the terminal."""
+        """Begins to draw at the bottom of the terminal."""
         self._name = run_name
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
         self.update(ProgressView(step=0, steps=steps, elapsed_s=0.0, phase="starting"))
 
     def update(self, view: ProgressView) -> None:
-        """Keeps the view, and draws it when the last drawing is old enough or a step was completed."""
+        """Keeps the view. Draws it if the last drawing is old enough or a step was completed."""
         self._view = view
         if view.step != self._drawn_step or self._clock() - self._drawn_at >= REFRESH_INTERVAL_S:
             self._draw()
@@ -162,7 +162,7 @@ class LiveProgress:
 
 
 def progress_on(console: Console, clock: Callable[[], float]) -> Progress:
-    """Live on a terminal that can move its cursor, lines elsewhere."""
+    """Returns LiveProgress on a terminal that can move its cursor, LineProgress elsewhere."""
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveProgress(console, clock) if live else LineProgress(console)
 
@@ -220,7 +220,7 @@ def screen(name: str, view: ProgressView) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values between 0 and 1 as blocks, the newest last; more values than blocks are averaged.
+    """Values between 0 and 1 as at most `width` blocks, the newest last. If there are more values, they are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8)
     '▁▅█'
@@ -232,7 +232,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A share as a bar of this width.
+    """A share, 0 to 1, as a bar of `width` characters.
 
     >>> bar(0.5, 4)
     '██  '
@@ -242,7 +242,7 @@ def bar(share: float, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours when there are some: `3:07`, `1:02:03`."""
+    """Minutes and seconds, with hours from one hour on: `3:07`, `1:02:03`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

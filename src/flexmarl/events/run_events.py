@@ -13,7 +13,7 @@ from flexmarl.records.ids import GroupId, PolicyName, Version, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """A command began to work on the run."""
+    """A command of the run started."""
 
     name: ClassVar[str] = "run_started"
     level: str
@@ -21,26 +21,26 @@ class RunStarted(Event):
     seed: int
     """The seed of the run."""
     mode: str
-    """`pipeline.mode`."""
+    """The setting `pipeline.mode`."""
     release: str
     """When finished groups become ready for training."""
     chat: Mapping[str, str]
-    """By policy, how its prompts extend earlier ones."""
+    """How the prompts of each policy extend earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    """A command goes on from a checkpoint."""
+    """A command continues the run from a checkpoint."""
 
     name: ClassVar[str] = "resumed"
     step: int
-    """Steps done."""
+    """Steps done at the checkpoint."""
     versions: Mapping[PolicyName, Version]
-    """What every policy serves."""
+    """The version that each policy serves."""
     next_group: GroupId
-    """The first group that is admitted anew."""
+    """The first new group that is admitted."""
     active: tuple[GroupId, ...]
-    """Groups that were active at the checkpoint, and are played again."""
+    """Groups that were active at the checkpoint. They are played again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +52,27 @@ class RunFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorFailed(Event):
-    """The live view failed; the run went on without it."""
+    """The live view failed. The run continues without it."""
 
     name: ClassVar[str] = "monitor_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStarted(Event):
-    """A worker runs; under a name that was lost, it is a replacement."""
+    """The process of a worker started. If a worker of this name was lost, this is its replacement."""
 
     name: ClassVar[str] = "process_started"
     process: WorkerId
     """The worker."""
     pid: int
-    """Its process."""
+    """Process id."""
     node: str
     """The machine that it runs on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
-    """A worker's process ended, and nobody had stopped it."""
+    """A worker's process ended without being stopped."""
 
     name: ClassVar[str] = "worker_lost"
     process: WorkerId
@@ -80,7 +80,7 @@ class WorkerLost(Event):
     node: str
     """The machine that it ran on."""
     pid: int
-    """Its process."""
+    """Process id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +91,20 @@ class StepStarted(Event):
     step: int
     """Its number, from 0."""
     versions: Mapping[PolicyName, Version]
-    """What every policy serves."""
+    """The version that each policy serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded(Timed):
-    """A step is done."""
+    """A step ended."""
 
     name: ClassVar[str] = "step_ended"
     step: int
     """Its number, from 0."""
     trained: tuple[GroupId, ...]
-    """Groups that went into its updates, and ended with it."""
+    """Groups that its updates were made from. They ended with the step."""
     versions: Mapping[PolicyName, Version]
-    """What every policy serves from now on."""
+    """The version that each policy serves from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Evaluated(Timed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Timed):
-    """A checkpoint is on disk."""
+    """A checkpoint was written to disk."""
 
     name: ClassVar[str] = "checkpoint"
     step: int
@@ -130,12 +130,12 @@ class CheckpointSaved(Timed):
     path: str
     """Its folder."""
     bytes: int
-    """Its size."""
+    """Its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written; the run goes on if an older one is there."""
+    """A checkpoint could not be written. The run continues if there is an older one and this was not the last one."""
 
     name: ClassVar[str] = "checkpoint_failed"
     step: int
@@ -144,16 +144,16 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDropped(Event):
-    """An old checkpoint was removed to keep to the limits."""
+    """An old checkpoint was removed, because of the limits on checkpoints."""
 
     name: ClassVar[str] = "checkpoint_dropped"
     step: int
-    """Steps that it had done."""
+    """Steps done at that checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRemoved(Event):
-    """What a killed command left of a checkpoint was removed."""
+    """An incomplete checkpoint, left by a killed command, was removed."""
 
     name: ClassVar[str] = "checkpoint_removed"
     path: str
@@ -162,7 +162,7 @@ class CheckpointRemoved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPassedOver(Event):
-    """A damaged checkpoint was not used; `because` says what is wrong with it."""
+    """A damaged checkpoint was not used. `because` says what is wrong with it."""
 
     name: ClassVar[str] = "checkpoint_passed_over"
 
@@ -175,34 +175,34 @@ class StorePruned(Event):
     before_group: GroupId
     """The first group that stayed."""
     rows: int
-    """How many rows went."""
+    """How many rows were removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRewound(Event):
-    """The store was taken back to a checkpoint: groups of which it knows nothing are discarded."""
+    """The store was reset to a checkpoint: groups that are not in the checkpoint are discarded."""
 
     name: ClassVar[str] = "store_rewound"
     next_group: GroupId
     """The first group that is discarded."""
     replay: tuple[GroupId, ...]
-    """Earlier groups that are discarded too, since they were active."""
+    """Earlier groups that are discarded too, since they were active at the checkpoint."""
     rows: int
     """How many rows were discarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultStruck(Event):
-    """A planned fault struck; only in runs with a fault plan."""
+    """A planned fault happened; only in runs with a fault plan."""
 
     name: ClassVar[str] = "fault"
     kind: str
-    """What went wrong."""
+    """The kind of fault."""
     target: str
-    """Whom it befell: an instance, a policy, a node or a task, by kind."""
+    """The target of the fault: an instance, a policy, a node or a task, depending on the kind."""
     after: float
-    """When it was planned: a second or a count, by kind."""
+    """When it was planned: a second or a count, depending on the kind."""
     amount: float
-    """How much or how often, by kind."""
+    """How much or how often, depending on the kind."""
     how: str
-    """Which variant of the kind."""
+    """The variant of the kind."""

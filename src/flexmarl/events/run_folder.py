@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run. An existing folder is opened by naming it: `RunFolder(Path("runs/..."))`."""
+    """Paths of the files of one run, e.g. `RunFolder(Path("runs/..."))`."""
 
     path: Path
 
@@ -70,12 +70,15 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """Who worked when, for Perfetto."""
+        """Timeline of the run, for Perfetto."""
         return self.path / "timeline.json"
 
 
 def make_run_folder(root: Path, name: str, now: datetime) -> RunFolder:
-    """Makes `{root}/{name}-{yyyymmdd-hhmmss}`; two runs of the same second get `-2`, `-3`, ... and never share one."""
+    """Makes the folder `{root}/{name}-{yyyymmdd-hhmmss}`. If it exists, `-2`, `-3`, ... is added to the name.
+
+    Raises ConfigError if `name` has other characters than letters, digits, '.', '_' and '-'.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"name must be letters, digits, '.', '_' and '-', got {name!r}; use for example 'math_team'")
     stem = f"{name}-{now:%Y%m%d-%H%M%S}"

@@ -1,18 +1,15 @@
-"""Decides how JSON is written: plain, bounded in size, without secrets; and reads JSON in bounded work.
+"""Decides how values are written as JSON: plain, bounded in size, without secrets. Reads foreign JSON in bounded work.
 
-Decides what must not be written down: secrets, by the name of their key and by the look of their text.
+Secrets are recognised by the name of their key and by the pattern of their text (`is_secret_key`, `masked`):
 
 >>> masked("curl -H 'Authorization: Bearer abc.def'")
 "curl -H 'Authorization: Bearer ***'"
 >>> is_secret_key("HF_TOKEN"), is_secret_key("num_tokens"), is_secret_key("tokenizer")
 (True, False, False)
 
-Decides how any value is written as JSON: plain, bounded in size, and without secrets.
-
-Decides what JSON of ours looks like, so that any program reads it; and reads JSON of anybody in bounded work.
-
-JSON has no NaN and no infinity, though Python's encoder writes them. A figure that is not finite becomes null, as in
-metrics.jsonl; any other number that is not finite becomes a text, as in the journal: "nan", "inf", "-inf".
+JSON has no NaN and no infinity, although Python's encoder writes them, and other programs refuse them. A figure that is
+not finite becomes null, as in metrics.jsonl. Any other number that is not finite becomes a text, as in the journal:
+"nan", "inf", "-inf".
 """
 
 import json
@@ -31,7 +28,7 @@ from flexmarl.errors import text_of
 
 MASK = "***"
 
-# Counts of tokens are everywhere here, so "token" is a secret only as a key's last word.
+# Many keys name counts of tokens, so "token" marks a secret only at the end of a key.
 _SECRET_KEY = re.compile(
     r"passw(or)?d|passphrase|secret|authorization|credential|cookie|(api|access|private)[-_ .]?key|token$",
     re.IGNORECASE,
@@ -44,7 +41,7 @@ _SECRET_TEXT = re.compile(
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether the value under this key is masked whatever it is."""
+    """True if every value under this key is masked."""
     return _SECRET_KEY.search(key) is not None
 
 
@@ -54,7 +51,7 @@ def masked(text: str) -> str:
 
 
 def _suspicious(text: str) -> bool:
-    # A search for plain words is many times cheaper than the expression, and nearly always enough.
+    # A search for plain words is many times faster than the regular expression, and rules out nearly all texts.
     if "hf_" in text or "sk-" in text or "bearer" in text:
         return True
     assigns = "=" in text or "':" in text or '":' in text
@@ -62,23 +59,23 @@ def _suspicious(text: str) -> bool:
 
 
 MAX_TEXT = 10_000
-"""Characters of one string; the texts themselves are in the experience store."""
+"""Most characters of a string. Longer ones are cut off; the experience store has the whole texts."""
 MAX_ARRAY = 1024
-"""Elements of one array; a larger one is named by its type and shape."""
+"""Most elements of an array. A larger one is replaced by its type and shape."""
 MAX_BITS = 1024
-"""Of one integer."""
+"""Most bits of an integer. A larger one is replaced by its size."""
 WRITE_DEPTH = 24
-"""Levels of nesting; whoever goes deeper most likely holds itself."""
+"""Most levels of nesting that are written. A deeper value most likely contains itself."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """The value in JSON's own types; what JSON lacks becomes text (`"nan"`, a path, an error with its type)."""
+    """The value in types that JSON has. Other values become text (`"nan"`, a path, an error with its type)."""
     kind = type(value)
     if kind is str:
         return _text(value)
     if kind is bool or value is None:
         return value
-    if kind is int:  # Python refuses to write thousands of digits.
+    if kind is int:  # Python raises ValueError for integers of thousands of digits.
         return value if value.bit_length() <= MAX_BITS else f"integer of {value.bit_length()} bits"
     if kind is float:
         return value if math.isfinite(value) else repr(value)
@@ -128,17 +125,17 @@ def _key(key: str) -> tuple[str, bool]:
 
 def _text(text: str) -> str:
     if len(text) > MAX_TEXT:
-        # Masked before the cut: half of a key is still half a key.
+        # Masked before the cut, since half of a secret might no longer be recognised as one.
         return f"{masked(text)[:MAX_TEXT]}... ({len(text)} characters)"
     return masked(text)
 
 
 READ_DEPTH = 200
-"""Levels of nesting of what is read; Python's own limit depends on who calls, and ends in a RecursionError."""
+"""Most levels of nesting that are read. Python's own limit depends on the caller's depth and raises RecursionError."""
 
 
 def json_text(value: Any, *, figures: bool = False, indent: int | None = None) -> str:
-    """The value as one line of ASCII, or indented; numbers that are not finite become texts, with `figures` null.
+    """The value as a line of ASCII, or indented. Numbers that are not finite become texts; with `figures`, null.
 
     >>> json_text({"rate": float("inf"), "steps": 3})
     '{"rate": "inf", "steps": 3}'
@@ -147,7 +144,7 @@ def json_text(value: Any, *, figures: bool = False, indent: int | None = None) -
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text. Raises ValueError saying what is wrong with it, and nothing else."""
+    """The value of a JSON text. Raises only ValueError, whose message says what is wrong with the text."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -171,7 +168,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _deeper_than(value: Any, levels: int) -> bool:
-    """Level by level, so that no depth of it is a depth of calls."""
+    """True if `value` has more than `levels` levels. Does not recurse, so no depth raises RecursionError."""
     level = [value]
     for _ in range(levels + 1):
         level = [

@@ -1,4 +1,4 @@
-"""Events of the pool: every answered call, and what becomes of instances.
+"""Events of the pool: answered calls, and loads, losses and moves of instances.
 
 In: nothing. Out: the types that journal, monitor, balance and laws read.
 """
@@ -21,27 +21,27 @@ from flexmarl.records.ids import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called(Timed):
-    """An instance answered a call. It began when this instance was given it."""
+    """An instance answered a call. `began` is when this instance was given the call."""
 
     name: ClassVar[str] = "call"
     policy: PolicyName
     """The policy that was asked."""
     request: str
-    """Id of the request: of a turn, its sample id."""
+    """Id of the request; for a turn, its sample id."""
     version: Version
-    """The version that began the answer."""
+    """The version that sampled the first token of the answer."""
     prompt_tokens: int
-    """All tokens of the prompt."""
+    """Number of tokens of the prompt."""
     reused_tokens: int
-    """Those of them whose keys and values the instance still had."""
+    """Number of prompt tokens whose keys and values the instance still had."""
     sampled_tokens: int
-    """All tokens of the answer."""
+    """Number of tokens of the answer."""
     finish: FinishReason
-    """Why it ended."""
+    """Why the answer ended."""
     kept_tokens: int = 0
-    """Of the answer's tokens, those that were sampled by instances that were moved then."""
+    """Number of tokens of the answer that earlier instances sampled, before they were moved."""
     waited_s: float = 0.0
-    """Seconds that the pool had no place for it; 0 for a call that goes on after an earlier part."""
+    """Seconds that the call waited in the pool for an instance; 0 if earlier instances sampled a part of the answer."""
 
     @property
     def instance(self) -> InstanceId:
@@ -55,26 +55,26 @@ class Called(Timed):
 
     @property
     def trajectory(self) -> str:
-        """The play of the task that the call is of."""
+        """The trajectory id of the episode that the call belongs to."""
         return split_sample_id(self.request)[2]
 
     @property
     def group(self) -> GroupId:
-        """The group that the call is of."""
+        """The group that the call belongs to."""
         return GroupId(split_trajectory_id(self.trajectory)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Timed):
-    """An instance serves new weights, whose checksum was the published one."""
+    """An instance serves new weights. Their checksum matches the published one."""
 
     name: ClassVar[str] = "loaded"
     policy: PolicyName
-    """Whose weights."""
+    """The policy that the weights belong to."""
     version: Version
-    """Their version."""
+    """The version of the weights."""
     checksum: str
-    """What the instance holds, by its own sum."""
+    """The checksum that the instance computed."""
 
     @property
     def instance(self) -> InstanceId:
@@ -84,7 +84,7 @@ class Loaded(Timed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceLost(Event):
-    """The pool gave up an instance, or a replacement that never came to serve."""
+    """The pool gave up an instance, or a replacement that could not be started."""
 
     name: ClassVar[str] = "instance_lost"
     instance: InstanceId
@@ -93,15 +93,15 @@ class InstanceLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceReplaced(Timed):
-    """An instance serves in place of a lost one. It began with the loss."""
+    """An instance serves in place of a lost one. `began` is when the pool lost the instance."""
 
     name: ClassVar[str] = "instance_replaced"
     instance: InstanceId
     """The new instance."""
     replaces: InstanceId
-    """The lost one."""
+    """The lost instance."""
     version: Version
-    """What the new one serves."""
+    """The version that the new instance serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,27 +110,27 @@ class Moved(Timed):
 
     name: ClassVar[str] = "moved"
     instance: InstanceId
-    """Its id before."""
+    """Its id before the move."""
     to: PolicyName
     """The policy that it was moved to."""
     became: InstanceId
-    """Its id now."""
+    """Its id after the move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFailed(Event):
-    """An instance could not be moved; `because` says why, and what became of it."""
+    """An instance could not be moved. `because` says why, and what became of it."""
 
     name: ClassVar[str] = "move_failed"
     instance: InstanceId
     """The instance."""
     to: PolicyName
-    """The policy that it was to serve."""
+    """The policy that it was meant to serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuesSeen(Event):
-    """The monitor looked at the queues, and something had changed; it holds until the next look."""
+    """The queues changed since the monitor looked last. The counts hold until the next event."""
 
     name: ClassVar[str] = "queues"
     running: Mapping[str, int]
@@ -138,4 +138,4 @@ class QueuesSeen(Event):
     queued: Mapping[str, int]
     """Calls that wait in the pool or at their instance, by policy."""
     lag_ms: float
-    """The latest that the event loop woke somebody since the look before."""
+    """The longest delay since the look before with which the event loop woke a sleeping task, in milliseconds."""

@@ -1,4 +1,4 @@
-"""Events of trainers: micro-batches, updates, publications, and who holds training devices.
+"""Events of trainers: micro-batches, updates, publications, and swaps of training state.
 
 In: nothing. Out: the types that journal, monitor and laws read.
 """
@@ -13,7 +13,7 @@ from flexmarl.records.ids import PolicyName, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchDone(Timed):
-    """A micro-batch is in the gradient sums of a policy."""
+    """A micro-batch was added to the gradient sums of a policy."""
 
     name: ClassVar[str] = "micro_batch"
     policy: PolicyName
@@ -23,9 +23,9 @@ class MicroBatchDone(Timed):
     rows: int
     """How many rows it had."""
     tokens: float
-    """Weighted sampled tokens."""
+    """Sum of its sampled tokens, each counted with its weight."""
     duration_s: float
-    """Seconds that the trainer was busy with it, by the trainer's own clock."""
+    """Seconds that the trainer worked on it, by the trainer's own clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Updated(Timed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSkipped(Event):
-    """A policy had nothing to be updated with."""
+    """A policy was not updated, because the step had no token with a weight for it."""
 
     name: ClassVar[str] = "update_skipped"
     policy: PolicyName
@@ -52,7 +52,7 @@ class UpdateSkipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published(Timed):
-    """All instances of a policy serve new weights. It began when the trainer set them."""
+    """All instances of a policy serve new weights. `began` is when the trainer began to publish them."""
 
     name: ClassVar[str] = "published"
     policy: PolicyName
@@ -60,12 +60,12 @@ class Published(Timed):
     version: Version
     """The version."""
     checksum: str
-    """Of the weights."""
+    """Checksum of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceCharged(Event):
-    """A batch's rewards paid for their distance from the reference; the coefficient may follow."""
+    """The rewards of a batch were reduced by their divergence from the reference policy. The coefficient may change."""
 
     name: ClassVar[str] = "kl_in_reward"
     policy: PolicyName
@@ -73,9 +73,9 @@ class DivergenceCharged(Event):
     kl: float
     """Mean divergence of the batch's rows from the reference."""
     coef: float
-    """What a unit of it cost in this batch."""
+    """The reward that a unit of divergence cost in this batch."""
     next_coef: float
-    """What it costs in the next one."""
+    """The reward that a unit of divergence will cost in the next batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,4 +88,4 @@ class Swapped(Timed):
     direction: str
     """`resume` or `suspend`."""
     place: int
-    """The number of the devices' place."""
+    """Number of the place (the devices) that holds the state."""

@@ -5,8 +5,8 @@
     move          --> from the instances of one policy to those of another
 
 consumes:     single requests, from any number of tasks
-waits for:    the instances; while none of the policy has a place, for one that has
-produces:     one Generation per request, whatever happens to instances
+waits for:    answers of instances; a free place, while no instance of the policy has one
+produces:     one Generation per request, even if instances are lost or moved
 unblocked by: an answer, a timeout, the loss of an instance, a new or moved one, or the pool's waking up
 """
 
@@ -35,7 +35,8 @@ from flexmarl.records import EngineUse, Generation, GenerationRequest, InstanceI
 class InferencePool:
     """All instances of all policies behind one call. It serves inside `async with pool.open():`.
 
-    Who made an engine closes it when the run ends, replacements too; a lost one is closed as soon as it is lost.
+    The pool closes a lost engine at once. All other engines, replacements too, are closed by their maker at the end of
+    the run.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class InferencePool:
         respawn: Respawn | None = None,
         events: Events | None = None,
     ) -> None:
-        """Without `respawn`, lost instances are not replaced. The pool emits to `events` what happens in it."""
+        """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`."""
         self.events = events or Events()
         self._settings = settings or PoolSettings()
         self._numbers = itertools.count()
@@ -78,14 +79,14 @@ class InferencePool:
 
     @property
     def lost(self) -> dict[InstanceId, str]:
-        """Why each instance that was given up was."""
+        """By lost instance, the reason of its loss."""
         return {name: because for policy in self._policies.values() for name, because in policy.lost.items()}
 
     @property
     def given(self) -> dict[PolicyName, dict[InstanceId, int]]:
-        """How many requests each live instance was given and has not answered, for every policy that has published.
+        """By policy and live instance, the number of requests that the instance has and has not answered.
 
-        Instances can move between these.
+        Has only policies that have published weights: instances can move only between these.
         """
         return {
             policy: {name: len(instance.running) for name, instance in instances.live.items()}
@@ -95,12 +96,12 @@ class InferencePool:
 
     @property
     def waiting(self) -> dict[PolicyName, int]:
-        """Requests of each policy that no instance has yet."""
+        """By policy, the number of requests that wait in the line for an instance."""
         return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}
 
     @property
     def capabilities(self) -> dict[PolicyName, tuple[EngineCapabilities, ...]]:
-        """What the live engines of each policy have said that they can do."""
+        """By policy, the capabilities that its live engines have reported."""
         return {
             policy: tuple(instance.capabilities for instance in instances.live.values())
             for policy, instances in self._policies.items()
@@ -108,9 +109,9 @@ class InferencePool:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
-        """Serves inside the block; leaving it ends the pool's tasks. Every engine is asked what it can do first.
+        """Serves inside the block; leaving it ends the pool's tasks. First asks every engine for its capabilities.
 
-        An engine that does not answer that is lost.
+        An engine that does not answer is lost.
         """
         async with task_block() as self._group:
             self._open = True
@@ -128,11 +129,11 @@ class InferencePool:
         timeout_s: float | None = None,
         interrupted: Callable[[asyncio.Future[Generation]], None] | None = None,
     ) -> Generation:
-        """The answer to one request; after `timeout_s` it is aborted and comes back as it is, with finish `abort`.
+        """Returns the answer to one request. After `timeout_s` it is aborted: the tokens so far, with finish `abort`.
 
-        While no instance has a place, or none is live but one is on its way, waits for it. Cancelling the caller
-        aborts the request; `interrupted` is given the future of what there is of it then, which is done within the
-        grace period. Raises EngineError when no instance of the policy is left and nothing was sampled.
+        Waits while no instance has a place, or while none is live and one is being started or moved. Cancelling the
+        caller aborts the request; `interrupted` then gets the future of the tokens so far, which is done within the
+        grace period. Raises EngineError if no instance of the policy is left and nothing was sampled.
         """
         self._instances_of(request.policy)
         loop = asyncio.get_running_loop()
@@ -172,20 +173,22 @@ class InferencePool:
     async def load_weights(
         self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
     ) -> dict[InstanceId, Checksum]:
-        """Every instance of the policy loads the version; returns the checksum of each one that serves it.
+        """Every instance of the policy loads the version. Returns the checksum of each instance that serves it.
 
-        From now on an instance that replaces another one, or is moved here, serves no other version. One publication
-        of a policy at a time; asleep or not. Raises EngineError if no instance is left.
+        Instances that are started or moved here later serve this version too. The caller makes one publication of a
+        policy at a time; the pool may be asleep. Raises EngineError if no instance is left.
         """
         return await self._instances_of(policy).load(Weights(version, key, expected))
 
     async def move(self, instance: InstanceId, *, to: PolicyName, because: str = "") -> InstanceId:
-        """Has an instance serve another policy from its newest weights; returns its new id.
+        """Makes an instance serve the newest weights of the policy `to`; returns its new id.
 
-        Its running requests go on at another instance of their policy, or end first (settings: on_move). If the
-        caller is cancelled, the move goes on. Raises EngineError if it is refused, and then nothing has changed; or
-        if it fails, and then the instance is lost, and replaced for the policy it was moved to. It stays where it is
-        if that policy loses all others meanwhile.
+        Its running requests continue at another instance of their policy, or end first (setting `on_move`). If the
+        caller is cancelled, the move continues. Raises EngineError in three cases:
+
+        - The move is refused: nothing has changed.
+        - The move fails: the instance is lost, and is replaced for the policy `to`.
+        - The instance's own policy loses all other instances during the move: the instance stays where it is.
         """
         source, target = self._instances_of(instance.policy), self._instances_of(to)
         if because_not := self._hindrance(source, target, instance):
@@ -198,9 +201,9 @@ class InferencePool:
         return move.became
 
     async def sleep(self) -> None:
-        """Has every engine that sleeps give up its device memory; what it runs stands still, new requests wait.
+        """Makes every engine that can sleep release its device memory. Running requests pause; new requests wait.
 
-        Instances that are being started or moved arrive first. An engine that fails is lost, and replaced on waking.
+        Waits first for instances that are being started or moved. An engine that fails is lost, and replaced on waking.
         """
         if self._awake.is_set():
             self._awake.clear()
@@ -209,15 +212,15 @@ class InferencePool:
             await self._have_all("falling asleep", lambda instance: instance.weighted.sleep())
 
     async def until_asked(self) -> None:
-        """Returns when a request is under way, at once if one is."""
+        """Returns when at least one request is under way."""
         await self._asked.wait()
 
     async def until_awake(self) -> None:
-        """Returns when engines serve, at once if they do."""
+        """Returns when the pool is awake."""
         await self._awake.wait()
 
     async def wake(self) -> None:
-        """Has every engine take its device memory again, then hands out what waits. An engine that fails is lost."""
+        """Makes every engine take its device memory again, then gives out waiting requests. One that fails is lost."""
         if not self._awake.is_set():
             await self._have_all("waking up", lambda instance: instance.weighted.wake())
             self._awake.set()
@@ -225,9 +228,9 @@ class InferencePool:
                 dispatch.give_out_soon()
 
     def lose(self, instance: InstanceId, because: str) -> None:
-        """Gives up an instance whose death was noticed elsewhere; one that is not live is no error.
+        """Gives up an instance whose end was noticed elsewhere. Ignored if it is not live.
 
-        One that was moved is known by its earlier names too.
+        `instance` may also be an id that it had before a move.
         """
         while instance in self._became:
             instance = self._became[instance]
@@ -236,7 +239,7 @@ class InferencePool:
             policy.lose(instance, because)
 
     async def usage(self) -> dict[InstanceId, EngineUse]:
-        """The load of every live instance that says it within the grace period."""
+        """The load of every live instance that reports it within the grace period."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
         told = await asyncio.gather(*(self._use(instance.engine) for instance in live))
         return {instance.name: use for instance, use in zip(live, told, strict=True) if use is not None}
@@ -252,7 +255,7 @@ class InferencePool:
         self._dispatches[policy].give_out_soon()
 
     def _hindrance(self, source: Instances, target: Instances, instance: InstanceId) -> str:
-        """Why the instance cannot move now, or nothing."""
+        """The reason why the instance cannot move now; empty if it can."""
         if source is target:
             return "it serves that policy already"
         if not target.published:
@@ -264,14 +267,14 @@ class InferencePool:
         return ""
 
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
-        """The grace of a call that nobody waits for is over: what there is of it is all that there will be."""
+        """Ends an abandoned call after its grace period, with the tokens that were sampled so far."""
         self._lose_if_silent(call)
         call.end(dispatch.unserved(call))
 
     def _lose_if_silent(self, call: Call) -> None:
-        """Gives up the instance of a call that was aborted a grace period ago, if it still keeps it.
+        """Gives up the instance of a call that was aborted a grace period ago, if it still runs the call.
 
-        Else every later call that it is given would wait as long.
+        Otherwise every later call to the instance might wait as long.
         """
         instance = call.instance
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
@@ -295,12 +298,12 @@ class InferencePool:
             )
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
-        with contextlib.suppress(TimeoutError, EngineError):  # One that is lost is noticed by its calls.
+        with contextlib.suppress(TimeoutError, EngineError):  # The loss of an engine is noticed by its calls.
             async with asyncio.timeout(self._settings.abort_grace_s):
                 return await engine.usage()
 
     async def _have_all(self, what: str, do: Callable[[Instance], Awaitable[None]]) -> None:
-        """Every live engine that sleeps does it; one that fails, or is too slow, is lost."""
+        """Calls `do` on every live engine that can sleep. An engine that fails or is too slow is lost."""
         live = [(policy, instance) for policy in self._policies.values() for instance in policy.live.values()]
         sleepers = [(policy, instance) for policy, instance in live if instance.capabilities.sleeps]
         await asyncio.gather(*(self._have(policy, instance, what, do) for policy, instance in sleepers))
@@ -314,13 +317,13 @@ class InferencePool:
             async with deadline:
                 await do(instance)
         except Exception as error:
-            # Whatever an engine raises, it is the engine that is lost, not the run.
+            # Any error of an engine costs the engine, not the run.
             late = f"took more than {patience_s} s"
             policy.lose(instance.name, f"{what} " + (late if deadline.expired() else f"failed: {error}"))
 
     def _start(self, task: Coroutine[Any, Any, None], name: str) -> asyncio.Future[None]:
-        """A task that ends with the pool; in a closed pool, a cancelled future in its place."""
-        if not self._open:  # The group may be shutting down: it takes no task then.
+        """Starts a task that ends with the pool. In a closed pool, returns a cancelled future instead."""
+        if not self._open:  # A task group that shuts down accepts no task.
             task.close()
             refused = asyncio.get_running_loop().create_future()
             refused.cancel()
@@ -332,13 +335,13 @@ class InferencePool:
         return started
 
     def _ended(self, task: asyncio.Future[None]) -> None:
-        """A task that fails takes the pool with it: its group ends all others."""
+        """Closes the pool if a task failed, since its task group then ends all other tasks."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._close()
 
     def _close(self) -> None:
-        """Ends its tasks; who waits for an answer learns that none will come."""
+        """Ends the pool's tasks. Callers that wait for an answer get an error."""
         self._open = False
         for task in self._tasks:
             task.cancel()

@@ -1,10 +1,10 @@
-"""Runs appraisal: what only trainers can say of turns, the critic's values and the reference policy's opinion.
+"""Runs appraisal: asks trainers for critic values and for the divergence from the reference policy, before credit.
 
   credit rows ──► trainers of their policies: appraise ──► rows with values, and rewards less beta KL per token
 
 consumes    rows with their final rewards; trainers read the turns themselves
-waits for   each trainer that has something to say; several at once
-produces    the rows, filled in; at the end of a batch, the coefficients that the next one is credited with
+waits for   the answers of the trainers, all asked at the same time
+produces    the rows, filled in; at the end of a batch, the KL coefficients of the next batch
 unblocked by the trainers
 """
 
@@ -26,11 +26,11 @@ from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.settings import TrainingSettings
 
 Memory = Mapping[str, float]
-"""What a run remembers from batch to batch; the coefficient of a policy is in it as `kl_coef/{policy}`."""
+"""Numbers that a run keeps from batch to batch. `kl_coef/{policy}` is the KL coefficient of a policy."""
 
 
 class Appraisal:
-    """Fills credit rows in where settings of their policy ask for it; others pass as they are."""
+    """Fills in the credit rows of policies whose settings ask for it. Other rows stay unchanged."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class Appraisal:
         training: Mapping[PolicyName, TrainingSettings],
         events: Events,
     ) -> None:
-        """`training` has an entry for every policy of `trainers`."""
+        """`training` must have an entry for every policy of `trainers`."""
         self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}
         self._in_reward = {
             policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
         }
         self._events = events
         self._seen: dict[PolicyName, list[float]] = defaultdict(list)
-        """Mean divergence of each row of this batch."""
+        """By policy, the mean divergence of each row of this batch."""
 
     async def fill(self, rows: Sequence[CreditRow], memory: Memory) -> Sequence[CreditRow]:
-        """Returns the rows with values, and with token rewards that pay for divergence.
+        """Returns the rows with critic values, and with token rewards less the price of divergence.
 
-        Trainers are asked about sampled rows of their policy; greedy plays and empty responses are not among them.
-        Raises TrainingError, or StoreError if a trainer cannot read them.
+        A trainer is asked about the rows of its policy, but not about greedy plays and empty responses. Raises
+        TrainingError, or StoreError if a trainer cannot read the rows.
         """
         asked: dict[PolicyName, list[SampleId]] = defaultdict(list)
         for row in rows:
@@ -67,12 +67,15 @@ class Appraisal:
         return [self._filled(row, said[row.sample_id], memory) if row.sample_id in said else row for row in rows]
 
     def end_batch(self, memory: Memory, of: PolicyName | None = None) -> Memory:
-        """The memory for the next batch, with the coefficients that follow from this one: `of` a policy, or of all."""
+        """Returns the memory for the next batch, with coefficients adapted to this batch.
+
+        `of` limits this to the batch of one policy; None means all policies.
+        """
         after = dict(memory)
         for policy in [one for one in sorted(self._seen) if of in (None, one)]:
             kls = self._seen.pop(policy)
             settings, coef = self._in_reward[policy], self._coef(policy, memory)
-            kl = fsum(kls) / len(kls)  # Exact, so that the order in which rows came leaves no trace.
+            kl = fsum(kls) / len(kls)  # `fsum` is exact, so the result does not depend on the order of the rows.
             following = settings.adapted(coef, kl, len(kls))
             if settings.target is not None:
                 after[_name(policy)] = following
@@ -103,10 +106,10 @@ class Appraisal:
 
 
 def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
-    """The row with its tokens' rewards less a price [num_tokens]; what it was before stays as its outcome."""
+    """Returns the row with its tokens' rewards less `price` [num_tokens]. Its outcome is the one before the price."""
     assert row.reward is not None, "what has no reward cannot pay"
     rewards = token_rewards(row) - price
-    # The sum of the tokens' rewards to the last bit, which is what estimators of tokens add up.
+    # `reward` must equal the sum of the token rewards to the last bit, because token estimators add these up.
     return replace(
         row.pays("kl", float(price.sum())), reward=float(rewards.sum()), token_rewards=tuple(rewards.tolist())
     )

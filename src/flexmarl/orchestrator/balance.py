@@ -1,12 +1,12 @@
-"""Runs balancing: looks at the queues now and then, and moves instances to where the rule wants them.
+"""Runs balancing: looks at the queues again and again, and makes the moves of instances that the rule decides.
 
-  pool's queues ──► rule ──► moves, side by side ──► the next look
+  pool's queues ──► rule ──► moves, in parallel ──► the next look
   answered calls ──► demand ──► start allocation, at the end of each rollout
 
-consumes    the load of every policy, and what its answered calls were like
+consumes    the load of every policy; tokens and seconds of its answered calls
 waits for   requests to be under way, then balance.poll_s; the moves of the look before; an awake pool
-produces    instances of other policies, the reason for each in the journal
-unblocked by requests; while there are none it sleeps. A move that fails is the pool's: the instance is replaced
+produces    moves of instances to other policies; the reason of each move is in the journal
+unblocked by requests; it sleeps while there are none. If a move fails, the pool replaces a lost instance
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from flexmarl.records import InstanceId, PolicyName
 
 
 class Balancer:
-    """Moves instances of one pool. It listens to the events of that pool."""
+    """Moves the instances of one pool. `events` must be those of that pool."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class Balancer:
         *,
         slots: Mapping[PolicyName, int],
     ) -> None:
-        """`slots` are the requests that an instance of each policy serves at a time."""
+        """`slots` gives, by policy, the number of requests that an instance serves at the same time."""
         self._pool, self._rule, self._settings, self._events, self._slots = pool, rule, settings, events, slots
         self._demand = Demand()
         self._moved, self._moving_s = 0, 0.0
         self._moving = asyncio.Lock()
         self._rollout_ended = asyncio.Event()
         self._configured: Mapping[PolicyName, int] = {}
-        """Instances at the beginning."""
+        """Number of instances of each policy at the start of the run."""
         events.listen(Called, self._called)
         events.listen(Moved, self._made)
 
     async def watch(self) -> None:
-        """Looks and moves until it is cancelled."""
+        """Looks at the queues and moves instances, until it is cancelled."""
         self._configured = {policy: len(given) for policy, given in self._pool.given.items()}
         async with asyncio.TaskGroup() as tasks:
             if self._settings.rule != "none":
@@ -54,9 +54,10 @@ class Balancer:
             tasks.create_task(self._watch_rollouts(), name="balance/start")
 
     def rollout_ended(self, *, pauses: bool = True) -> None:
-        """What the step asked for is known; instances go where `start` wants them for the next one.
+        """Closes the step's demand, and moves instances to the start allocation of the next step (setting `start`).
 
-        Where rollout does not pause, there is no start, and no way back to what was configured.
+        If rollout does not pause (`pauses` is False), instances move only with `start: by_share`: they do not go back
+        to the configured allocation.
         """
         self._demand.step_ended()
         if pauses or self._settings.start == "by_share":
@@ -83,7 +84,7 @@ class Balancer:
         return moves_back(self._configured, self._loads())
 
     async def _make(self, moves: Sequence[Move]) -> None:
-        """Side by side; those that fail are no reason not to make the others."""
+        """Makes the moves in parallel. A move that fails does not stop the others."""
         async with asyncio.TaskGroup() as tasks:
             for move in moves:
                 tasks.create_task(self._move(move), name=f"balance/{move.instance}")
@@ -103,7 +104,7 @@ class Balancer:
         return {policy: self._load(policy, given, waiting[policy]) for policy, given in self._pool.given.items()}
 
     def _load(self, policy: PolicyName, given: Mapping[InstanceId, int], waiting: int) -> PolicyLoad:
-        """What an instance was given beyond its slots waits in its engine."""
+        """The load of a policy. Requests that an instance has beyond its slots count as waiting."""
         slots = self._slots[policy]
         return PolicyLoad(
             instances={instance: min(count, slots) for instance, count in given.items()},

@@ -1,8 +1,8 @@
-"""Runs the view of a run: what loops report becomes metrics by step, events of the timeline, and a live screen.
+"""Runs the monitor of a run: turns reports of loops into metrics by step, events of the timeline, and a live screen.
 
 consumes    finished groups, micro-batches, updates, evaluations, as they happen
-waits for   nothing; the screen's ticker and the probe of the event loop wait for their intervals
-produces    one line of metrics per step; the slices of training and rollout; what is on screen
+waits for   no report; the screen's ticker and the probe of the event loop wait for their intervals
+produces    one line of metrics per step; the slices of rollout and the queues on the timeline; the live screen
 unblocked by time
 """
 
@@ -41,15 +41,16 @@ from flexmarl.records import (
 )
 
 COMPARED = 50_000
-"""Newest episodes whose lengths are compared: as many as show a bias of a percent, and sorted in milliseconds."""
+"""Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
 TICK_S = 0.25
-"""Between two looks at the queues: the screen is drawn no faster."""
+"""Seconds between two looks at the queues. Each look also draws the screen."""
 
 
 class Monitor:
-    """The one place that names figures. It only watches: nothing waits for it.
+    """Turns what happens in a run into figures, and names them. It only watches: no loop waits for it.
 
-    Of updates, micro-batches, divergence and refills it hears as events; finished groups and phases it is given.
+    It listens to events for updates, micro-batches, divergence and refills. The orchestrator calls it for finished
+    groups and for phases.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Monitor:
         events: Events,
         processes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`processes` counts the ones that are alive, where there are several."""
+        """`processes` returns the number of live processes; 0 if they are not counted."""
         self._name = name
         self._steps = steps
         self._metrics = metrics
@@ -80,7 +81,7 @@ class Monitor:
         self._phase = "starting"
         self._step = 0
         self._done: int | None = None
-        """Steps done whose figures are known."""
+        """Number of steps whose figures are complete."""
         self._groups = 0
         self._values: Mapping[str, float] = {}
         self._successes: list[float] = []
@@ -98,7 +99,7 @@ class Monitor:
         self._started = asyncio.get_running_loop().time()
 
     async def watch(self) -> None:
-        """Keeps the screen alive, and watches queues and event loop, until it is cancelled."""
+        """Draws the screen and watches the queues and the event loop, until it is cancelled."""
         self._progress.start(self._name, self._steps)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -115,7 +116,10 @@ class Monitor:
 
     @contextmanager
     def rollout(self, step: int | None = None) -> Iterator[None]:
-        """Counts the block's time as rollout, of one step or of many: training in it is hidden."""
+        """Counts the block's time as rollout of `step`; without `step`, of the present step.
+
+        Training during the block counts as hidden.
+        """
         began = self._playing_since = self._events.now()
         try:
             with self._metrics.time("rollout"):
@@ -126,15 +130,17 @@ class Monitor:
             self._events.emit(RolloutEnded(process=CONTROLLER, began=began, step=self._step if step is None else step))
 
     def begin(self, step: int, phase: str) -> None:
-        """What goes on from now. The first call says how many steps an earlier command did; later ones do not count:
-        the screen gets the end of a step from `flush`, with its figures.
+        """Sets the step and the phase that begin now.
+
+        In the first call, `step` is also the number of steps that earlier commands did. Later calls do not change the
+        number of steps done on the screen: `flush` does, together with the figures of the step.
         """
         if self._done is None:
             self._done = step
         self._step, self._phase, self._groups = step, phase, 0
 
     def group_finished(self, group: GroupRecord) -> None:
-        """Counts a group's episodes, whatever becomes of it."""
+        """Counts the episodes of a finished group, even if it is not trained on later."""
         metrics = self._metrics
         self._groups += 1
         metrics.add("rollout/groups")
@@ -154,7 +160,10 @@ class Monitor:
     def judged(
         self, effects: Mapping[AgentName, Mapping[Effect, int]], rewards: Mapping[AgentName, RewardParts]
     ) -> None:
-        """Notes what the filter found each agent's credit groups to be, and its rewards to be made of, kept or not."""
+        """Counts the filter's findings on each agent's credit groups, and averages the parts of its rewards.
+
+        Groups that the filter drops count too.
+        """
         for agent, counts in effects.items():
             for effect, count in counts.items():
                 self._metrics.add(f"filter/{agent}/{effect}", count)
@@ -163,7 +172,7 @@ class Monitor:
                 self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts.turns)
 
     def credited(self, report: Mapping[AgentName, AgentReport]) -> None:
-        """Counts what each agent's credit groups were, and its rows without weight."""
+        """Counts each agent's credit groups by kind, their sizes, and the agent's rows without weight."""
         for agent, seen in report.items():
             for name, count in seen.counts.items():
                 self._metrics.add(f"credit/{agent}/{name}", count)
@@ -171,22 +180,22 @@ class Monitor:
                 self._metrics.mean(f"credit/{agent}/group_size", size)
 
     def _diverged(self, batch: DivergenceCharged) -> None:
-        """Notes how far a policy's rows were from the reference, and what that cost them."""
+        """Records the divergence of a policy's rows from the reference policy, and its coefficient."""
         self._metrics.mean(f"train/{batch.policy}/kl_to_reference", batch.kl)
         self._metrics.mean(f"train/{batch.policy}/kl_coef", batch.coef)
 
     def _refilled(self, step: Refilled) -> None:
-        """Notes how many groups a step took to be filled."""
+        """Counts the groups that were played to fill a step, and those that were dropped."""
         self._metrics.add("refill/generated", step.generated)
         self._metrics.add("refill/dropped", step.generated - step.kept)
 
     def _accumulated(self, done: MicroBatchDone) -> None:
-        """Notes a micro-batch."""
+        """Records the busy interval of a micro-batch."""
         self._training[done.process].append((done.began, done.ended))
         self._metrics.add("train/micro_batches")
 
     def _updated(self, update: Updated) -> None:
-        """Notes an update, and its figures."""
+        """Records the busy interval of an update, and its figures."""
         policy, report = update.policy, update.report
         self._training[update.process].append((update.began, update.ended))
         self._lag.made(policy, update.version, update.ended)
@@ -197,15 +206,15 @@ class Monitor:
         self._metrics.add("train/tokens", report["num_tokens"])
 
     def published(self, policy: PolicyName, version: Version) -> None:
-        """Notes that every instance of the policy serves a version that an `Updated` made."""
+        """Records the publish lag: every instance of the policy now serves a version, whose `Updated` came before."""
         self._metrics.mean(f"publish_lag_s/{policy}", self._lag.served(policy, version, self._events.now()))
 
     def taken(self, group: GroupRecord) -> None:
-        """Notes how long the episodes are that training takes."""
+        """Records the lengths of a group's finished episodes, which training takes."""
         self._trained_lengths.extend(_num_tokens(episode) for episode in group.finished)
 
     def trained_on(self, policy: PolicyName, turns: Sequence[AnyTurn]) -> None:
-        """Notes how old the tokens are that go into the policy's next update."""
+        """Records the staleness of the turns that go into the policy's next update."""
         staleness = staleness_of(turns, self._versions.served[policy])
         if staleness:
             tokens = sum(turn.num_tokens for turn in turns)
@@ -213,7 +222,7 @@ class Monitor:
             self._stalest[policy] = max(self._stalest[policy], staleness.max)
 
     def evaluated(self, when: str, evaluation: Evaluation) -> None:
-        """Notes an evaluation; it belongs to the step whose end it follows."""
+        """Records an evaluation. Its figures belong to the step that ended before it."""
         for name, value in evaluation.metrics.items():
             self._metrics.mean(f"eval/{_path(name)}", value)
         for agent, reward in evaluation.rewards.items():
@@ -225,14 +234,14 @@ class Monitor:
         )
 
     def flush(self, step: int) -> None:
-        """Ends a step's figures; `step` steps are done. Only now does the screen say so: with these figures."""
+        """Writes the figures of the step that ended; `step` steps are done now. The screen then shows both together."""
         for policy, version in self._versions.served.items():
             self._metrics.gauge(f"version/{policy}", version)
         self._flush_overlap()
         self._flush_staleness()
         self._step_lag_ms = 0.0
         values = self._metrics.flush(step)
-        if "rollout/groups" in values:  # Else it was the evaluation before the first step.
+        if "rollout/groups" in values:  # False for the evaluation before the first step.
             self._values = values
         if "team/success" in values:
             self._successes.append(values["team/success"])
@@ -240,7 +249,7 @@ class Monitor:
         self._draw()
 
     def _flush_overlap(self) -> None:
-        if self._playing_since is not None:  # It goes on: what follows belongs to the next step.
+        if self._playing_since is not None:  # Rollout continues: the rest of it belongs to the next step.
             now = self._events.now()
             self._rollout.append((self._playing_since, now))
             self._playing_since = now
@@ -277,7 +286,7 @@ class Monitor:
             await asyncio.sleep(TICK_S)
 
     def _note_queues(self) -> None:
-        """Tells the timeline, if anything changed."""
+        """Emits the queues for the timeline, if anything changed."""
         queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
         if queues != self._queues:
             self._queues = queues
@@ -291,7 +300,7 @@ class Monitor:
 
     @property
     def _queued(self) -> dict[str, int]:
-        """Those that wait in the pool, and those that wait at their instance."""
+        """By policy, the calls that wait in the pool plus those that wait at their instance."""
         at_instances = _by_policy({name: use.queued for name, use in self._usage.items()})
         return {policy: waiting + at_instances.get(policy, 0) for policy, waiting in self._pool.waiting.items()}
 
@@ -322,12 +331,12 @@ def _num_tokens(episode: Episode) -> int:
 
 
 def _path(name: str) -> str:
-    """Where a figure that a workflow reported is found: an agent's own, or the team's."""
+    """Metric name of a figure that a workflow reported: `agent/...` is kept, other names are put under `team/`."""
     return name if name.startswith("agent/") else f"team/{name}"
 
 
 def _by_policy(counts: Mapping[InstanceId, int]) -> dict[str, int]:
-    """Sums over the instances of each policy."""
+    """Sums the counts over the instances of each policy."""
     sums: Counter[str] = Counter()
     for instance, count in counts.items():
         sums[instance.policy] += count

@@ -1,7 +1,4 @@
-"""The rules of a run that may be exchanged: what `wire` makes of each kind, and of which class.
-
-Parts of one run: what the orchestrator joins and `assemble` makes.
-"""
+"""Parts of one run, which `assemble` makes and the orchestrator joins; and the classes of rules that tests replace."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ from flexmarl.training.session import TrainingSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Classes from which a run is wired. The defaults are those of production; a test of the laws breaks one."""
+    """Classes from which a run is wired. The defaults are those of production; tests of the laws use a broken one."""
 
     admission: type[Admission] = Admission
     window: type[Window] = Window
@@ -36,7 +33,7 @@ class Rules:
 
 
 PRODUCTION = Rules()
-"""None is broken."""
+"""The rules of every real run."""
 
 
 def _ignore(warning: str) -> None:
@@ -44,28 +41,28 @@ def _ignore(warning: str) -> None:
 
 
 class Balances(Protocol):
-    """What moves instances between policies while a run goes on."""
+    """A balancer: moves instances between policies during a run."""
 
     async def watch(self) -> None:
-        """Looks and moves until it is cancelled; its failure ends the run."""
+        """Moves instances until it is cancelled. Its failure ends the run."""
         ...
 
     def rollout_ended(self, *, pauses: bool = True) -> None:
-        """The step's rollout has ended; if it pauses then, what is done now is hidden behind the rest of training."""
+        """Called at the end of a step's rollout. If rollout `pauses`, the rest of training hides the moves."""
         ...
 
 
 class Suspends(Protocol):
-    """What gives the training devices back."""
+    """The owner of the training devices, which can release them all."""
 
     async def suspend_all(self) -> None:
-        """Returns when no policy holds a device."""
+        """Suspends every policy's training; returns when no policy holds a device."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the orchestrator joins; `assemble` makes them."""
+    """All parts of one run."""
 
     feed: Feed
     admission: Admission
@@ -83,9 +80,10 @@ class Parts:
     events: Events
     monitor: Monitor
     warn: Callable[[str], None] = _ignore
-    """Puts a line on the screen; the journal has it already."""
+    """Prints a warning on the screen; the journal has the facts already."""
     prune: Prune | None = None
-    """For a store whose size is bounded."""
+    """Removes old rows; None if the size of the store is not bounded."""
     balancer: Balances | None = None
+    """None if no instances are moved."""
     residency: Suspends | None = None
-    """Where policies share training devices."""
+    """None if policies do not share training devices."""

@@ -1,4 +1,4 @@
-"""Names and identifiers: strings and integers with a meaning."""
+"""Names and identifiers of agents, policies, groups, episodes, turns, instances and workers."""
 
 import re
 from typing import Any, NewType
@@ -8,18 +8,18 @@ PolicyName = NewType("PolicyName", str)
 EpisodeId = NewType("EpisodeId", str)
 SampleId = NewType("SampleId", str)
 GroupId = NewType("GroupId", int)
-"""Admission number of a group, from 0, in the order of submission; a replayed group keeps it."""
+"""Number of a group, from 0, in the order of admission. A group that is played again keeps it."""
 Version = NewType("Version", int)
-"""How many updates a policy has had: 0 is the model it started from."""
+"""Number of updates that a policy has had; 0 is the model that it started from."""
 
 Scalar = str | int | float | bool
-"""Type of a tag, or of a value in a small data column."""
+"""Type of a tag, or of a value in a data column of the store."""
 
 
 def make_trajectory_id(group: int, index: int, attempt: int) -> str:
-    """Id of one play of a task: `g{admission id}e{index in the group}a{attempt}`, e.g. `g12e3a0`.
+    """Id of one episode: `g{group}e{index in the group}a{attempt}`, e.g. `g12e3a0`.
 
-    A replayed group has a higher attempt, so its rows never collide with those of the play it replaces.
+    A group that is played again has a higher `attempt`, so its rows never collide with those of the earlier attempt.
     """
     return f"g{group}e{index}a{attempt}"
 
@@ -38,7 +38,7 @@ def split_trajectory_id(trajectory_id: str) -> tuple[int, int, int]:
 
 
 def make_sample_id(input_id: str, hop: int, trajectory_id: str) -> SampleId:
-    """`{input_id}_{turn}_{trajectory_id}` (FlexMARL section 4.2); `hop` numbers the calls of the episode from 0.
+    """Id of a turn: `{input_id}_{hop}_{trajectory_id}` (FlexMARL section 4.2). `hop` counts the episode's calls from 0.
 
     >>> make_sample_id("mul-7", 2, "g12e3a0")
     'mul-7_2_g12e3a0'
@@ -47,13 +47,13 @@ def make_sample_id(input_id: str, hop: int, trajectory_id: str) -> SampleId:
 
 
 def split_sample_id(sample_id: str) -> tuple[str, int, str]:
-    """(input id, hop, trajectory id) of a sample id; the input id may itself contain underscores."""
+    """(input id, hop, trajectory id) of a sample id. The input id may contain underscores."""
     input_id, hop, trajectory_id = sample_id.rsplit("_", 2)
     return input_id, int(hop), trajectory_id
 
 
 class InstanceId(str):
-    """One inference instance of a policy; its text is `{policy}/{number}`. No number is used twice in a run.
+    """Id of an inference instance of a policy. Its text is `{policy}/{number}`. No number is used twice in a run.
 
     >>> InstanceId("solver", 0), InstanceId.parse("solver/0").number
     ('solver/0', 0)
@@ -61,22 +61,22 @@ class InstanceId(str):
 
     __slots__ = ("number", "policy")
     policy: PolicyName
-    """The policy that it serves under this id."""
+    """The policy that the instance serves under this id."""
     number: int
 
     def __new__(cls, policy: str, number: int) -> "InstanceId":
-        """Equal to its text, which is what files and screens have."""
+        """Makes an id that equals its text, as it is in files and on screens."""
         made = super().__new__(cls, f"{policy}/{number}")
         made.policy, made.number = PolicyName(policy), number
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it is copied to another process."""
+        """Pickles the id by its parts, to copy it to another process."""
         return InstanceId, (self.policy, self.number)
 
     @classmethod
     def parse(cls, text: str) -> "InstanceId":
-        """The id whose text a file or a user gave. Raises ValueError if it is none."""
+        """Returns the id with this text. Raises ValueError if the text is not `{policy}/{number}`."""
         policy, _, number = text.rpartition("/")
         if not (policy and number.isdecimal()):
             raise ValueError(f"an instance must look like 'solver/0', got {text!r}")
@@ -84,51 +84,51 @@ class InstanceId(str):
 
 
 class WorkerId(str):
-    """One worker of a run, which has a row on the timeline: `controller`, `trainer/solver`, `engine/solver/0`."""
+    """Id of a worker of a run: `controller`, `trainer/solver`, `engine/solver/0`. It has a row on the timeline."""
 
     __slots__ = ("kind", "number", "policy")
     kind: str
     """`controller`, `trainer` or `engine`."""
     policy: PolicyName
-    """The policy that it serves or trains; empty for the controller."""
+    """The policy that the worker serves or trains; empty for the controller."""
     number: int | None
-    """Of an engine."""
+    """Number of the engine's instance; None for other workers."""
 
     def __new__(cls, kind: str, policy: str = "", number: int | None = None) -> "WorkerId":
-        """Equal to its text, which is what files and screens have."""
+        """Makes an id that equals its text, as it is in files and on screens."""
         parts = [kind, *([policy] if policy else []), *([] if number is None else [str(number)])]
         made = super().__new__(cls, "/".join(parts))
         made.kind, made.policy, made.number = str(kind), PolicyName(policy), number
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it is copied to another process."""
+        """Pickles the id by its parts, to copy it to another process."""
         return WorkerId, (self.kind, self.policy, self.number)
 
     @classmethod
     def parse(cls, text: str) -> "WorkerId":
-        """The id whose text a file has."""
+        """Returns the id with this text, e.g. from a file."""
         kind, _, rest = text.partition("/")
         policy, _, number = rest.rpartition("/")
         return cls(kind, policy, int(number)) if policy and number.isdecimal() else cls(kind, rest)
 
     @classmethod
     def engine(cls, instance: InstanceId) -> "WorkerId":
-        """The engine behind an instance."""
+        """Id of the engine behind an instance."""
         return cls("engine", instance.policy, instance.number)
 
     @classmethod
     def trainer(cls, policy: str) -> "WorkerId":
-        """The trainer of a policy."""
+        """Id of the trainer of a policy."""
         return cls("trainer", policy)
 
     @property
     def instance(self) -> InstanceId:
-        """The instance of an engine. Raises ValueError if it is no engine."""
+        """The instance of an engine. Raises ValueError if the worker is no engine."""
         if self.kind != "engine" or self.number is None:
             raise ValueError(f"'{self}' is no engine of a policy, so it has no instance")
         return InstanceId(self.policy, self.number)
 
 
 CONTROLLER = WorkerId("controller")
-"""The process of the event loop."""
+"""Id of the process that runs the loops."""

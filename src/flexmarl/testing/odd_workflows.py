@@ -1,8 +1,8 @@
-"""Workflows that misbehave, one for each kind of oddity, in 1 of 7 episodes. The others answer and are rewarded.
+"""Workflows that misbehave in 1 of 7 episodes, one for each kind of oddity. Other episodes answer and are rewarded.
 
     run = ScriptedRun(odd_workflow("sys_exit"), steps=2, batch={"groups": 4, "episodes": 4}).play()
 
-Whatever a workflow does, its run must reach its end, every group must end, and only the odd episode may be lost.
+Whatever a workflow does, its run must reach its end, every group must end, and only odd episodes may be lost.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ from flexmarl.records import EpisodeStatus, Task, split_trajectory_id
 
 FINISHED, FAILED, TIMED_OUT = EpisodeStatus.FINISHED, EpisodeStatus.FAILED, EpisodeStatus.TIMED_OUT
 EVERY = 7
-"""One of this many episodes is odd."""
+"""Number of episodes from one odd episode to the next."""
 LONG_S = 1e6
+"""Longer than any time limit of a run."""
 Play = Callable[[Task, Team], Any]
 
 
@@ -35,7 +36,7 @@ class Oddity:
     because: str = ""
     """Words in the reason of a failed episode."""
     virtual: bool = True
-    """False if it cannot be played in virtual time: it needs threads, or never lets time pass."""
+    """False if it cannot be played in virtual time, because it uses threads or never waits."""
 
 
 ODDITIES: dict[str, Oddity] = {}
@@ -143,7 +144,7 @@ async def stop_iteration(task: Task, team: Team) -> None:
 
 @odd(FAILED, "TimeoutError: odd")
 async def timeout_error(task: Task, team: Team) -> None:
-    """Raises a TimeoutError of its own: the episode's time is not over."""
+    """Raises a TimeoutError of its own, before the episode's time is over."""
     raise TimeoutError("odd")
 
 
@@ -418,7 +419,7 @@ async def cleans_up_for_ever(task: Task, team: Team) -> None:
 
 @odd(TIMED_OUT, "given up", virtual=False)
 async def spins(task: Task, team: Team) -> None:
-    """Swallows every exception, and never lets time pass."""
+    """Swallows every exception, and never waits."""
     while True:
         with contextlib.suppress(BaseException):
             await asyncio.sleep(0)
@@ -501,4 +502,4 @@ def _left(awaited: Awaitable[object]) -> None:
 def _forget(task: "asyncio.Task[object]") -> None:
     _LEFT.discard(task)
     if not task.cancelled():
-        task.exception()  # Nobody else asks for it, and asyncio would complain on stderr.
+        task.exception()  # Reading the exception keeps asyncio from printing that nobody did.

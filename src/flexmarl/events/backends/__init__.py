@@ -1,1 +1,1 @@
-"""Sinks that need more than the standard library. In: values by step. Out: another program's format."""
+"""Sinks that need more than the standard library. In: values by step. Out: files of another program."""

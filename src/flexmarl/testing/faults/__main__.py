@@ -1,11 +1,12 @@
-"""Plays many random runs that break, and checks the laws.
+"""Plays many random runs with faults, and checks the laws on each.
 
     python -m flexmarl.testing.faults --seeds 0:3000 --jobs 2
     python -m flexmarl.testing.faults --seeds 0:10000,40000:45000 --least 300
-    python -m flexmarl.testing.faults --seeds 17:18          # one of them again
-    python -m flexmarl.testing.faults --mutations            # are the laws sharp? each broken rule must be caught
+    python -m flexmarl.testing.faults --seeds 17:18          # one seed again
+    python -m flexmarl.testing.faults --mutations            # breaks rules on purpose: a law must catch each one
 
-Exit code 1 if a law was broken, with the seed and how, or a kind of fault was witnessed too seldom.
+Prints the seed of each broken law and the reason. The exit code is 1 if a law was broken, if a kind of fault was
+witnessed less often than `--least`, or if a mutation was not caught.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Decides what goes wrong in a run: a plan of faults, drawn from a seed.
+"""Decides what goes wrong in a run: a plan of faults, drawn at random or read from a file.
 
     targets = Targets(instances=("solver/0", "solver/1"), trained=("solver",), groups=2, steps=3)
     draw_plan(random.Random(7), targets).faults  # a slow instance and a poisoned task, say
 
 A plan is data; `injection.py` carries it out. Each fault strikes once, in the first life of the run in which it comes
-due; those of tasks strike whenever their task is played.
+due. A fault of tasks or of the task source strikes whenever such a task is played or asked for.
 """
 
 import math
@@ -20,102 +20,103 @@ from flexmarl.errors import ConfigError, boundary
 
 
 class FaultKind(StrEnum):
-    """What can go wrong; in brackets what `Fault.target`, `after` and `amount` are."""
+    """The kinds of faults. Brackets say what `Fault.target` and `Fault.after` are; - where one is not used."""
 
     LOST_INSTANCE = "lost_instance"
-    """Its engine dies; its next call says so, or its process at once, by `how` (instance, seconds)."""
+    """An engine dies. By `how`, its next call fails, or its process is seen to end at once (instance, seconds)."""
     LOST_NODE = "lost_node"
     """A node dies, and with it every engine and trainer on it (node, seconds)."""
     SLOW_INSTANCE = "slow_instance"
-    """Its tokens take `amount` times as long (instance, seconds)."""
+    """Tokens of an engine take `amount` times as long (instance, seconds)."""
     ENGINE_SILENCE = "engine_silence"
-    """Its engine never answers again, to no call at all (instance, seconds)."""
+    """An engine stops answering all calls (instance, seconds)."""
     ENGINE_ERRORS = "engine_errors"
-    """From request number `after` on, `amount` requests of a policy end as errors (policy, requests)."""
+    """`amount` requests of a policy, from number `after` on, end as errors (policy, requests)."""
     FAILED_PUBLISH = "failed_publish"
-    """Load number `after` of an instance is refused, or comes out as other bytes, by `how` (instance, loads)."""
+    """An instance refuses load number `after`, or reports the checksum of other bytes, by `how` (instance, loads)."""
     LOST_TRAINER = "lost_trainer"
-    """It dies in the midst of micro-batch number `after` (policy, micro-batches)."""
+    """A trainer dies halfway through micro-batch number `after` (policy, micro-batches)."""
     LOST_CACHE = "lost_cache"
-    """It dies between micro-batch number `after` and the update, and its gradient sums with it (policy, same)."""
+    """A trainer loses its gradient sums after micro-batch number `after` (policy, micro-batches)."""
     CLOCK_SKEW = "clock_skew"
-    """From micro-batch number `after` on, what a trainer measures is `amount` seconds off (policy, same)."""
+    """From micro-batch number `after` on, a trainer's durations are off by `amount` seconds (policy, micro-batches)."""
     STORE_FAILURE = "store_failure"
-    """Write number `after` of the store is refused (nothing, writes)."""
+    """The store refuses write number `after` (-, writes)."""
     LOST_CONTROLLER = "lost_controller"
-    """The run is over like after kill -9, at second or store call number `after`, by `how` (nothing, see there)."""
+    """The controller dies as by kill -9, by `how` at a second or after a write to the store (-, seconds or writes)."""
     TORN_CHECKPOINT = "torn_checkpoint"
-    """When the run has died, its newest checkpoint is not whole any more, by `how` (nothing, nothing)."""
+    """The newest checkpoint is damaged when the run has died; `how` says in what way (-, -)."""
     HUNG_WORKFLOW = "hung_workflow"
-    """The first play of a task never ends by itself (input id, nothing)."""
+    """The first play of a task never ends by itself (input id, -)."""
     POISON_TASK = "poison_task"
-    """Every play of a task fails (input id, nothing)."""
+    """Every play of a task fails (input id, -)."""
     ALL_FILTERED = "all_filtered"
-    """`amount` tasks from position `after` on teach nothing: all their rewards are equal (nothing, tasks)."""
+    """`amount` tasks from position `after` on teach nothing: all their rewards are equal (-, tasks)."""
     SOURCE_EXHAUSTED = "source_exhausted"
-    """There are only `after` tasks (nothing, tasks)."""
+    """The source has only `after` tasks (-, tasks)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong. Seconds and counts begin anew with each life of the run."""
+    """A single fault. Counts begin anew with each life of the run; seconds are those of the event loop."""
 
     kind: FaultKind
     target: str = ""
-    """What it befalls: an instance, a policy, a task's input id; empty where there is only one."""
+    """The name of an instance, a policy or a node, or the input id of a task; empty where there is only one target."""
     after: float = 0.0
-    """When it comes due: seconds, or a count from 1, as the kind says."""
+    """When the fault comes due, as the kind says: seconds, a count from 1, or a position or number of tasks."""
     amount: float = 0.0
+    """How strong or how long the fault is, where the kind says so."""
     how: str = ""
-    """The variety, where a kind has several."""
+    """The variety, where a kind has several: one of `HOW`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """All that goes wrong in one run."""
+    """All faults of one run."""
 
     faults: tuple[Fault, ...] = ()
 
     def of(self, *kinds: FaultKind) -> tuple[Fault, ...]:
-        """The faults of these kinds, in the plan's order."""
+        """Returns the faults of these kinds, in the plan's order."""
         return tuple(fault for fault in self.faults if fault.kind in kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What there is to befall."""
+    """The parts and sizes of a run, from which faults are drawn."""
 
     instances: tuple[str, ...]
-    """As the pool names them."""
+    """Names of instances, as in the pool: `solver/0`."""
     trained: tuple[str, ...]
     """Policies with a trainer."""
     groups: int
-    """Per step."""
+    """Groups in a step."""
     steps: int
     step_s: float = 3.0
-    """About how long a step takes: faults by time strike within the run."""
+    """About how long a step takes. Faults that come by time are drawn within the run."""
     step_calls: int = 60
-    """About how often a step calls the store."""
+    """About how many calls of the store a step makes."""
     input_id: str = "task-{}"
-    """Of the task at a position."""
+    """Template of a task's input id; `{}` is its position."""
 
 
 TORN = ("truncated", "flipped", "unsealed", "half_written")
-"""A file is shorter than written; one of its bytes differs; the manifest is missing; it never got its final name."""
+"""How a checkpoint is damaged: a file is cut short, a byte differs, the manifest is missing, it has no final name."""
 
 
 def draw_plan(random: Random, targets: Targets, *, most: int = 4) -> FaultPlan:
-    """One to `most` faults; a checkpoint is torn only where something ends a life, late."""
+    """Draws one to `most` faults. To a torn checkpoint it adds a late death of the controller, so that a life ends."""
     kinds = random.sample(DRAWN, random.randint(1, most))
     faults = [draw_fault(kind, random, targets) for kind in kinds]
     if FaultKind.TORN_CHECKPOINT in kinds:
-        late = random.uniform(1.0, targets.steps)  # Mostly after the first one was written.
+        late = random.uniform(1.0, targets.steps)  # Usually after the first checkpoint was written.
         faults.append(Fault(kind=FaultKind.LOST_CONTROLLER, after=int(late * targets.step_calls), how="store_calls"))
     return FaultPlan(faults=tuple(faults))
 
 
 def draw_fault(kind: FaultKind, random: Random, targets: Targets) -> Fault:
-    """One fault of a kind: whom it befalls, when, and how."""
+    """Draws the target, time and variety of one fault of a kind."""
     return _DRAWS[kind](random, targets, kind)
 
 
@@ -199,7 +200,7 @@ _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {
 }
 
 DRAWN = tuple(kind for kind in FaultKind if kind in _DRAWS)
-"""Kinds that random runs meet: those of a run on one node."""
+"""Kinds that random runs can have: all but a lost node, because these runs are on one node."""
 
 
 def read_plan(path: Path) -> FaultPlan:
@@ -232,6 +233,10 @@ def _fault(where: str, said: Any) -> Fault:
         raise ConfigError(f"{where}.how: '{kind}' has no '{values['how']}'; use {', '.join(map(repr, how))}")
     if kind in TARGETED and not values.get("target"):
         raise ConfigError(f"{where}.target is missing: '{kind}' needs {TARGETED[kind]}")
+    if kind in MEASURED and "amount" not in values:
+        raise ConfigError(f"{where}.amount is missing: '{kind}' needs {MEASURED[kind]}")
+    if kind is FaultKind.SLOW_INSTANCE and values["amount"] <= 1:
+        raise ConfigError(f"{where}.amount must be more than 1, got {values['amount']:g}: it needs {MEASURED[kind]}")
     return Fault(**values)
 
 
@@ -257,11 +262,18 @@ HOW: Mapping[FaultKind, tuple[str, ...]] = {
     FaultKind.LOST_CONTROLLER: ("seconds", "store_calls"),
     FaultKind.TORN_CHECKPOINT: TORN,
 }
-"""The varieties of kinds that have several; the first is meant where a plan in a file names none."""
+"""The varieties of kinds that have several. The first is the default of a plan in a file."""
 TARGETED: Mapping[FaultKind, str] = {
     FaultKind.LOST_NODE: "a node, as in simulated-0",
     **dict.fromkeys(BY_INSTANCE, "an instance, as in solver/0"),
     **dict.fromkeys(BY_POLICY, "a policy"),
     **dict.fromkeys(BY_TASK, "the input id of a task"),
 }
-"""What must be named of the kinds that befall one of several."""
+"""Kinds whose `target` must be given, and what it must name."""
+MEASURED: Mapping[FaultKind, str] = {
+    FaultKind.SLOW_INSTANCE: "how many times as long tokens take, as in 3",
+    FaultKind.ENGINE_ERRORS: "how many requests end as errors, as in 2",
+    FaultKind.CLOCK_SKEW: "the seconds by which durations are off, as in 0.5",
+    FaultKind.ALL_FILTERED: "how many tasks teach nothing, as in 4",
+}
+"""Kinds whose `amount` must be given, and what it says."""

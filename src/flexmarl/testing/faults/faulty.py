@@ -1,8 +1,8 @@
-"""Wrappers that break: each stands around a sound engine, trainer, store or task source, and asks an injection when.
+"""Wrappers that break a sound engine, trainer, store or task source at the moments that an injection gives.
 
     FaultyEngine("solver/0", ModelledEngine(costs, respond), Injection(plan))
 
-What a wrapper does not change, it passes on by name: a method that an interface gains needs nothing here.
+A wrapper passes on by name all that it does not change, so a new method of an interface needs no code here.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ from flexmarl.training.row_reader import RowReader
 
 T = TypeVar("T")
 READS = frozenset({"get", "counts", "query"})
-"""Calls of a store that change nothing."""
+"""Calls of a store that change nothing. They are never refused or counted."""
 
 
 class Around(Generic[T]):
-    """A wrapper: what a subclass does not define is the wrapped object's."""
+    """A wrapper. Attributes that a subclass does not define are those of the wrapped object."""
 
     def __init__(self, inner: T) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # Not set yet: a copy is being made.
+        if name == "inner":  # It is not set yet while a copy is made; without this, the lookup recurses.
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -55,17 +55,17 @@ class FaultyEngine(Around[ModelledEngine]):
     """An engine that falls silent, refuses or spoils loads, and fails requests, as an injection says."""
 
     def __init__(self, name: str, inner: ModelledEngine, injection: Injection) -> None:
-        """`name` is the pool's."""
+        """`name` is the instance's name in the pool."""
         super().__init__(inner)
         self._name, self._injection = name, injection
         self._silent = False
 
     def mute(self) -> None:
-        """A fault: never answers again, to no call at all, not even to be closed."""
+        """Injects a fault: no call returns any more, not even `close`."""
         self._silent = True
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Answers; requests that are to fail end with finish `error`, with the tokens that they have."""
+        """Answers requests. Those that the plan fails keep their tokens, but end with finish `error`."""
         failing = {
             request.request_id
             for request in requests
@@ -86,12 +86,12 @@ class FaultyEngine(Around[ModelledEngine]):
         await self.inner.abort(request_ids)
 
     async def usage(self) -> EngineUse:
-        """The load right now."""
+        """Returns the current load."""
         await self._until_heard()
         return await self.inner.usage()
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Loads; a load that is to fail is refused, or comes out as other bytes."""
+        """Loads weights. A load that the plan fails raises EngineError, or returns the checksum of other bytes."""
         await self._until_heard()
         fault = self._injection.occurs(FaultKind.FAILED_PUBLISH, self._name)
         if fault and fault.how == "refused":
@@ -105,12 +105,12 @@ class FaultyEngine(Around[ModelledEngine]):
         await self.inner.sleep()
 
     async def wake(self) -> None:
-        """Goes on decoding."""
+        """Resumes decoding."""
         await self._until_heard()
         await self.inner.wake()
 
     async def close(self) -> None:
-        """Ends what runs."""
+        """Ends running requests."""
         await self._until_heard()
         await self.inner.close()
 
@@ -124,7 +124,7 @@ class AroundTrainer(Around[Any]):
 
     @property
     def rows(self) -> RowReader:
-        """Where it reads."""
+        """The reader through which the trainer gets its rows."""
         return self.inner.rows
 
     @rows.setter
@@ -141,7 +141,7 @@ class FaultyTrainer(AroundTrainer):
         self._skew_s = 0.0
 
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
-        """Accumulates, unless it dies half-way."""
+        """Accumulates a micro-batch, unless the trainer dies halfway."""
         inner, injection, policy = self.inner, self._injection, self.inner.policy
         if fault := injection.occurs(FaultKind.CLOCK_SKEW, policy):
             self._skew_s = fault.amount
@@ -156,7 +156,7 @@ class FaultyTrainer(AroundTrainer):
 
 
 class AroundStore(Around[ExperienceStore]):
-    """A wrapper of a store: `call` stands around each of its calls."""
+    """A wrapper of a store. Each of the store's calls goes through `call`."""
 
     def __getattr__(self, name: str) -> Any:
         inner: Any = super().__getattr__(name)
@@ -167,29 +167,29 @@ class AroundStore(Around[ExperienceStore]):
         return call if callable(inner) else inner
 
     async def call(self, name: str, do: Callable[[], Awaitable[Any]]) -> Any:
-        """Makes one call; `do` is that of the store inside."""
+        """Makes the call `name`; `do` makes it at the wrapped store."""
         return await do()
 
 
 class SlowStore(AroundStore):
-    """A store whose calls take up to `longest_s`, so that they overtake one another."""
+    """A store whose calls begin up to `longest_s` seconds late, so that they overtake one another."""
 
     def __init__(self, inner: ExperienceStore, *, longest_s: float, random: Random) -> None:
         super().__init__(inner)
         self._longest_s, self._random = longest_s, random
 
     async def call(self, name: str, do: Callable[[], Awaitable[Any]]) -> Any:
-        """Waits first."""
+        """Waits for a random time, then makes the call."""
         if self._longest_s:
             await asyncio.sleep(self._random.uniform(0.0, self._longest_s))
         return await do()
 
 
 class FaultyStore(AroundStore):
-    """A store that refuses a write, or whose caller is killed right after a call was done, as an injection says.
+    """A store that refuses a write, or whose caller is killed right after a write, as an injection says.
 
-    `check_alive` raises when the life that reaches the store through this object is over: what tasks of a killed
-    process still do while they are torn down must leave no trace.
+    `check_alive` raises when the life that uses this object is over. The tasks of a killed process still run while they
+    are torn down, and they must not change the store.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class FaultyStore(AroundStore):
         """Does nothing: the store outlives a life."""
 
     async def call(self, name: str, do: Callable[[], Awaitable[Any]]) -> Any:
-        """Makes the call, if it is not refused."""
+        """Makes the call. Raises StoreError if the plan refuses it."""
         self._check_alive()
         if name in READS:
             return await do()

@@ -1,8 +1,8 @@
-"""Runs a plan of faults beside a run, and notes each one that strikes as the event `fault` of the journal.
+"""Runs a plan of faults during a run, and records each fault that strikes as the event `fault` in the journal.
 
 consumes     a FaultPlan
-waits for    the instant of each fault that comes by time; the others come with what they befall
-produces     thrown switches of engines, and answers to those who ask what befalls them now
+waits for    the time of each fault that comes by time; the other faults strike when their target asks for them
+produces     broken engines, lost instances and nodes, and answers to wrappers that ask for a fault
 unblocked by time
 """
 
@@ -16,7 +16,7 @@ from flexmarl.events.run_events import FaultStruck
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
-"""Kinds that befall an engine at a second of the run; a node is lost by time too."""
+"""Kinds that strike an engine at a second of the run. A lost node and a lost controller come by time too."""
 LOST = "it was lost, as planned"
 
 
@@ -24,20 +24,20 @@ class Switches(Protocol):
     """An engine that can be broken."""
 
     def fail(self, because: str, /) -> None:
-        """Dies: every call, running ones too, raises EngineError."""
+        """Kills the engine: running and later calls raise EngineError."""
         ...
 
     def slow(self, factor: float) -> None:
-        """Takes so many times as long from now on."""
+        """Makes the engine take `factor` times as long from now on."""
         ...
 
     def mute(self) -> None:
-        """Never answers again."""
+        """Makes the engine stop answering."""
         ...
 
 
 class Injection:
-    """One plan over all lives of a run: what has struck in one life does not strike in the next."""
+    """One plan for all lives of a run. A fault that struck in one life does not strike in the next."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.plan = plan
@@ -48,7 +48,7 @@ class Injection:
         self._die: Callable[[], None] = lambda: None
 
     def begin(self, events: Events, die: Callable[[], None]) -> None:
-        """Begins a life of the run: seconds and counts begin anew. `die` ends it as kill -9 would."""
+        """Begins a life of the run: counts begin anew. `die` ends the life as kill -9 would."""
         self._events, self._die = events, die
         self._counts.clear()
         self._noted.clear()
@@ -59,9 +59,10 @@ class Injection:
         lose: Callable[[str, str], None],
         lose_node: Callable[[str, str], object] = lambda node, because: None,
     ) -> None:
-        """Strikes by time, until nothing is left to strike; an instance that is not there any more is spared.
+        """Strikes by time until no such fault is left or the controller dies. Skips instances that no longer exist.
 
-        `lose` is given an instance whose process is seen to end, idle or not, and why; `lose_node` a node.
+        `lose` is called with an instance whose process is seen to end and the reason; `lose_node` with a node and the
+        reason. `engines` returns the engines that live now, by instance.
         """
         waiting = [f for f in self.plan.of(*BY_TIME, FaultKind.LOST_NODE) if f not in self._struck]
         waiting += [f for f in self._controller("seconds") if f not in self._struck]
@@ -83,7 +84,7 @@ class Injection:
                     lose(fault.target, LOST)
 
     def occurs(self, kind: FaultKind, target: str = "") -> Fault | None:
-        """Counts one more occurrence of what a fault of this kind waits for; returns the fault, if it comes due."""
+        """Counts one more occurrence for this kind and target. Returns the fault that comes due with it, or None."""
         self._counts[kind, target] += 1
         for fault in self.plan.of(kind):
             if fault.target == target and fault not in self._struck and self._counts[kind, target] == fault.after:
@@ -92,7 +93,7 @@ class Injection:
         return None
 
     def stricken(self, kind: FaultKind, target: str = "") -> Fault | None:
-        """As `occurs`, for a fault that lasts: `amount` occurrences from number `after` on."""
+        """Like `occurs`, for a fault that lasts: it strikes `amount` occurrences, from number `after` on."""
         self._counts[kind, target] += 1
         count = self._counts[kind, target]
         for fault in self.plan.of(kind):
@@ -103,7 +104,7 @@ class Injection:
         return None
 
     def store_called(self) -> None:
-        """Ends the life if it was to end with this call of the store."""
+        """Counts a write to the store, and ends the life if the plan says so."""
         self._counts[FaultKind.LOST_CONTROLLER, ""] += 1
         for fault in self._controller("store_calls"):
             if fault not in self._struck and self._counts[FaultKind.LOST_CONTROLLER, ""] == fault.after:
@@ -111,14 +112,14 @@ class Injection:
                 self._die()
 
     def befalls(self, kind: FaultKind, input_id: str) -> bool:
-        """Whether a task is poisoned, or hangs in its first play; strikes whenever it is asked for such a task."""
+        """Returns True if the plan has a fault of this kind for the task. The fault then strikes."""
         fault = next((fault for fault in self.plan.of(kind) if fault.target == input_id), None)
         if fault is not None:
             self._strike(fault)
         return fault is not None
 
     def flattens(self, position: int) -> bool:
-        """Whether the task at a position teaches nothing."""
+        """Returns True if the task at a position must get equal rewards. The fault then strikes."""
         for fault in self.plan.of(FaultKind.ALL_FILTERED):
             if fault.after <= position < fault.after + fault.amount:
                 self._strike(fault)
@@ -126,7 +127,7 @@ class Injection:
         return False
 
     def exhausts(self, position: int) -> bool:
-        """Whether the source has no task at a position."""
+        """Returns True if the source must have no task at a position. The fault then strikes."""
         for fault in self.plan.of(FaultKind.SOURCE_EXHAUSTED):
             if position >= fault.after:
                 self._strike(fault)
@@ -134,14 +135,14 @@ class Injection:
         return False
 
     def tears(self) -> Fault | None:
-        """The fault that befalls the newest checkpoint now that the run has died; strikes when it is resumed."""
+        """Returns the fault that damages the newest checkpoint, or None. The next life must `note` it."""
         fault = next((f for f in self.plan.of(FaultKind.TORN_CHECKPOINT) if f not in self._struck), None)
         if fault is not None:
             self._struck.add(fault)
         return fault
 
     def note(self, fault: Fault) -> None:
-        """Emits that a fault struck; of one that lasts, the first strike in each life."""
+        """Emits that a fault struck, once in each life. Later strikes in that life emit nothing."""
         if fault not in self._noted and self._events is not None:
             self._noted.add(fault)
             self._events.emit(

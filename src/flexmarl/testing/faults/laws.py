@@ -1,4 +1,4 @@
-"""The laws, each a function from a story to what breaks it, recomputed from what journals, rows and parts say."""
+"""Decides which laws a story breaks. Each law recomputes its facts from journals, rows and what parts remember."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ DEMANDED: Mapping[FaultKind, tuple[type[FlexmarlError], ...]] = {
 
 
 def every_life_ends_as_its_faults_demand(story: Story) -> Iterator[str]:
-    """A run hangs never, dies only of an error that a fault demands, and goes on until it has ended."""
+    """No life hangs. A life dies only of an error that its faults demand. The run is resumed until it has ended."""
     for number, life in enumerate(story.lives):
         if life.hung:
             yield f"life {number} hung: {life.error}"
@@ -73,14 +73,14 @@ def _demanded(story: Story, life: Life) -> tuple[type[FlexmarlError], ...]:
     struck = {FaultKind(event.kind) for event in life.of(FaultStruck)}
     errors = [error for kind in struck for error in DEMANDED.get(kind, ())]
     filtered = story.settings.credit.filter is not None
-    late = any("held up others" in event.because for event in life.of(GroupExpired))  # A deadline too short.
+    late = any("held up others" in event.because for event in life.of(GroupExpired))  # The deadline was too short.
     if story.chance or filtered or late:
-        errors.append(EpisodeError)  # Of so few groups, all may end without a sample by chance.
+        errors.append(EpisodeError)  # With so few groups, all may end without a sample by chance.
     return tuple(errors)
 
 
 def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
-    """Every admitted group ends exactly once, its rows with it; ids are given in order, without gaps."""
+    """Every admitted group ends exactly once, and its rows end with it. Group ids have no gaps."""
     for group, told in sorted(story.groups.items()):
         if len(told.admitted) != 1:
             yield f"group {group} was admitted {len(told.admitted)} times"
@@ -103,7 +103,7 @@ def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
 
 
 def _groups_of_steps(story: Story) -> Iterator[str]:
-    """A synchronous step plays its groups and no others; another one trains as many at least."""
+    """Synchronous steps without refill admit `batch.groups` groups each. Asynchronous steps train at least as many."""
     per_step, num_steps = story.settings.batch.groups, story.settings.steps
     if not story.settings.mode.synchronous:
         for step, trained in story.steps.items():
@@ -135,10 +135,10 @@ LAWS: Mapping[str, Law] = {
     "12": law_12_queues_are_bounded,
     "13": law_13_every_sampled_token_is_accounted_for,
 }
-"""By the number in docs/laws.md; `ends` is what every test of faults demands besides."""
+"""The laws by their number in docs/laws.md. `ends` has no number there: it says how lives may end."""
 
 
 def broken(story: Story) -> dict[str, list[str]]:
-    """The laws that a story breaks, and how."""
+    """Returns the laws that a story breaks, each with the reasons."""
     found = {number: list(law(story)) for number, law in LAWS.items()}
     return {number: because for number, because in found.items() if because}

@@ -1,4 +1,4 @@
-"""Laws of samples: what is trained, from what, and with which credit."""
+"""Decides whether a story keeps the laws of samples: which rows are trained, their contents and their credit."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from flexmarl.testing.faults.watched import Answered
 
 GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 PER_AGENT = ("default", "drmas")
-"""Estimators that compare a row with those of its agent alone, by their mean."""
+"""Estimators that compare a row with the mean reward of its own agent."""
 
 
 def law_5_every_ready_row_is_in_one_update(story: Story) -> Iterator[str]:
-    """What trainers accumulated into the updates that count is what the rows say, each exactly once."""
+    """Every trained row is in exactly one update, and every sample in an update is a trained row."""
     used = Counter(story.trained())
     for sample_id, times in used.items():
         if times != 1:
@@ -48,7 +48,7 @@ def _large_batches(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story, trained: list[Row]) -> Iterator[str]:
-    """A version is made of rows: there are none between those that rows were trained into."""
+    """Every version of a trainer has rows that were trained into it, and no row names another version."""
     for policy, trainer in story.lives[-1].trainers.items():
         settled = {row.settled_version or 0 for row in trained if row.policy == policy}
         if settled != set(range(1, trainer.version + 1)):
@@ -56,7 +56,7 @@ def _versions(story: Story, trained: list[Row]) -> Iterator[str]:
 
 
 def _ready_rows(story: Story, trained: list[Row]) -> Iterator[str]:
-    """Of a trained group, as many rows are trained as its credit made ready."""
+    """In a trained group, as many rows of each policy are trained as credit made ready."""
     found = Counter((group_of(row.sample_id), row.policy) for row in trained)
     for group, told in story.groups.items():
         if told.ends == ["trained"]:
@@ -66,7 +66,7 @@ def _ready_rows(story: Story, trained: list[Row]) -> Iterator[str]:
 
 
 def _weights(story: Story, trained: list[Row]) -> Iterator[str]:
-    """The weight that these rows give, against the trainer's own: its gradient is the mean of advantage over tokens."""
+    """A trainer's weight is the one that its rows give: each update adds the mean advantage over weighted tokens."""
     sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in trained:
         tokens = row.values["weight"] * len(row.values["response_ids"])
@@ -81,7 +81,7 @@ def _weights(story: Story, trained: list[Row]) -> Iterator[str]:
 
 
 def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
-    """Prompt, ids and log-probabilities of a row are those of the engines that answered its call, to the last bit."""
+    """A row has, to the last bit, the prompt, ids and log-probabilities of the engines that answered its call."""
     prompts: dict[str, IntArray] = {}
     answers: dict[str, list[Answered]] = defaultdict(list)
     for engine in (engine for life in story.lives for engine in life.engines.values()):
@@ -106,7 +106,7 @@ _SAMPLED = ("response_ids", "logprobs", "raw_logprobs")
 
 
 def _agrees(row: Row, answered: Answered, name: str) -> bool:
-    """Of an answer that was given up for another one, the row has more or less; never anything else."""
+    """True if row and answer are equal where both have tokens. Only an answer that was given up has another end."""
     kept, sampled, begin = row.values[name], getattr(answered.generation, name), answered.request.offset
     both = max(0, min(len(kept) - begin, len(sampled)))
     return _same(kept[begin : begin + both], sampled[:both])
@@ -117,7 +117,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
-    """A row's tags name its group's task, equal context hashes mean equal contexts, and advantages are its group's."""
+    """Tags name the task of the row's group, equal context hashes mean equal contexts, and advantages fit the group."""
     contexts: dict[tuple[str, str], bytes] = {}
     compared: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in story.rows:
@@ -145,7 +145,7 @@ def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
 
 
 def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
-    """Training rows are whole answers with a reward; a failed row has none, and says why it failed."""
+    """Every trained row is a whole answer with a reward. A failed row has no reward, and a reason."""
     good = {
         generation.request_id
         for life in story.lives
@@ -170,10 +170,10 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
 
 
 def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
-    """A token that an engine sampled is in a row that has ended, with the reason where it failed.
+    """Every token that an engine sampled is in a row that has ended. A failed row has a reason.
 
-    Of a call that was aborted, failed, or left by its workflow, too; but for what a lost engine takes with it, and a
-    dead process.
+    This holds too for calls that were aborted, that failed, or that their workflow left. Tokens of lost engines, of
+    earlier lives and of evaluations are not checked.
     """
     last = story.lives[-1]
     if not story.finished:

@@ -1,4 +1,4 @@
-"""Laws of serving: which versions sample tokens, who holds what, and how much waits."""
+"""Decides whether a story keeps the laws of serving: versions of tokens, owners of devices, lengths of queues."""
 
 import math
 from collections import Counter, defaultdict
@@ -17,8 +17,11 @@ from flexmarl.testing.faults.story import Life, Story, ended_by, group_of
 
 
 def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
-    """Synchronous: all tokens of an update are of the version before it. Else: at most S + ceil((W - 1) / P) older, and
-    B + W - 2 groups older where policies update on their own.
+    """Tokens are not older than docs/math.md allows, and no group is taken from outside the window.
+
+    Synchronous modes: every token of an update was sampled at the version before it. Other modes: at most
+    S + ceil((W - 1) / P) versions earlier. With `updates: per_policy`: at most B + W - 2 other groups of its policy
+    were trained in between. P is `batch.groups` and B = (S + 1) P; S and W are those of `lag_and_window`.
     """
     yield from _outside_the_window(story)
     if story.settings.mode.synchronous and not story.refills:
@@ -39,7 +42,7 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
 
 
 def _of_other_steps(story: Story) -> Iterator[str]:
-    """Rows, trained or not, that were sampled at another version than the one that their step began with."""
+    """Reports rows, trained or not, that were sampled at another version than that at which their step began."""
     served = {event.step: event.versions for event in story.events if isinstance(event, StepStarted)}
     for row in story.rows:
         step = group_of(row.sample_id) // story.settings.batch.groups
@@ -50,7 +53,7 @@ def _of_other_steps(story: Story) -> Iterator[str]:
 
 
 def lag_and_window(settings: RunSettings) -> tuple[int, int | None]:
-    """S and W of the mode, as docs/math.md says; W is None where there is no window."""
+    """Returns S and W of the run's mode, as docs/math.md defines them. W is None if the mode has no window."""
     groups, pipeline, mode = settings.batch.groups, settings.pipeline, settings.mode
     if mode.synchronous:
         return 0, 1
@@ -64,9 +67,9 @@ def lag_and_window(settings: RunSettings) -> tuple[int, int | None]:
 
 
 def staleness_bound(story: Story) -> int | None:
-    """S + ceil((W - 1) / P), S where steps are in order; None where there is no window, or versions of few groups."""
+    """Returns the most versions that a token may be late. None without a window, or if policies update on their own."""
     if story.per_policy:
-        return None  # A batch that ends early makes a version too.
+        return None  # A batch that ends early also makes a version, so no bound on versions holds.
     if story.settings.mode is Mode.ONE_STEP_OFF:
         return 1  # Its window does not slide within a step.
     lag, window = lag_and_window(story.settings)
@@ -74,7 +77,7 @@ def staleness_bound(story: Story) -> int | None:
 
 
 def _overtaken(story: Story) -> Iterator[str]:
-    """Samples between whose sampling and training their policy was trained on too many other groups."""
+    """Reports rows whose policy was trained on too many other groups between their sampling and their training."""
     lag, window = lag_and_window(story.settings)
     if window is None:
         return
@@ -92,14 +95,14 @@ def _overtaken(story: Story) -> Iterator[str]:
 
 
 def _outside_the_window(story: Story) -> Iterator[str]:
-    """Groups that were taken though the oldest open one is too far behind them."""
+    """Reports groups taken without a reason, or from beyond the window. It begins at the oldest open group."""
     window = lag_and_window(story.settings)[1]
     for number, life in enumerate(story.lives):
         untaken = set[int]()
         for event in life.events:
             if isinstance(event, GroupAdmitted):
                 untaken.add(event.group)
-            elif isinstance(event, GroupStopped):  # One that held up others leaves the window before it has ended.
+            elif isinstance(event, GroupStopped):  # A group that held up others leaves the window before it ends.
                 untaken.discard(event.group)
             elif isinstance(event, GroupTaken):
                 head = min(untaken)
@@ -111,14 +114,14 @@ def _outside_the_window(story: Story) -> Iterator[str]:
 
 
 def law_4_nothing_is_held_twice(story: Story) -> Iterator[str]:
-    """No more trainers are on devices than may be; no policy gives its last instance away; no name is used twice."""
+    """No more trainers than allowed are on devices, no move takes a policy's last instance, no name is used twice."""
     for number, life in enumerate(story.lives):
         for because in (*_crowded_devices(story, life), *_bereft_policies(story, life)):
             yield f"life {number}: {because}"
 
 
 def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
-    """By journal: who holds devices, from the beginning of its resumption to the end of its suspension."""
+    """Reports too many trainers on devices. One holds them from the start of a resume to the end of a suspend."""
     at_once = story.settings.process_groups.at_once or len(story.trained_policies)
     resident = set[str]()
     moments = [
@@ -132,7 +135,7 @@ def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
 
 
 def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
-    """By journal: which instances each policy has, and which of the lost ones are about to be replaced."""
+    """Reports moves of a policy's last instance, and names used twice. Lost instances that can be replaced count."""
     live, names = set(story.initial), Counter(story.initial)
     owed, losses = set[InstanceId](), Counter[str]()
     for event in life.of(InstanceLost, InstanceReplaced, Moved, MoveFailed):
@@ -141,7 +144,7 @@ def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
             case InstanceLost():
                 losses[policy] += 1
                 owed |= live & {name}
-                live.discard(name)  # One that is lost on its way has a name that was never live.
+                live.discard(name)  # An instance that is lost during a move has a name that was never live.
             case InstanceReplaced():
                 owed.discard(event.replaces)
                 joined = name
@@ -154,9 +157,9 @@ def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
             case _ if "was not moved" in event.because:
                 live.discard(name)
                 if "so it stays" in event.because:
-                    joined = InstanceId(policy, -len(names))  # Under which id is not said.
+                    joined = InstanceId(policy, -len(names))  # The event does not name its new id.
             case _:
-                pass  # It was refused, and nothing has changed.
+                pass  # The move was refused, so nothing has changed.
         if joined is not None:
             live.add(joined)
             names[joined] += 1
@@ -165,8 +168,10 @@ def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
 
 
 def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[str]:
-    """An instance answers with a version it has checked; synchronously, nothing is sent before all have it, and
-    nothing is admitted either, unless rollout is ahead.
+    """An instance answers only with versions whose checksum it has confirmed.
+
+    In synchronous modes, no call of a policy is sent before all its instances hold the same weights. Without
+    `pipeline.ahead`, no group is admitted before that either.
     """
     for number, life in enumerate(story.lives):
         for because in _unchecked_answers(life):
@@ -178,7 +183,7 @@ def law_10_versions_are_served_after_their_checksum(story: Story) -> Iterator[st
 
 
 def _unchecked_answers(life: Life) -> Iterator[str]:
-    """By what engines say they held and answered, and trainers say they published."""
+    """Reports answers with a version before the engine held weights with the trainer's published checksum."""
     for name, engine in life.engines.items():
         held: dict[tuple[str, int], float] = {}
         for at, policy, version, checksum in engine.loads:
@@ -191,7 +196,7 @@ def _unchecked_answers(life: Life) -> Iterator[str]:
 
 
 def _early_admissions(story: Story, life: Life) -> Iterator[str]:
-    """By journal: what every instance held at an admission that was live before it and served after it."""
+    """Reports admissions while an instance, live before and serving after, did not hold the published weights."""
     last_sent = {event.process: event.began for event in life.of(Called)}
     live = set(map(WorkerId.engine, story.initial))
     held, published = dict[WorkerId, str](), dict[str, str]()
@@ -212,7 +217,7 @@ def _early_admissions(story: Story, life: Life) -> Iterator[str]:
 
 
 def _early_calls(story: Story, life: Life) -> Iterator[str]:
-    """By journal: whether all instances of a policy that were live before a call and served after it held the same."""
+    """Reports calls sent while another instance of the policy, live before and serving after, held other weights."""
     held: dict[WorkerId, list[tuple[float, str]]] = defaultdict(list)
     sent: dict[WorkerId, list[float]] = defaultdict(list)
     for event in life.of(Loaded):
@@ -233,7 +238,7 @@ def _early_calls(story: Story, life: Life) -> Iterator[str]:
 
 
 def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
-    """Never more groups are active than there are slots, nor more requests with an instance than it may run."""
+    """No more groups are active than there are slots, and no instance has more requests than `pool.max_running`."""
     settings = story.settings
     steps = lag_and_window(settings)[0] + 1 + settings.pipeline.ahead
     slots, at_once = steps * settings.batch.groups, settings.pool.max_running
@@ -255,7 +260,7 @@ def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
 
 
 def _crowded_rollout(story: Story) -> Iterator[str]:
-    """Where groups are credited as they finish: no more play than rollout.inter_query, and one waits for its slot."""
+    """In mode microbatch, at most rollout.inter_query groups play and one waits. Skips deterministic and ahead runs."""
     settings = story.settings
     if settings.mode is not Mode.MICROBATCH or settings.deterministic or settings.pipeline.ahead:
         return
@@ -272,7 +277,7 @@ def _crowded_rollout(story: Story) -> Iterator[str]:
 
 
 def _served(life: Life, event: Event, owing: dict[int, set[str]]) -> list[int]:
-    """Groups on which, with this publication, the last of their policies has been updated."""
+    """Returns groups whose policies have all been updated. `owing` has the policies that each group still waits for."""
     if isinstance(event, GroupReady):
         owing[event.group] = set(event.samples)
     if not isinstance(event, Published):

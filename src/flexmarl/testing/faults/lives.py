@@ -1,11 +1,11 @@
-"""Checkpoint on disk, damaged as a crash or a bad disk would.
-
-Runs one run to its end, through all its deaths: each life is the production loops in virtual time, resumed.
+"""Runs one random run with faults to its end, and resumes it after every death, with the production loops.
 
 consumes     a schedule and its plan of faults
 waits for    nothing outside virtual time
 produces     the story of all lives
-unblocked by virtual time; a life that takes LIMIT_S, or in which nothing can run any more, has hung
+unblocked by virtual time; a life that takes LIMIT_S or CPU_S, or in which no task can run any more, has hung
+
+Between two lives it can damage the newest checkpoint, as a crash or a bad disk would.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from flexmarl.training.residency import ProcessGroup
 
 
 def tear(injection: Injection, folder: Path) -> Fault | None:
-    """Damages the newest checkpoint, if a plan says so and there is one; the fault, if it did."""
+    """Damages the newest checkpoint in `folder`. Returns the fault; None without a planned fault or a checkpoint."""
     newest = max(folder.glob("step-*"), default=None)
     fault = injection.tears() if newest else None
     if newest is None or fault is None:
@@ -67,23 +67,23 @@ ENGINE_COSTS = EngineCosts(
     decode_s=SECONDS_PER_TOKEN, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0
 )
 LIMIT_S = 3000.0
-"""Of one life, in virtual seconds; a step takes some ten, and with everything timing out some hundred."""
+"""Virtual seconds that one life may take. A step takes about 10, and about 100 if every call times out."""
 CPU_S = 30.0
-"""Of one life, in seconds that this process computes: a loop that never waits lets no virtual time pass.
+"""Seconds of processor time that one life may take: in a loop that never waits, no virtual time passes.
 
-It is no time of the clock on the wall: on a busy machine that one passes while the run is not even computing.
+Wall-clock time would be wrong: on a busy machine it passes while the run does not compute.
 """
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where checkpoints are flushed at once."""
+"""Parent of the checkpoint folders: a file system in memory, if there is one, because it flushes at once."""
 
 
 class Stuck(BaseException):
-    """A life that computes for ever, without waiting."""
+    """Raised in a life that computes without end and never waits."""
 
 
 @contextmanager
 def at_most(cpu_s: float) -> Iterator[None]:
-    """Raises Stuck out of the block when this process has computed for so long in it; in the main thread only."""
+    """Raises Stuck in the block after `cpu_s` seconds of processor time. For the main thread only."""
 
     def stop(*_: object) -> None:
         raise Stuck(f"it computed for more than {cpu_s:g} s")
@@ -98,16 +98,16 @@ def at_most(cpu_s: float) -> Iterator[None]:
 
 
 def trainer_costs(schedule: Schedule) -> TrainerCosts:
-    """What the trainers of a run take."""
+    """Returns the costs of the run's trainers."""
     return TrainerCosts(sample_s=schedule.sample_s, update_s=0.05, publish_s=0.02, resume_s=0.3, suspend_s=0.2)
 
 
 def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
-    """Plays the run of a schedule, life after life, until it ends or has died too often."""
+    """Plays the run of a schedule, life after life, until it has ended or more lives would not help."""
     injection, lives = Injection(schedule.plan), list[Life]()
     store = None
     with tempfile.TemporaryDirectory(dir=MEMORY) as name, warnings.catch_warnings():
-        # Of a workflow's `gather`, half may outlive the other half, and find the pool closed.
+        # Some calls of a workflow's `gather` may outlive the others, and find the pool closed.
         warnings.simplefilter("ignore", RuntimeWarning)
         folder = Path(name)
         torn: Fault | None = None
@@ -119,13 +119,13 @@ def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
                 chance = bool(schedule.raising or schedule.forgetful or schedule.long_winded)
                 return Story(settings=run.settings, chance=chance, lives=lives, rows=tuple(run.rows()), folder=name)
             if isinstance(lives[-1].error, CheckpointError):
-                shutil.rmtree(folder)  # As the error says: the run then begins anew.
+                shutil.rmtree(folder)  # The error asks for this; the run then starts from step 0.
                 folder.mkdir()
             torn = tear(injection, folder)
 
 
 def _is_over(lives: list[Life]) -> bool:
-    """Whether it ended, or will not get any further: it has died twice of the same."""
+    """Returns True if the run ended, hung, died of an error that is no FlexmarlError, or died twice of one error."""
     last = lives[-1]
     if last.finished or last.hung or not isinstance(last.error, FlexmarlError | None):
         return True
@@ -133,7 +133,7 @@ def _is_over(lives: list[Life]) -> bool:
 
 
 class MortalRun(ScriptedRun):
-    """One life of a run."""
+    """One life of a run, with faulty and watched engines, trainers, store and task source."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class MortalRun(ScriptedRun):
         store: Any,
         torn: Fault | None,
     ) -> None:
-        """`store` is the one that earlier lives left behind; `torn` what befell their checkpoint."""
+        """`store` is the one of earlier lives, None in the first. `torn` is the fault that damaged their checkpoint."""
         super().__init__(
             lambda task, team: play(task, team, schedule, injection),
             lambda prompt, request: say(request, schedule),
@@ -158,11 +158,11 @@ class MortalRun(ScriptedRun):
         self._schedule, self._injection, self._mutation = schedule, injection, mutation
         self._pulse, self._hung, self._torn = Pulse(), False, torn
         self.kept = self.store
-        """The store itself, which outlives this life."""
+        """The store without its wrappers. It outlives this life."""
         self.events = MortalEvents(self._pulse)
         self.rules = mutation.rules
         self.watched: dict[str, WatchedEngine] = {}
-        """By instance."""
+        """Engines by instance name."""
         self.made = {policy: self._trainer(policy) for policy in self.trainers}
         self.trainers |= self.made
         faulty: Any = FaultyStore(self.kept, injection, self._pulse.check)
@@ -175,7 +175,7 @@ class MortalRun(ScriptedRun):
         )
 
     def live(self) -> Life:
-        """Plays it, and tells how it ended."""
+        """Plays this life. Returns how it ended and what its parts remember."""
         error: BaseException | None = None
         try:
             with at_most(CPU_S):
@@ -196,7 +196,7 @@ class MortalRun(ScriptedRun):
         )
 
     async def strike(self) -> None:
-        """Breaks engines at their time."""
+        """Runs the faults that come by time."""
         await self._injection.watch(
             lambda: cast(Any, self.watched),
             lambda instance, because: self.world.pool.lose(InstanceId.parse(instance), because),
@@ -222,15 +222,15 @@ class MortalRun(ScriptedRun):
                 self._hung = limit.expired()
 
     def residents(self) -> Residents:
-        """Engines that break and are replaced, trainers that share devices."""
+        """Returns engines that break and are replaced, and trainers that share devices."""
         return MortalResidents(self)
 
     def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
-        """The pool, with the rule that a mutation breaks."""
+        """Makes the pool, in which a mutation may break a rule."""
         return self._mutation.pool(*instances, **how)
 
     def make_engine(self, name: str) -> WatchedEngine:
-        """An engine that breaks as planned."""
+        """Makes an engine that breaks as planned."""
         schedule, renderer = self._schedule, character_renderer()
         engine = ModelledEngine(
             ENGINE_COSTS,
@@ -257,15 +257,15 @@ class MortalResidents(ScriptedResidents):
         self._run = run
 
     def make_engine(self, policy: PolicyName, instance: str) -> Any:
-        """A new one."""
+        """Makes a new engine under the name `instance`."""
         return self._run.make_engine(instance)
 
     def replacement_s(self, policy: PolicyName) -> float | None:
-        """As its costs say."""
+        """Returns the seconds that a replacement takes to start."""
         return ENGINE_COSTS.start_s
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """All of them share devices."""
+        """Returns a process group for each trainer. All groups share devices."""
         return {policy: ModelledProcessGroup(cast(Any, trainer)) for policy, trainer in self._run.made.items()}
 
 
@@ -275,7 +275,7 @@ async def _strike(run: ScriptedRun) -> None:
 
 
 async def play(task: Task, team: Team, schedule: Schedule, injection: Injection) -> None:
-    """The workflow: every agent speaks `rounds` times and is rewarded for its own words, if nothing befalls it."""
+    """Plays a task: every agent speaks `rounds` times and is rewarded for its own words, unless a fault strikes."""
     flat = task.input_id.startswith("task-") and injection.flattens(int(task.input_id.rpartition("-")[2]))
     if injection.befalls(FaultKind.POISON_TASK, task.input_id):
         raise ValueError("the task is poisoned, as planned")
@@ -300,6 +300,6 @@ async def play(task: Task, team: Team, schedule: Schedule, injection: Injection)
 
 
 def say(request: GenerationRequest, schedule: Schedule) -> str:
-    """Right (`a`) or wrong (`b`), short or long, by the call's seed."""
+    """Returns a reply of right (`a`) or wrong (`b`) letters. The request's seed decides which, and how many."""
     words = "ab"[request.seed % 2] * (1 + request.seed % 4)
     return words + "z" * 80 if Random(f"{schedule.seed}/{request.seed}").random() < schedule.long_winded else words

@@ -1,4 +1,4 @@
-"""Rules that are broken on purpose, given to a run in place of the sound ones: a law that catches none is untried."""
+"""Rules broken on purpose, each of which replaces a sound rule in a run. The laws must catch every one."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,19 +39,19 @@ from flexmarl.testing.faults.watched import WatchedCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """One broken rule, and where it goes."""
+    """One broken rule, and the part of the run that it replaces."""
 
     name: str
     breaks: str
-    """What it does wrong."""
+    """Description of the fault."""
     mode: str | None = None
-    """The only mode in which it matters, if there is only one."""
+    """The only mode in which the mutation has an effect; None if it has one in any mode."""
     rules: Rules = PRODUCTION
     pool: type[InferencePool] = InferencePool
     store: Callable[[Any], Any] = lambda store: store
-    """What stands around the store."""
+    """Wraps the store."""
     cache: type[WatchedCache] = WatchedCache
-    """Of trainers."""
+    """The gradient cache of trainers."""
     settings: Callable[[RunSettings], RunSettings] = lambda settings: settings
 
 
@@ -88,7 +88,7 @@ class _AccumulatesTwice(WatchedCache):
 
 class _LosesReusedIds(WatchedCache):
     def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
-        if not self.cached.get(batch.micro_batch_id, batch):  # All of its rows were dropped.
+        if not self.cached.get(batch.micro_batch_id, batch):  # The cache has the id, and all its rows were dropped.
             samples = tuple(replace(sample, advantage=0.0) for sample in batch.samples)
             batch = replace(batch, samples=samples)
         return super().add(batch, duration_s=duration_s)
@@ -105,7 +105,7 @@ class _PublishesWithoutWaiting(InferencePool):
 
 
 _unheeded = set["asyncio.Task[dict[InstanceId, Checksum]]"]()
-"""Tasks that nobody awaits must be held by somebody."""
+"""Keeps tasks that nobody awaits, or they could be garbage collected."""
 
 
 class _ServesUnchecked(InferencePool):
@@ -229,4 +229,4 @@ MUTATIONS = (
     ),
     Mutation(name="credit_mixes_groups", breaks="a group's rewards are compared with another one's", settings=_mix),
 )
-"""Each must be caught."""
+"""All mutations. A law must catch each of them."""

@@ -1,7 +1,7 @@
 """Runs a plan of faults on a simulated run: `flexmarl simulate CONFIG --faults PLAN`.
 
 consumes     a FaultPlan, and a run before it is wired
-waits for    the instant of each fault that comes by time; the others come with what they befall
+waits for    the time of each fault that comes by time; the other faults strike when their target asks for them
 produces     the same run, whose engines, trainers, store, tasks and nodes fail as planned
 unblocked by time
 """
@@ -35,14 +35,14 @@ from flexmarl.training.residency import ProcessGroup
 
 
 class PlannedFaults:
-    """What befalls a simulated run: a `Disturbance` of flexmarl.assemble.simulation."""
+    """The faults of a simulated run, as a `Disturbance` of flexmarl.assemble.simulation."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._injection = Injection(plan)
         self._engines: dict[str, FaultyEngine] = {}
 
     def blueprint(self, blueprint: Blueprint) -> Blueprint:
-        """The run with poisoned and hung tasks, and a source that may end early."""
+        """Returns the run with poisoned and hung tasks, and a source that may end early."""
         play, injection = blueprint.team.run, self._injection
         hung = set[str]()
 
@@ -58,21 +58,21 @@ class PlannedFaults:
         return replace(blueprint, source=source, team=replace(blueprint.team, run=run))
 
     def residents(self, residents: Residents) -> Residents:
-        """Engines and trainers that fail."""
+        """Wraps engines and trainers so that they fail as planned."""
         return FaultyResidents(residents, self._injection, self._engines)
 
     def store(self, store: ExperienceStore) -> ExperienceStore:
-        """A store that refuses writes."""
+        """Wraps the store so that it fails as planned."""
         return cast(Any, FaultyStore(store, self._injection))
 
     def begin(self, events: Events, die: Callable[[], None], checkpoints: Path) -> None:
-        """Begins a life; a checkpoint that is to be torn is torn before the run goes on from it."""
+        """Begins a life. If the plan says so, damages the newest checkpoint before the run resumes from it."""
         self._injection.begin(events, die)
         if fault := tear(self._injection, checkpoints):
             self._injection.note(fault)
 
     async def watch(self, world: World) -> None:
-        """Strikes by time. A lost instance or node is lost as its process would be: the cluster tells of it."""
+        """Runs the faults that come by time. Lost engines and nodes die in the cluster, which reports their deaths."""
         cluster = cast(InprocCluster, world.cluster)
         live = {resident.name for resident in cluster.residents if resident.alive}
 
@@ -87,23 +87,23 @@ class PlannedFaults:
 
 
 class FaultyResidents:
-    """Residents of which engines and trainers fail as an injection says."""
+    """Residents whose engines and trainers fail as an injection says."""
 
     def __init__(self, inner: Residents, injection: Injection, engines: dict[str, FaultyEngine]) -> None:
-        """`engines` gets every engine that is made, by instance."""
+        """Enters every engine that is made into `engines`, under its instance."""
         self._inner, self._injection, self._engines = inner, injection, engines
 
     @property
     def objects(self) -> ObjectStore:
-        """Where weights are."""
+        """The store of weights."""
         return self._inner.objects
 
     def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:
-        """Where residents live."""
+        """Returns the cluster in which residents live."""
         return self._inner.cluster(residents, events)
 
     def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[WeightedEngine]:
-        """One inference instance."""
+        """Returns the spec of an inference instance that fails as planned."""
         spec: Any = self._inner.engine(policy, instance)
 
         def make() -> Any:
@@ -113,16 +113,16 @@ class FaultyResidents:
         return replace(spec, make=make)
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
-        """The trainer of a policy."""
+        """Returns the spec of a policy's trainer that fails as planned."""
         spec: Any = self._inner.trainer(policy)
         return replace(spec, make=lambda: FaultyTrainer(spec.make(), self._injection))
 
     def replacement_s(self, policy: PolicyName) -> float | None:
-        """As before."""
+        """Returns what the wrapped residents return."""
         return self._inner.replacement_s(policy)
 
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
-        """As before."""
+        """Returns what the wrapped residents return."""
         return self._inner.process_groups(trainers)
 
 

@@ -1,4 +1,4 @@
-"""Decides a small random run, and what goes wrong in it, from one seed."""
+"""Decides a small random run and its faults, from one seed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from flexmarl.orchestrator.settings import Mode
 from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
 
 PER_POLICY = "per_policy"
-"""As `async`, with an update of each policy as its own batch fills."""
+"""Mode `async`, in which each policy is updated when its own batch is full."""
 MODES = (*(mode.value for mode in Mode), PER_POLICY)
 SYNCHRONOUS = frozenset(mode.value for mode in Mode if mode.synchronous)
 TEAMS: tuple[Mapping[str, str], ...] = (
@@ -21,41 +21,43 @@ TEAMS: tuple[Mapping[str, str], ...] = (
     {"planner": "planner", "solver": "solver", "verifier": "verifier"},
     {"solver": "solver", "verifier": "verifier", "judge": "frozen"},
 )
-"""Agents, and the policy of each; `frozen` is not trained."""
+"""Teams: the agents, and the policy of each. The policy `frozen` is not trained."""
 SECONDS_PER_TOKEN = 0.1
 LOSSES_WHILE_STREAMING = 0.05
 """Share of runs that stream credit to trainers that are swapped, and lose a trainer and a write of the store.
 
-By chance alone a run of 3 000 is such a run, and the faults that meet there strike once in some 20 000.
+By chance alone, about one run in 3 000 would be drawn so, and its faults would all strike in about one of 20 000.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One run: its sizes, its speeds, its faults."""
+    """One random run: its sizes, speeds, settings and faults."""
 
     seed: int
     mode: str
-    """One of MODES."""
+    """The mode, from MODES."""
     agents: Mapping[str, str]
     rounds: int
-    """How often every agent speaks in an episode."""
+    """Number of times that every agent speaks in an episode."""
     parallel: bool
-    """Whether all agents but the first speak at the same time."""
+    """True if all agents but the first speak at the same time."""
     steps: int
     groups: int
     instances: Mapping[str, int]
-    """Of each policy."""
+    """Number of instances of each policy."""
     sample_s: float
-    """What a trainer takes for a sample."""
+    """Seconds that a trainer needs for a sample."""
     store_s: float
-    """Longest time that a call of the store takes."""
+    """The most seconds that a call of the store takes."""
     raising: float
-    """Share of episodes whose workflow raises; and so on."""
+    """Share of episodes whose workflow raises."""
     forgetful: float
+    """Share of replies that get no reward."""
     long_winded: float
+    """Share of calls with a long reply."""
     sections: Mapping[str, Any]
-    """The other sections of the config."""
+    """Sections of the config, by name."""
     plan: FaultPlan
 
     @property
@@ -65,26 +67,26 @@ class Schedule:
 
     @property
     def initial(self) -> tuple[str, ...]:
-        """The instances that a life begins with, as the pool names them."""
+        """The names, as in the pool, of the instances with which a life begins."""
         return tuple(f"{policy}/{n}" for policy, count in self.instances.items() for n in range(count))
 
 
 def draw(seed: int, *, mode: str | None = None) -> Schedule:
-    """The run of a seed; `mode` fixes what is drawn else."""
+    """Draws the run of a seed. `mode` replaces the mode that would be drawn."""
     if mode in (None, Mode.MICROBATCH) and loses_while_streaming(seed):
         return _losing_while_streaming(seed)
     return _drawn(seed, mode)
 
 
 def loses_while_streaming(seed: int) -> bool:
-    """Whether the run of a seed is one of LOSSES_WHILE_STREAMING, where its mode is free."""
+    """Returns True if the seed is in the share LOSSES_WHILE_STREAMING. Only for modes None and `microbatch`."""
     return Random(f"losses {seed}").random() < LOSSES_WHILE_STREAMING
 
 
 def _losing_while_streaming(seed: int) -> Schedule:
-    """A run in which credit groups are open while trainers are swapped and lost, and the run is resumed.
+    """Draws a run in which credit groups are open while trainers are swapped and lost, and which is then resumed.
 
-    All groups of a step are filtered: the gradient cache drops rows that were accumulated.
+    All groups of one step are filtered, so the gradient cache drops rows that were already accumulated.
     """
     random, run = Random(f"losses of {seed}"), _drawn(seed, Mode.MICROBATCH)
     targets = _targets(run.instances, groups=run.groups, steps=run.steps, agents=len(run.agents))
@@ -93,7 +95,7 @@ def _losing_while_streaming(seed: int) -> Schedule:
     filtered = draw_fault(FaultKind.ALL_FILTERED, random, early)
     planned = [lost, draw_fault(FaultKind.STORE_FAILURE, random, targets), filtered]
     kept = [fault for fault in run.plan.faults if fault.kind not in {fault.kind for fault in planned}]
-    small = {"micro_batch": random.choice([1, 2])}  # So that rows are trained before their group is complete.
+    small = {"micro_batch": random.choice([1, 2])}  # Small, so that rows are trained before their group is complete.
     sections = {
         **run.sections,
         "deterministic": False,
@@ -206,7 +208,7 @@ def _pool(random: Random) -> dict[str, Any]:
 
 
 def _streamed(random: Random, mode: str, sections: dict[str, Any]) -> dict[str, Any]:
-    """Some of the runs that can train rows before their group is complete do so."""
+    """Turns on streaming credit in half of the runs that can train rows before their group is complete."""
     streams = mode == Mode.MICROBATCH and not sections["deterministic"] and random.random() < 0.5
     return sections | ({"credit": {**sections["credit"], "streaming": "linear"}} if streams else {})
 

@@ -1,4 +1,4 @@
-"""What happened to a run in all its lives, told apart into what counts and what was taken back."""
+"""The story of a run in all its lives. It leaves out what a resumption took back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,28 +20,28 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Life:
-    """One process of the run, from its start to its death or the run's end."""
+    """One process of the run, from its start to its death or to the end of the run."""
 
     events: Sequence[Event]
     error: BaseException | None
-    """What ended it, but for a kill."""
+    """The error that ended this life; None after a kill or a normal end."""
     killed: bool
     hung: bool
     engines: Mapping[str, WatchedEngine]
-    """By instance."""
+    """Engines by instance name."""
     trainers: Mapping[PolicyName, WatchedTrainer]
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end in it."""
+        """True if the run ended in this life."""
         return self.error is None and not self.killed and not self.hung
 
     def of(self, *kinds: type[E]) -> list[E]:
-        """Its events of these types."""
+        """Returns the life's events of these types."""
         return [event for event in self.events if isinstance(event, kinds)]
 
     def same_end_as(self, other: "Life") -> bool:
-        """Whether both died of the same, without having come any further."""
+        """Returns True if both died of the same error, and this life saved no checkpoint."""
         return (
             isinstance(self.error, FlexmarlError)
             and str(self.error) == str(other.error)
@@ -52,46 +52,47 @@ class Life:
 
 @dataclass(slots=True, eq=False)
 class GroupStory:
-    """What counts of one group."""
+    """The events of one group that no resumption took back."""
 
     admitted: list[GroupAdmitted] = field(default_factory=list)
     ready: Mapping[PolicyName, int] = field(default_factory=dict)
-    """Samples that its credit made ready, by policy."""
+    """Number of samples that credit made ready, by policy."""
     ends: list[str] = field(default_factory=list)
+    """The ways in which the group ended, such as `trained`. A sound run has one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Story:
-    """A run: what was to be, its lives, and the rows that it left behind."""
+    """A run: its settings, its lives, and the rows that it left in the store."""
 
     settings: RunSettings
     chance: bool = False
-    """Whether episodes may fail by chance, so that a run may end for want of samples."""
+    """True if episodes may fail by chance. Such a run may end because it has no samples."""
     lives: Sequence[Life]
     rows: Sequence[Row] = field(repr=False)
     folder: str = ""
-    """Where its checkpoints were."""
+    """The folder that its checkpoints were in."""
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its end."""
+        """True if the last life reached the end of the run."""
         return self.lives[-1].finished
 
     @property
     def per_policy(self) -> bool:
-        """Whether every policy is updated as its own batch fills."""
+        """True if every policy is updated when its own batch is full."""
         return not self.settings.mode.synchronous and self.settings.pipeline.updates == "per_policy"
 
     @property
     def refills(self) -> bool:
-        """Whether a step admits more groups in place of those that it filtered."""
+        """True if a step admits more groups in place of those that it filtered."""
         kept = self.settings.credit.filter
         return kept is not None and kept.refill
 
     @property
     def estimator(self) -> str:
         """The name of the estimator of credit."""
-        return str(getattr(self.settings.credit.estimator, "type"))  # noqa: B009  # Of a union that is registered.
+        return str(getattr(self.settings.credit.estimator, "type"))  # noqa: B009  # A union of classes.
 
     @property
     def trained_policies(self) -> tuple[str, ...]:
@@ -100,20 +101,20 @@ class Story:
 
     @property
     def initial(self) -> tuple[InstanceId, ...]:
-        """The instances that a life begins with."""
+        """The instances with which a life begins."""
         policies = self.settings.policies
         return tuple(InstanceId(name, n) for name, policy in policies.items() for n in range(policy.instances))
 
     @cached_property
     def events(self) -> list[Event]:
-        """Of all lives."""
+        """The events of all lives, in order."""
         return [event for life in self.lives for event in life.events]
 
     @cached_property
     def groups(self) -> Mapping[int, "GroupStory"]:
-        """Every group, without what a resumption took back: what a life did after the checkpoint it left is gone.
+        """Every group, by its id. A resumption removes all events after the checkpoint that it starts from.
 
-        A group that was active at the checkpoint stays admitted, and is admitted anew if it is played again.
+        A group that was active at the checkpoint stays admitted. If it is played again, its admission is replaced.
         """
         groups: dict[int, GroupStory] = {}
         active: dict[int, GroupStory] = {}
@@ -134,7 +135,7 @@ class Story:
 
     @cached_property
     def updates(self) -> Mapping[PolicyName, Mapping[Version, Sequence[Sequence[SampleId]]]]:
-        """What the trainers remember of each version that counts: the sample ids of its micro-batches."""
+        """The sample ids of the micro-batches that went into each version, by policy. Trainers remember them."""
         made: dict[PolicyName, dict[Version, Sequence[Sequence[SampleId]]]] = {}
         for life in self.lives:
             for policy, trainer in life.trainers.items():
@@ -144,7 +145,7 @@ class Story:
 
     @cached_property
     def steps(self) -> Mapping[int, Sequence[int]]:
-        """The groups that each step trained; a later life makes the steps again that were not saved."""
+        """The groups that each step trained. A later life repeats the steps that were not saved."""
         steps: dict[int, Sequence[int]] = {}
         for life in self.lives:
             for event in life.of(Resumed):
@@ -153,7 +154,7 @@ class Story:
         return steps
 
     def trained(self) -> Iterator[SampleId]:
-        """Every sample in an update that counts, as often as it is in one."""
+        """Yields every sample in `updates`, as often as it is there."""
         for of_policy in self.updates.values():
             for batches in of_policy.values():
                 for batch in batches:
@@ -166,23 +167,23 @@ _END: Mapping[type[Event], str] = {
     GroupExpired: "expired",
     StepEnded: "trained",
 }
-"""Events with which groups end, and how."""
+"""The way in which an event of each type ends a group."""
 
 
 def ended_by(event: Event) -> Sequence[int]:
-    """The groups that end with an event."""
+    """Returns the groups that end with an event."""
     if isinstance(event, StepEnded):
         return event.trained
     return [event.group] if isinstance(event, GroupFailed | GroupFiltered | GroupExpired) else []
 
 
 def group_of(sample_id: str) -> int:
-    """The group that a sample is of."""
+    """Returns the group to which a sample belongs."""
     return split_trajectory_id(split_sample_id(sample_id)[2])[0]
 
 
 def story_of(*runs: ScriptedRun, folder: str = "") -> Story:
-    """The story of a scripted run: its last life, after those in which it was killed."""
+    """Makes the story of a scripted run. Each of `runs` is a life; all but the last one were killed."""
     lives = [
         Life(
             events=run.events.all,

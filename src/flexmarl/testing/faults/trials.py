@@ -1,11 +1,9 @@
-"""Runs many seeds in several processes, and adds up what they showed.
+"""Runs many seeds in several processes, adds up the results, and makes tables of them.
 
 consumes     seeds
 waits for    worker processes, each of which plays whole runs in virtual time
-produces     a tally: faults and the reactions to them, broken laws
+produces     a tally of faults, reactions and broken laws; its tables, and the commands that repeat a failure
 unblocked by a worker that has played its share
-
-Puts a tally into words: a table of the kinds of faults, and how to see a failure again.
 """
 
 import gc
@@ -37,16 +35,16 @@ from flexmarl.testing.faults.witness import COMBINATIONS, combined, seen
 
 T = TypeVar("T")
 SHARE = 20
-"""Seeds that a worker plays before it reports: a second or two, so that the bar moves."""
+"""Number of seeds that a worker plays before it reports. They take a second or two, so the progress bar moves."""
 SAID = 500
-"""Where there is no terminal to draw a bar on, progress is a line every so many seeds."""
+"""Without a terminal for a progress bar, a line is printed each time that this many seeds are done."""
 REPEATED = 50
-"""Every so many seeds one is played twice: its journals must be the same to the last byte."""
+"""Every seed that this number divides is played twice. Its events must be the same to the last byte."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a set of seeds showed."""
+    """The results of a set of seeds."""
 
     seeds: int = 0
     lives: int = 0
@@ -55,14 +53,14 @@ class Tally:
     struck: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
     combined: Counter[str] = field(default_factory=Counter)
-    """Runs in which things came together, by the names of COMBINATIONS."""
+    """Number of runs in which each of COMBINATIONS came together."""
     ends: Counter[str] = field(default_factory=Counter)
     broken: dict[int, dict[str, list[str]]] = field(default_factory=dict)
-    """By seed, then by law."""
+    """The reasons, by seed and then by law."""
     seconds: float = 0.0
 
     def add(self, other: "Tally") -> None:
-        """Takes in another one."""
+        """Adds another tally to this one."""
         self.seeds, self.lives = self.seeds + other.seeds, self.lives + other.lives
         self.repeated += other.repeated
         for mine, theirs in (
@@ -76,13 +74,13 @@ class Tally:
         self.broken |= other.broken
 
     def rare(self, least: int) -> dict[str, int]:
-        """Kinds of faults and combinations that were witnessed fewer than `least` times, and how often."""
+        """Returns kinds of faults and combinations that were witnessed fewer than `least` times, with the counts."""
         witnessed = {kind.value: self.answered[kind.value] for kind in DRAWN}
         witnessed |= {name: self.combined[name] for name in COMBINATIONS}
         return {name: times for name, times in witnessed.items() if times < least}
 
     def told(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the tally as values for JSON."""
         return {
             "seeds": self.seeds,
             "lives": self.lives,
@@ -99,18 +97,18 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """What became of a mutation."""
+    """The result of a mutation."""
 
     name: str
     breaks: str
     seed: int | None
-    """The first at which a law noticed; None: none did."""
+    """The first seed at which a law caught the mutation; None if no law did."""
     laws: Sequence[str] = ()
     because: str = ""
 
 
 def try_all(seeds: Sequence[int], jobs: int, console: Console, mode: str | None = None) -> Tally:
-    """Plays every seed."""
+    """Plays every seed, in `jobs` processes, and prints each broken law when it is found."""
     began, tally = time.perf_counter(), Tally()
     shares = [seeds[at : at + SHARE] for at in range(0, len(seeds), SHARE)]
     for share in _in_processes(partial(_try_share, mode=mode), shares, jobs, console, "seeds"):
@@ -122,14 +120,14 @@ def try_all(seeds: Sequence[int], jobs: int, console: Console, mode: str | None 
 
 
 def catch_all(seeds: Sequence[int], jobs: int, console: Console) -> list[Caught]:
-    """Breaks one rule after another, each until a law notices."""
+    """Plays seeds with each mutation until a law catches it. Returns the results in the order of MUTATIONS."""
     names = [mutation.name for mutation in MUTATIONS]
     found = {one.name: one for one in _in_processes(partial(_catch_named, seeds), names, jobs, console, "mutations")}
     return [found[name] for name in names]
 
 
 def try_seed(seed: int, mode: str | None = None) -> Tally:
-    """Plays one seed."""
+    """Plays one seed and checks all laws."""
     schedule = draw(seed, mode=mode)
     story = live(schedule)
     found = broken(story)
@@ -151,7 +149,7 @@ def try_seed(seed: int, mode: str | None = None) -> Tally:
 
 
 def catch(mutation: Mutation, seeds: Sequence[int]) -> Caught:
-    """Plays seeds with a broken rule until a law notices."""
+    """Plays seeds with a broken rule until a law catches it."""
     for seed in seeds:
         if found := broken(live(draw(seed, mode=mutation.mode), mutation)):
             because = next(iter(found.values()))[0]
@@ -160,7 +158,7 @@ def catch(mutation: Mutation, seeds: Sequence[int]) -> Caught:
 
 
 def digest(story: Story) -> str:
-    """Of all its journals, but for the name of the folder, which is another each time."""
+    """Returns a hash of all events, without the name of the folder, which differs each time."""
     events = json.dumps([to_json(event) for event in story.events], sort_keys=True).replace(story.folder, "")
     return hashlib.blake2b(events.encode()).hexdigest()
 
@@ -177,9 +175,9 @@ def _catch_named(seeds: Sequence[int], name: str) -> Caught:
 
 
 def _in_processes(work: Any, items: Sequence[Any], jobs: int, console: Console, what: str) -> Iterator[Any]:
-    """Does the work on each item, in so many processes, with a bar; results come as they are there."""
+    """Does `work` on each item, in `jobs` processes, with a progress bar. Yields results in the order of completion."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    context = multiprocessing.get_context("spawn")  # A fork would copy torch's threads half.
+    context = multiprocessing.get_context("spawn")  # A fork copies torch's state, but not its threads.
     with (
         Progress(*columns, console=console, transient=True) as progress,
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_settle) as workers,
@@ -199,7 +197,7 @@ def _size(item: Any) -> int:
 
 
 def _settle() -> None:
-    """Prepares a worker: one thread, no walks of the collector through all that was imported, quiet about the dead."""
+    """Prepares a worker: one thread, no garbage collection of imports, no asyncio messages about killed tasks."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -207,7 +205,7 @@ def _settle() -> None:
 
 
 def fault_table(tally: Tally) -> Table:
-    """Which faults struck, and were noticed; which laws held."""
+    """Makes the table of faults that struck, faults that were noticed, and laws that held."""
     table = Table(
         title=f"{tally.seeds} runs, {tally.lives} lives, {tally.seconds:.0f} s, {tally.repeated} played twice"
     )
@@ -226,7 +224,7 @@ def fault_table(tally: Tally) -> Table:
 
 
 def failure_lines(tally: Tally, most: int = 10) -> Iterator[str]:
-    """The first failures, and how to see each again."""
+    """Yields the first failures, each with the command that plays it again."""
     for seed, laws in sorted(tally.broken.items())[:most]:
         for law, because in laws.items():
             yield f"seed {seed} breaks law {law}: {because[0]}"
@@ -234,7 +232,7 @@ def failure_lines(tally: Tally, most: int = 10) -> Iterator[str]:
 
 
 def mutation_table(caught: Sequence[Caught]) -> Table:
-    """Which broken rules were noticed, by which laws."""
+    """Makes the table of mutations, and of the laws that caught each one."""
     table = Table(title="rules broken on purpose")
     for name in ("mutation", "what it breaks", "seed", "laws", "the first word of it"):
         table.add_column(name)

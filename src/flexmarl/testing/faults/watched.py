@@ -1,4 +1,4 @@
-"""Wrappers that remember what the laws ask of engines and trainers, and the events of a process that can die."""
+"""Wrappers around engines, trainers and events that remember what the laws check."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,27 +26,27 @@ from flexmarl.training.interface import UpdateReport
 
 
 class Killed(BaseException):
-    """The process is gone: no handler of errors sees it, as with kill -9."""
+    """Raised in a life whose process is dead. As a BaseException it passes error handlers, as kill -9 would."""
 
 
 class Pulse:
-    """Whether the process of one life still lives."""
+    """Switch that ends the process of one life."""
 
     def __init__(self) -> None:
         self.over = False
 
     def stop(self) -> None:
-        """From now on nothing that it does leaves a trace."""
+        """Ends the process: from now on `check` raises."""
         self.over = True
 
     def check(self) -> None:
-        """Raises Killed if it is over."""
+        """Raises Killed if the process has ended."""
         if self.over:
             raise Killed
 
 
 class MortalEvents(RememberedEvents):
-    """Events of a process that can die: a dead one emits none. After the run its clock stops."""
+    """Events of a process that can die. A dead process emits none. The clock stops when the run has ended."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__(self._time)
@@ -54,7 +54,7 @@ class MortalEvents(RememberedEvents):
         self._last = 0.0
 
     def emit(self, event: Event) -> None:
-        """It happened, unless the process is dead."""
+        """Emits an event. Raises Killed if the process is dead."""
         self._pulse.check()
         super().emit(event)
 
@@ -67,7 +67,7 @@ class MortalEvents(RememberedEvents):
 
 
 class Answered(NamedTuple):
-    """An answer of an engine."""
+    """An answer of an engine; `at` is the time when it came."""
 
     at: float
     request: GenerationRequest
@@ -75,7 +75,7 @@ class Answered(NamedTuple):
 
 
 class WatchedEngine(Around[Any]):
-    """An engine whose answers and loads are remembered."""
+    """An engine that remembers its requests, answers and loads."""
 
     def __init__(self, inner: Any) -> None:
         """`inner` is a WeightedEngine."""
@@ -83,9 +83,9 @@ class WatchedEngine(Around[Any]):
         self.asked: list[GenerationRequest] = []
         self.answered: list[Answered] = []
         self.loads: list[tuple[float, PolicyName, Version, Checksum]] = []
-        """What it held after each load, by its own checksum."""
+        """For each load: its time, policy and version, and the engine's own checksum afterwards."""
         self.most_running = 0
-        """Requests that it was given and had not answered."""
+        """The most unanswered requests that the engine had at any time."""
         self._given = set[str]()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
@@ -105,7 +105,7 @@ class WatchedEngine(Around[Any]):
             self._given.difference_update(request.request_id for request in requests)
 
     async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Loads, and remembers the checksum."""
+        """Loads weights, and remembers the checksum."""
         held = await self.inner.load_weights(policy, version, key)
         self.loads.append((asyncio.get_running_loop().time(), policy, version, held))
         return held
@@ -116,21 +116,21 @@ Batches = dict[str, list[SampleId]]
 
 
 class WatchedCache(ModelledCache):
-    """A gradient cache of which it is remembered which samples it holds, across checkpoints."""
+    """A gradient cache that remembers which samples it holds, across checkpoints."""
 
     def __init__(self, policy: PolicyName) -> None:
         super().__init__(policy)
         self.cached: Batches = {}
-        """What it holds."""
+        """The samples that the cache holds."""
         self.taken: Batches = {}
-        """What it held when the latest update was made from it."""
+        """The samples from which the latest update was made."""
         self.open_group_of: dict[SampleId, str] = {}
-        """The open credit group that a sample was accumulated in."""
+        """For each sample that was accumulated in an open credit group: that group."""
         self.reused = set[str]()
-        """Ids of micro-batches all of whose rows were dropped, under which other rows were accumulated then."""
+        """Ids of micro-batches that were added again, with other rows, after all their rows had been dropped."""
 
     def add(self, batch: MicroBatch, *, duration_s: float) -> LossReport:
-        """Adds a micro-batch; an id whose rows were all dropped is new again."""
+        """Adds a micro-batch. An id may come again if all its rows were dropped."""
         if batch.micro_batch_id in self.cached:
             self.reused.add(batch.micro_batch_id)
         self.cached[batch.micro_batch_id] = [sample.turn.sample_id for sample in batch.samples]
@@ -140,7 +140,7 @@ class WatchedCache(ModelledCache):
         return super().add(batch, duration_s=duration_s)
 
     def close(self, lines: Mapping[str, CreditLine | None]) -> float:
-        """Closes groups, and forgets the samples of what is dropped."""
+        """Closes groups, and forgets the samples of dropped ones."""
         dropped = {name for name, line in lines.items() if line is None}
         self.cached = {
             batch: [sample_id for sample_id in ids if self.open_group_of.get(sample_id) not in dropped]
@@ -149,51 +149,51 @@ class WatchedCache(ModelledCache):
         return super().close(lines)
 
     def take(self) -> CachedSums:
-        """Returns what it holds, and is empty afterwards."""
+        """Returns the sums that the cache holds, and empties it."""
         self.taken = self.cached
         return super().take()
 
     def clear(self) -> None:
-        """Forgets all of it."""
+        """Forgets everything that the cache holds."""
         super().clear()
         self.cached = {}
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Returns the state for a checkpoint."""
         return super().state() | {"cached": self.cached}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state` gave."""
+        """Restores what `state` returned."""
         super().load(state)
         self.cached = state["cached"]
 
 
 class WatchedTrainer(AroundTrainer):
-    """A trainer of which it is remembered which samples went into each update."""
+    """A trainer that remembers which samples went into each update."""
 
     def __init__(self, inner: Any, cache: WatchedCache) -> None:
         """`inner` is a ModelledTrainer with this cache, or a wrapper around one."""
         super().__init__(inner)
         self.cache = cache
         self.base = Version(0)
-        """The version that this life began with."""
+        """The version with which this life began."""
         self.updates: dict[Version, Batches] = {}
-        """What each version that it made was made of."""
+        """The samples that went into each version that this trainer made."""
         self.published: dict[Version, Checksum] = {}
 
     async def step(self, divisors: Divisors) -> UpdateReport:
-        """Updates, and remembers from what."""
+        """Updates, and remembers the samples."""
         update = await self.inner.step(divisors)
         self.updates[update.version] = self.cache.taken
         return update
 
     async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Publishes, and remembers what."""
+        """Publishes, and remembers the checksum."""
         key, checksum = await self.inner.publish(version)
         self.published[version] = checksum
         return key, checksum
 
     async def load(self, path: Path) -> Version:
-        """Reads its state."""
+        """Reads the trainer's state from `path`, and remembers its version."""
         self.base = await self.inner.load(path)
         return self.base

@@ -1,4 +1,4 @@
-"""Decides whether a fault that struck was also noticed: by the event of the journal in which the system reacted."""
+"""Decides whether the system noticed a fault that struck: a later event in the journal shows its reaction."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,16 @@ from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
 from flexmarl.testing.faults.story import Story
 
 Reaction = Callable[[FaultStruck, Event], bool]
-"""Whether the second event is the system's reaction to the fault in the first."""
+"""Rule that returns True if the second event is the system's reaction to the fault in the first."""
 
 
 def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """How many faults of each kind struck, and to how many of them the system reacted afterwards."""
+    """Counts, by kind, the faults that struck, and those to which the system reacted afterwards."""
     return seen_in(story.events)
 
 
 def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """The same, of the events of a journal."""
+    """Counts like `seen`, for the events of a journal."""
     struck, answered = Counter[FaultKind](), Counter[FaultKind]()
     for place, fault in enumerate(events):
         if isinstance(fault, FaultStruck):
@@ -42,12 +42,12 @@ def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultK
 
 
 def combined(story: Story) -> Counter[str]:
-    """Which combinations of COMBINATIONS the run went through."""
+    """Counts 1 for each combination of COMBINATIONS that came together in the run."""
     return Counter(name for name, holds in COMBINATIONS.items() if holds(story))
 
 
 def _losses_while_streaming(story: Story) -> bool:
-    """Trainers had rows of open groups and were swapped; one was lost, the store failed, and the run went on."""
+    """True if trainers had rows of open groups and were swapped, and the run survived a lost trainer and write."""
     streamed = any(trainer.cache.open_group_of for life in story.lives for trainer in life.trainers.values())
     swapped = any(isinstance(event, Swapped) for event in story.events)
     _, answered = seen(story)
@@ -55,7 +55,7 @@ def _losses_while_streaming(story: Story) -> bool:
 
 
 def _batch_id_reused(story: Story) -> bool:
-    """All rows of a micro-batch were dropped, and other rows were accumulated under its id."""
+    """True if all rows of a micro-batch were dropped, and other rows were accumulated under its id."""
     return any(trainer.cache.reused for life in story.lives for trainer in life.trainers.values())
 
 
@@ -63,17 +63,17 @@ COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
     "losses_while_streaming": _losses_while_streaming,
     "batch_id_reused": _batch_id_reused,
 }
-"""Things that must come together in one run before some laws can break; by chance alone they hardly do."""
+"""Conditions that must meet in one run before some laws can break. They rarely meet by chance."""
 
 
 def _lost(fault: FaultStruck, event: Event) -> bool:
-    """An instance that was moved is known by another name."""
+    """A loss counts if it names the target, or says that it was planned: a move gives an instance another name."""
     mine = isinstance(event, InstanceLost) and event.instance == fault.target
     return mine or (isinstance(event, InstanceLost) and "as planned" in event.because)
 
 
 def _late(fault: FaultStruck, event: Event) -> bool:
-    """A call that took as long as the slowed engine must take, or was given up."""
+    """A call counts if it took as long as the slowed engine needs, or was aborted."""
     if not isinstance(event, Called) or event.process != WorkerId.engine(InstanceId.parse(fault.target)):
         return "was aborted" in event.because
     slow_s = fault.amount * SECONDS_PER_TOKEN * event.sampled_tokens
@@ -101,7 +101,7 @@ def _passed_over(fault: FaultStruck, event: Event) -> bool:
 
 
 def _misdated(fault: FaultStruck, event: Event) -> bool:
-    """A micro-batch whose beginning, by its trainer's clock, lies off its end by the skew."""
+    """A micro-batch counts if its reported duration differs from the skew by less than half the skew."""
     if not isinstance(event, MicroBatchDone) or event.policy != fault.target:
         return False
     return abs(event.duration_s - fault.amount) < abs(fault.amount) / 2
