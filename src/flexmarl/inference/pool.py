@@ -15,6 +15,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -29,7 +30,16 @@ from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import InstanceMove
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.records import EngineUse, Generation, GenerationRequest, InstanceId, PolicyName, Version, WorkerId
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    InstanceId,
+    PolicyName,
+    Version,
+    WorkerId,
+)
 
 
 class InferencePool:
@@ -150,11 +160,11 @@ class InferencePool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.abort_grace_s):
                     await dispatch.abort(call)
-                    return await asyncio.shield(call.answer)
+                    return _late(await asyncio.shield(call.answer), timeout_s)
             call.answer.cancel()
             nothing = call.whole(dispatch.unserved(call))
             self._lose_if_silent(call)
-            return nothing
+            return _late(nothing, timeout_s)
         except (asyncio.CancelledError, GeneratorExit):
             call.over = True
             if self._open:
@@ -347,3 +357,10 @@ class InferencePool:
             task.cancel()
         for dispatch in self._dispatches.values():
             dispatch.close()
+
+
+def _late(answer: Generation, timeout_s: float | None) -> Generation:
+    """Adds the reason to an answer that was aborted because it took too long."""
+    if answer.finish is not FinishReason.ABORT or answer.error or timeout_s is None:
+        return answer
+    return replace(answer, error=f"no whole answer within {timeout_s:g} s; use a larger rollout.call_timeout_s")

@@ -49,6 +49,7 @@ def test_a_timeout_aborts_the_request_and_returns_what_it_has():
                 pool.generate(request("fast", max_tokens=5)),
             )
         assert (slow.finish, text(slow), text(fast)) == (FinishReason.ABORT, "abcd", "abcde")
+        assert slow.error == "no whole answer within 3.5 s; use a larger rollout.call_timeout_s"
 
     run_virtual(scenario())
 
