@@ -1,4 +1,4 @@
-"""Decides the seed of every call and what an agent remembers; defines the context in which an episode is played.
+"""Context of one episode: the seed of every call, what an agent remembers, and who records the calls.
 
 A seed depends on what the call is, never on when it is sent. Parallel calls finish in any order, and a resumed run
 plays its groups again: both must sample the same tokens.

@@ -1,4 +1,4 @@
-"""Decides the summary of a run from its metrics and its journal; writes summary.json, curve.png and timeline.json.
+"""Summary of a run on disk, from its metrics and its journal: summary.json, curve.png and timeline.json.
 
 The journal gives the history of the run's commands and processes. A process that is lost may be replaced, either by a
 process of the same name or by an instance with a new name.

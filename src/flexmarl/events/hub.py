@@ -1,4 +1,4 @@
-"""Decides which listeners get an event: all that listen to its type, or to a base class of its type.
+"""Hub of a run's events: an event reaches all that listen to its type, or to a base class of its type.
 
     events.listen(Called, demand.answered)
     events.emit(Called(...))                 part ──► events ──► journal, monitor, balance

@@ -1,4 +1,4 @@
-"""Decides which rows share a forward pass, pads them, and maps flat tokens to their rows."""
+"""Passes of rows on torch: which rows share one, how they are padded, and which flat tokens are whose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

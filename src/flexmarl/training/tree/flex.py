@@ -1,4 +1,4 @@
-"""Decides the visible blocks of a tree's attention matrix, and computes them on a GPU in one call (FlexAttention).
+"""FlexAttention on a prefix tree: only blocks with a visible pair are computed, in one call on a GPU.
 
 Node q sees node k if and only if k <= q < ends[k]. So block (i, j), with queries i and keys j,
 
