@@ -9,7 +9,6 @@ from rich.console import Console
 from flexmarl.cli.options import load_run_folder, plots, simulations
 from flexmarl.cli.terminal import SafeConsole, outlived
 from flexmarl.errors import ConfigError
-from flexmarl.testing.faults.planned import PlannedFaults
 
 YAML = (".yaml", ".yml")
 
@@ -80,7 +79,7 @@ def simulate(
 def _one(console: Console, config: Path, overrides: list[str], faults: Path | None) -> None:
     settings = simulations.load(config, overrides)
     plan = simulations.planned(faults, settings) if faults is not None else None
-    outcome = simulations.simulated(settings, console, disturbance=PlannedFaults(plan) if plan is not None else None)
+    outcome = simulations.simulated(settings, console, plan=plan)
     simulations.show(outcome, console)
     if plan is not None:
         console.print(simulations.witness_table(outcome, plan))

@@ -23,7 +23,6 @@ from flexmarl.analysis.queues import looks_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
-from flexmarl.assemble.simulation import Disturbance
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override
 from flexmarl.config.yaml_text import parse_yaml
@@ -33,7 +32,7 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
-from flexmarl.testing.faults.planned import check_fits
+from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
 
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
@@ -64,13 +63,17 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
 
 
 def simulated(
-    settings: RunSettings, console: Console, *, label: str = "", disturbance: Disturbance | None = None
+    settings: RunSettings, console: Console, *, label: str = "", plan: FaultPlan | None = None
 ) -> SimulatedRun:
-    """Plays the simulated run and draws its pictures. Raises FlexmarlError if it ended no step."""
+    """Plays the simulated run, with the faults of a plan, and draws its pictures.
+
+    Raises FlexmarlError if it ended no step.
+    """
 
     def say(text: str) -> None:
         console.print(f"{label}: {text}" if label else text)
 
+    disturbance = None if plan is None else PlannedFaults(plan)
     folder = RunFolder(simulate(settings, say=say, disturbance=disturbance))
     facts = read_facts(read_run(folder.journal))
     facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
