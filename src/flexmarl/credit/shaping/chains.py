@@ -61,10 +61,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class Margin(OutcomeTerm):
-    """r_t + a (r_t - Q_t), where Q_t is the mean outcome of the turns before. A first turn is unchanged."""
+class Comparison(OutcomeTerm):
+    """Base of the terms that compare a turn with the turns before it in its chain."""
 
-    type: Literal["margin"] = "margin"
     alpha: float = Field(default=0.5, ge=0)
     """a: weight of the comparison."""
     scope: Scope = "agent"
@@ -75,8 +74,14 @@ class Margin(OutcomeTerm):
 
     @property
     def may_be_negative(self) -> bool:
-        """True if the comparison counts: a turn may be worse than those before it."""
+        """True if the comparison counts: a turn may be worse than those before it, or keep to a wrong answer."""
         return self.alpha > 0
+
+
+class Margin(Comparison):
+    """r_t + a (r_t - Q_t), where Q_t is the mean outcome of the turns before. A first turn is unchanged."""
+
+    type: Literal["margin"] = "margin"
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """The shaped outcomes. The tag `turn` orders the turns."""
@@ -93,24 +98,12 @@ def margin(reward: float, before: float | None, alpha: float) -> float:
     return reward if before is None else reward + alpha * (reward - before)
 
 
-class MarginWithOutcome(OutcomeTerm):
+class MarginWithOutcome(Comparison):
     """`margin` + b r_last on every turn, where r_last is the outcome of the chain's last turn."""
 
     type: Literal["margin_with_outcome"] = "margin_with_outcome"
-    alpha: float = Field(default=0.5, ge=0)
-    """a: weight of the comparison."""
     beta: float = Field(default=0.5, ge=0)
     """b: weight of the chain's last outcome."""
-    scope: Scope = "agent"
-    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
-
-    sees: ClassVar[Sees] = "episode"
-    follows_calls: ClassVar[bool] = True
-
-    @property
-    def may_be_negative(self) -> bool:
-        """True if the comparison counts: a turn may be worse than those before it."""
-        return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """The shaped outcomes. The tag `turn` orders the turns."""
@@ -122,25 +115,13 @@ class MarginWithOutcome(OutcomeTerm):
         }
 
 
-class Quality(OutcomeTerm):
+class Quality(Comparison):
     """r_t + a (Q_t r_t - (1 - Q_t)(1 - r_t)), where Q_t is the mean outcome of the turns before.
 
     A first turn is unchanged.
     """
 
     type: Literal["quality"] = "quality"
-    alpha: float = Field(default=0.5, ge=0)
-    """a: weight of the comparison."""
-    scope: Scope = "agent"
-    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
-
-    sees: ClassVar[Sees] = "episode"
-    follows_calls: ClassVar[bool] = True
-
-    @property
-    def may_be_negative(self) -> bool:
-        """True if the comparison counts: a turn may keep to a wrong answer."""
-        return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
@@ -159,24 +140,12 @@ def quality(row: CreditRow, before: float | None, alpha: float) -> float:
     return reward if before is None else reward + alpha * (before * reward - (1 - before) * (1 - reward))
 
 
-class QualityWithOutcome(OutcomeTerm):
+class QualityWithOutcome(Comparison):
     """`quality` + b r_last on every turn, where r_last is the outcome of the chain's last turn."""
 
     type: Literal["quality_with_outcome"] = "quality_with_outcome"
-    alpha: float = Field(default=0.5, ge=0)
-    """a: weight of the comparison."""
     beta: float = Field(default=0.5, ge=0)
     """b: weight of the chain's last outcome."""
-    scope: Scope = "agent"
-    """Turns of the chain: the agent's own, or all of the episode, as in a debate."""
-
-    sees: ClassVar[Sees] = "episode"
-    follows_calls: ClassVar[bool] = True
-
-    @property
-    def may_be_negative(self) -> bool:
-        """True if the comparison counts: a turn may keep to a wrong answer."""
-        return self.alpha > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
         """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
