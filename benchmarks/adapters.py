@@ -15,10 +15,9 @@ import torch
 from common import parser, report
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.inference.engines import EngineParts, make_engine
-from flexmarl.inference.interface import WeightedEngine
+from flexmarl.inference.interface import EngineParts, WeightedEngine, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import PolicyName, Version
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer

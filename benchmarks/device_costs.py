@@ -26,13 +26,13 @@ import torch
 from common import parser, report
 
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
-from flexmarl.analysis.regression import nonnegative
+from flexmarl.analysis.fit import nonnegative
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import (
     AgentName,
     EpisodeId,

@@ -12,7 +12,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import place
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import GenerationRequest, PolicyName, Sampling
 from flexmarl.training.backends.causal_lm import DTYPES, load_model, prepare_for_training
 from flexmarl.training.backends.single import SingleProcessTrainer

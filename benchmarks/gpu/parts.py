@@ -123,7 +123,7 @@ def outcomes(report: Path) -> Figures:
 def agreement(device: str, short: bool) -> Figures:
     """Engine against trainer: on a seed model of the examples, and far from the start of long rows."""
     needs_device(device)
-    from flexmarl.testing.agreement import agreement as agreed
+    from flexmarl.testing.training import agreement as agreed
 
     figures: Figures = {}
     kinds = [("seed model", device_models.seed_model, device_models.requests(100, longest=90, max_tokens=24))]

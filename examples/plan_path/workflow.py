@@ -9,8 +9,8 @@ for ending elsewhere than the plan does. So in no round do the two earn more tha
 
 from typing import Any
 
+from flexmarl.agents.patterns import turn
 from flexmarl.agents.team import Team
-from flexmarl.agents.tree_sampling import turn
 from flexmarl.records import Task
 
 BLOCKED = 0.5

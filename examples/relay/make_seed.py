@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from examples.math_team.tokenizer import END, PAD, build_tokenizer
 from examples.relay.demonstrations import Habits, Message
 from examples.relay.tasks import THINGS
-from flexmarl.training.learning_rate import ScheduleSettings
-from flexmarl.training.settings import AdamWSettings, SupervisedSettings
+from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
 from flexmarl.training.supervised import Demonstration, train_supervised
 
 SEED_MODEL = Path(__file__).parent / "seed_model"

@@ -9,8 +9,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from flexmarl.agents import load_code
+from flexmarl.config.load import parse_yaml
 from flexmarl.config.run_settings import RunSettings
-from flexmarl.config.yaml_text import parse_yaml
 from flexmarl.testing.scripted_run import ScriptedRun
 from tests.docs.pages import PAGES, blocks
 

@@ -8,8 +8,7 @@ import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
-from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
 from flexmarl.records import Generation
 from flexmarl.testing.inference import check_inference_engine

@@ -8,13 +8,12 @@ import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree
 from flexmarl.records import Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.lora_settings import LoraSettings
-from flexmarl.training.settings import AdamWSettings, TrainingSettings
+from flexmarl.training.settings import AdamWSettings, LoraSettings, TrainingSettings
 from tests.gpu.models import MODELS, SOLVER, micro_batches, qwen3, rows
 
 # Trees only where they are meant: on CUDA each type and width of heads compiles kernels, in float32 for half a minute.

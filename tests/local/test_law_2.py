@@ -23,10 +23,10 @@ from flexmarl.credit import CreditSettings
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, response_row
-from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.collect import Collector, Release
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.publish import Publisher
@@ -40,7 +40,7 @@ from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.scripted_run import CountedTasks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.row_reader import StoreRows
+from flexmarl.training.interface import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import TrainingSettings
 

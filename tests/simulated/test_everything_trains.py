@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flexmarl.agents import Team, Workflow
-from flexmarl.agents.tree_sampling import grow
+from flexmarl.agents.patterns import grow
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING

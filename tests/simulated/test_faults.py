@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Row
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
@@ -33,8 +33,7 @@ from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
 from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw, loses_while_streaming
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
-from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
-from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
+from flexmarl.testing.faults.watched import COMBINATIONS, REACTIONS, WatchedCache, WatchedTrainer, combined, seen
 from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.training.conftest import random_samples
 

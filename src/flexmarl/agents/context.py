@@ -160,7 +160,7 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A candidate in a tree of turns (agents/tree_sampling.py)."""
+    """A candidate in a tree of turns (agents/patterns.py)."""
 
     path: tuple[int, ...]
     """Index of the candidate at each turn, from the root to its own turn."""

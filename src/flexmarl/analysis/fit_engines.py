@@ -16,9 +16,8 @@ from statistics import median
 import numpy as np
 
 from flexmarl.analysis.costs import EngineCosts
-from flexmarl.analysis.facts import Facts
-from flexmarl.analysis.queues import Crowd, level
-from flexmarl.analysis.regression import Floats, nonnegative, relative_error, rounded
+from flexmarl.analysis.facts import Crowd, Facts, level
+from flexmarl.analysis.fit import Floats, nonnegative, relative_error, rounded
 from flexmarl.events.overlap import Interval, union
 from flexmarl.events.serving_events import Called
 from flexmarl.records import split_trajectory_id

@@ -25,8 +25,7 @@ from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
 from flexmarl.events.backends.tensorboard import TensorBoardSink
-from flexmarl.events.event import Event
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Event, Events
 from flexmarl.events.journal import Journal, check_format
 from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.progress import progress_on

@@ -25,20 +25,17 @@ from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.inference.engines import EngineParts, make_engine
-from flexmarl.inference.interface import InferenceEngine, WeightedEngine
-from flexmarl.objects.backends.inline import InlineObjectStore
-from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
+from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.row_reader import StoreRows
 
 RESUME = "go on from the last checkpoint with --resume"
 

@@ -16,8 +16,7 @@ from flexmarl.assemble.wire import tell_start, watch_workers, wire
 from flexmarl.assemble.world import Residents, World, modelled, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
-from flexmarl.events.event import Event
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Event, Events
 from flexmarl.events.journal import Journal
 from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.progress import NullProgress

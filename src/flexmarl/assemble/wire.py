@@ -16,9 +16,9 @@ from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import ResidentKind
 from flexmarl.config import RunSettings
-from flexmarl.config.engine_fits import check_engines
+from flexmarl.config.fits import check_engines
 from flexmarl.errors import TrainingError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.progress import Progress
 from flexmarl.events.run_events import ProcessStarted, Resumed, RunStarted, WorkerLost

@@ -20,20 +20,18 @@ from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.run_events import ProcessStarted
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.simulator.cpu_share import CpuShare
-from flexmarl.simulator.modelled_objects import SimulatedObjectStore
-from flexmarl.simulator.modelled_residents import ModelledResidents
+from flexmarl.simulator.decoding import CpuShare
+from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.replies import responder_of
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
-from flexmarl.training.row_reader import StoreRows
 
 
 class Residents(Protocol):

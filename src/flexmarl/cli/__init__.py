@@ -10,14 +10,10 @@ import threading
 
 import typer
 
-from flexmarl.cli.check import check
-from flexmarl.cli.clean import clean
-from flexmarl.cli.evaluate import evaluate
-from flexmarl.cli.export import export
+from flexmarl.cli.runs import check, clean, evaluate, export, train
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
 from flexmarl.cli.terminal import outlets, say
-from flexmarl.cli.train import train
 from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
 

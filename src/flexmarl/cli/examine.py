@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flexmarl.agents import load_code
 from flexmarl.assemble import open_tasks, seat_team
-from flexmarl.cli.models import Finding, look_at_models
-from flexmarl.cli.needs import look_at_machine
+from flexmarl.cli.needs import Finding, look_at_machine, look_at_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.events.machine import this_machine
-from flexmarl.tasks.sound import MOST_COMPARED
+from flexmarl.tasks.interface import MOST_COMPARED
 
 Look = Callable[[], Iterable[Finding]]
 

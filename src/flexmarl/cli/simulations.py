@@ -24,8 +24,7 @@ from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
-from flexmarl.config.load import parse_override
-from flexmarl.config.yaml_text import parse_yaml
+from flexmarl.config.load import parse_override, parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
@@ -33,7 +32,7 @@ from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
-from flexmarl.testing.faults.witness import seen_in
+from flexmarl.testing.faults.watched import seen_in
 
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
 

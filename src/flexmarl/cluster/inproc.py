@@ -15,7 +15,7 @@ from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.run_events import WorkerLost
 from flexmarl.records import WorkerId
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

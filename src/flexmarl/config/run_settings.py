@@ -10,8 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.credit_fits import has_key, misfits
-from flexmarl.config.overlap_fits import overlap_misfits
+from flexmarl.config.fits import credit_misfits, has_key, overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
@@ -119,7 +118,7 @@ class RunSettings(Settings):
             *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
-            *misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
+            *credit_misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
             *overlap_misfits(
                 self.mode,
                 self.pipeline,

@@ -19,8 +19,7 @@ from typing import Any, TextIO, TypeVar
 
 from flexmarl.errors import FlexmarlError
 from flexmarl.events.catalogue import CATALOGUE
-from flexmarl.events.event import Event, from_json, to_json
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Event, Events, from_json, to_json
 from flexmarl.events.run_events import RunStarted
 from flexmarl.events.safe_json import parse_json
 

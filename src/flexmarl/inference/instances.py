@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from flexmarl.errors import EngineError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.serving_events import InstanceLost, InstanceReplaced, Loaded
 from flexmarl.inference.calls import Instance, Weights
 from flexmarl.inference.interface import InferenceEngine

@@ -1,10 +1,13 @@
-"""Interface of engines: the servers of tokens behind the pool."""
+"""Interface of inference engines, and the factory that turns an engine's settings into a live engine."""
 
-from collections.abc import AsyncIterator, Sequence
+import pkgutil
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
 
 
@@ -84,3 +87,37 @@ class WeightedEngine(InferenceEngine, Protocol):
     async def wake(self) -> None:
         """Resumes paused requests, with the weights that it had or has loaded since. A second call does nothing."""
         ...
+
+
+FIRST_VERSION = Version(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Everything that a factory may use to make one engine. It takes the fields that its engine needs."""
+
+    policy: PolicyName
+    make_model: Callable[[], Any]
+    """Makes a new torch module at each call. The engine owns it."""
+    decode: Callable[[Sequence[int]], str]
+    store: ObjectStore
+    thread: DeviceThread
+    device: str = "cpu"
+    """Device of the model: `cpu`, `cuda` or `cuda:1`."""
+    deterministic: bool = False
+    """True if a request must get the same bits whichever requests share its batch (law 6)."""
+    verify: Verify = "full"
+    """The checksum that a load returns: `full` is over every byte that is served, else over names, dtypes, shapes."""
+    version: Version = FIRST_VERSION
+
+
+class EngineSettings(Protocol):
+    """Common part of the settings classes in ENGINES."""
+
+    factory: ClassVar[str]
+    """The factory `(settings, EngineParts) -> engine`, as `module:function`. Imported only when an engine is made."""
+
+
+def make_engine(settings: EngineSettings, parts: EngineParts) -> InferenceEngine:
+    """Makes a live engine with the factory that the settings name."""
+    return pkgutil.resolve_name(settings.factory)(settings, parts)

@@ -21,10 +21,9 @@ from typing import Any, Self
 
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.serving_events import Moved
-from flexmarl.inference.calls import Call, Instance, Weights
-from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
+from flexmarl.inference.calls import NOT_OPEN, Call, Dispatch, Instance, Weights
 from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import InstanceMove

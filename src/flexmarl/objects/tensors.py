@@ -1,7 +1,11 @@
-"""Trees of tensors on torch: laid out on a block of bytes, and digested as a whole or part by part.
+"""Trees of tensors on torch: laid out in one block of bytes, and digested as a whole or part by part.
 
-The packing rule (packing.py) lays out a tree on a block of bytes. Tensors are copied into the block once, and viewed
-there without copying. The digest of a tree adds up from parts, in any order and on any device:
+All tensors of one dtype lie in one contiguous buffer, so a transfer between devices or nodes moves only as many tensors
+as there are dtypes. Tensors are copied into the block once, and viewed there without copying.
+
+    |  bfloat16: embed | layers.0.q | ...  |  float32: layers.0.norm | ...  |
+
+The digest of a tree adds up from parts, in any order and on any device:
 
     block of the layout:  | w0 | w1 | w2 | ...        64-bit words, little-endian; padding is zero
     sums                  S = sum of w[p] c[p]         mod 2^64, c[p] odd
@@ -17,16 +21,100 @@ can be made on purpose.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from flexmarl.objects.packing import ALIGNMENT, Layout, TensorFacts, plan
+ALIGNMENT = 64
+"""Bytes. A cache line, and a multiple of every element's size, so that a view of any dtype may begin there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """The facts that decide how many bytes a tensor takes."""
+
+    dtype: str
+    """The name in torch: `float32`, `bfloat16`."""
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def num_items(self) -> int:
+        """Number of items: 1 for a scalar, 0 for an empty tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """In items, from the beginning of its dtype's buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """All tensors of one dtype."""
+
+    dtype: str
+    offset: int
+    """In bytes, from the beginning of the block."""
+    num_items: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The index of a block: enough to find every tensor again."""
+
+    num_bytes: int
+    buffers: tuple[Buffer, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """The index as values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, index: Mapping[str, Any]) -> Self:
+        """The inverse of `as_plain`, also after JSON has turned the tuples into lists."""
+        return cls(index["num_bytes"], tuple(_buffer(buffer) for buffer in index["buffers"]))
+
+
+def plan(tensors: Mapping[str, TensorFacts]) -> Layout:
+    """Places the tensors in order of dtype, then of name, each at a multiple of ALIGNMENT.
+
+    >>> plan({"b": TensorFacts("float32", (20,), 4), "a": TensorFacts("float32", (2, 2), 4)}).buffers[0].slots
+    (Slot(name='a', shape=(2, 2), start=0), Slot(name='b', shape=(20,), start=16))
+    """
+    end = 0
+    buffers: list[Buffer] = []
+    for dtype in sorted({facts.dtype for facts in tensors.values()}):
+        offset = end
+        slots: list[Slot] = []
+        item_bytes = 1
+        for name in sorted(name for name, facts in tensors.items() if facts.dtype == dtype):
+            facts = tensors[name]
+            item_bytes = facts.item_bytes
+            slots.append(Slot(name, facts.shape, (end - offset) // item_bytes))
+            end = _aligned(end + facts.num_items * item_bytes)
+        buffers.append(Buffer(dtype, offset, (end - offset) // item_bytes, tuple(slots)))
+    return Layout(end, tuple(buffers))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _buffer(index: Mapping[str, Any]) -> Buffer:
+    slots = tuple(Slot(slot["name"], tuple(slot["shape"]), slot["start"]) for slot in index["slots"])
+    return Buffer(index["dtype"], index["offset"], index["num_items"], slots)
 
 
 def layout_of(tree: Mapping[str, torch.Tensor]) -> Layout:

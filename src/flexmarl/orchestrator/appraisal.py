@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from flexmarl.credit import CreditRow
 from flexmarl.credit.returns import token_rewards
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.records import PolicyName, SampleId
 from flexmarl.training.interface import Appraised, Trainer

@@ -30,8 +30,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken
-from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
 from flexmarl.orchestrator.crediting import Crediting

@@ -13,11 +13,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from flexmarl.errors import EngineError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.serving_events import Called, Moved, MoveFailed
-from flexmarl.inference.demand import Demand
 from flexmarl.inference.pool import InferencePool
-from flexmarl.inference.scaling import BalanceRule, Loads, Move, PolicyLoad, moves_back, start_moves
+from flexmarl.inference.scaling import BalanceRule, Demand, Loads, Move, PolicyLoad, moves_back, start_moves
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.records import InstanceId, PolicyName
 

@@ -9,7 +9,7 @@ The folder is written under another name, flushed to the disk, and renamed when 
 damaged nevertheless, by the disk for example, it is passed over for the newest intact one.
 
 A checkpoint holds no seeds and no learning rates. A call's seed is computed from the run's seed and the call's identity
-(agents/context.py), and a learning rate from the version (training/learning_rate.py).
+(agents/context.py), and a learning rate from the version (training/settings.py).
 """
 
 import asyncio

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupReady
-from flexmarl.events.hub import Events
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill

@@ -22,8 +22,8 @@ from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.credit.interface import AgentReport, Tokens
 from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping.shape import RewardParts, reward_parts
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupFiltered, GroupsCredited
-from flexmarl.events.hub import Events
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.turn_rows import credit_row, open_row
 from flexmarl.orchestrator.appraisal import Appraisal

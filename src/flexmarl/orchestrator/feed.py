@@ -10,8 +10,8 @@ unblocked by rollout, which asks when it has a free query slot; `look_again`, wh
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupAdmitted
-from flexmarl.events.hub import Events
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.records import GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission

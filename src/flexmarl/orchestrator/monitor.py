@@ -16,8 +16,8 @@ from flexmarl.credit.filters import Effect
 from flexmarl.credit.interface import AgentReport
 from flexmarl.credit.shaping.shape import RewardParts
 from flexmarl.errors import cause_of
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import Refilled, RolloutEnded
-from flexmarl.events.hub import Events
 from flexmarl.events.lag import measure_lag
 from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.overlap import Interval, overlap, seconds, union

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.experience.window import Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.checkpoint import Checkpoints

@@ -33,7 +33,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore

@@ -18,7 +18,7 @@ unblocked by nothing else: no other part of the run has started yet
 from collections.abc import Awaitable, Callable, Mapping
 
 from flexmarl.errors import CheckpointError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.run_events import (
     CheckpointDropped,
     CheckpointFailed,

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetried
-from flexmarl.events.hub import Events
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.episode_calls import Lockstep

@@ -17,8 +17,7 @@ import numpy as np
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
-from flexmarl.inference.engines import FIRST_VERSION
-from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
 from flexmarl.records import (
     EngineUse,
@@ -30,8 +29,7 @@ from flexmarl.records import (
     VersionRun,
     unserved,
 )
-from flexmarl.simulator.cpu_share import CpuShare
-from flexmarl.simulator.decoding import Batch
+from flexmarl.simulator.decoding import Batch, CpuShare
 from flexmarl.simulator.modelled_calls import Answers, Loads, Logprobs, ModelledCall, flat_logprobs, problem_of
 from flexmarl.simulator.replies import Responder, reply_to
 

@@ -1,9 +1,12 @@
-"""Residents of simulated runs: modelled devices in virtual time; nothing is computed.
+"""Residents and objects of simulated runs: modelled devices in virtual time; nothing is computed.
 
 engine/{policy}/{n}     a cost model; its answers come from a responder, or from a recorded run
 trainer/{policy}        a cost model, with one number for weights
+objects                 a dictionary whose transfers take modelled time
 """
 
+import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,17 +17,55 @@ from flexmarl.analysis.costs import CostSettings
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.inference.interface import InferenceEngine, WeightedEngine
-from flexmarl.objects.interface import ObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.objects.interface import ObjectKey, ObjectMeta, ObjectStore, TensorTree
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.simulator.cpu_share import CpuShare
+from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.replies import Responder
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import RowReader, Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.row_reader import RowReader
+
+
+class SimulatedObjectStore(InlineObjectStore):
+    """`ObjectStore` in virtual time. By default transfers take none: publishing and loading have costs of their own."""
+
+    def __init__(
+        self,
+        *,
+        latency_s: float = 0.0,
+        bytes_per_s: float = math.inf,
+        bytes_of: Callable[[ObjectKey], int] | None = None,
+    ) -> None:
+        """`bytes_of` gives the modelled size of an object, since simulated weights are a number or two.
+
+        By default an object has its real size.
+        """
+        super().__init__()
+        self._latency_s, self._bytes_per_s, self._bytes_of = latency_s, bytes_per_s, bytes_of
+
+    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        """Stores a copy at once, then waits for the transfer. Raises ValueError if the key is taken."""
+        meta = await super().set(key, tree)
+        await self._transfer(key, tree)
+        return meta
+
+    async def get(self, key: ObjectKey) -> TensorTree:
+        """Waits for the transfer, then returns the stored copy."""
+        tree = await super().get(key)
+        await self._transfer(key, tree)
+        return tree
+
+    async def _transfer(self, key: ObjectKey, tree: TensorTree) -> None:
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
+        num_bytes = self._bytes_of(key) if self._bytes_of else own
+        seconds = self._latency_s + num_bytes / self._bytes_per_s
+        if seconds:
+            await asyncio.sleep(seconds)
+
 
 NODE = "simulated"
 """Name of the only node. Several nodes are called `simulated-0`, `simulated-1` and so on."""

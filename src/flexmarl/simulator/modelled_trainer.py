@@ -28,10 +28,9 @@ from flexmarl.records import (
     Turn,
     Version,
 )
-from flexmarl.simulator.cpu_share import CpuShare
+from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
-from flexmarl.training.interface import Appraised, UpdateReport
-from flexmarl.training.row_reader import HeldRows, RowReader
+from flexmarl.training.interface import Appraised, HeldRows, RowReader, UpdateReport
 
 
 class ModelledTrainer:

@@ -2,10 +2,9 @@
 
 from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
 from flexmarl.tasks.generator import TaskGenerator, task_generator
-from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource
-from flexmarl.tasks.scorers import SCORERS, scorer
+from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource, check_disjoint
+from flexmarl.tasks.registry import SCORERS, scorer
 from flexmarl.tasks.settings import TaskSettings
-from flexmarl.tasks.sound import check_disjoint
 
 __all__ = [
     "Environment",

@@ -16,9 +16,8 @@ from pydantic import Field
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.interface import Split
+from flexmarl.tasks.interface import Split, sound
 from flexmarl.tasks.registry import Registry
-from flexmarl.tasks.sound import sound
 
 
 class TaskGenerator(Protocol):

@@ -1,8 +1,12 @@
-"""The interface of a task source."""
+"""Interface of a task source, and the rules of sound tasks.
 
-from typing import Literal, Protocol
+No held-out prompt is trained on, and each task can be played and recorded.
+"""
 
-from flexmarl.errors import ConfigError
+import re
+from typing import Any, Literal, Protocol
+
+from flexmarl.errors import ConfigError, is_unicode, writable
 from flexmarl.records import Task
 
 Split = Literal["train", "held_out"]
@@ -28,3 +32,58 @@ class TaskSource(Protocol):
     def held_out(self, n: int) -> tuple[Task, ...]:
         """The first n held-out tasks, or all if there are fewer; never trained on."""
         ...
+
+
+MOST_COMPARED = 200_000
+
+
+def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> None:
+    """Raises ConfigError naming the first held-out task whose prompt is among the first `num_train` training tasks.
+
+    Looks at no more than `MOST_COMPARED` training tasks, so that a run of any length begins soon.
+    """
+    held_out = {task.prompt: task.input_id for task in reversed(source.held_out(num_held_out))}
+    if not held_out:
+        return
+    if source.num_train is not None:
+        num_train = min(num_train, source.num_train)
+    for index in range(min(num_train, MOST_COMPARED)):
+        task = source.train(index)
+        if task.prompt in held_out:
+            prompt = task.prompt if len(task.prompt) <= 80 else f"{task.prompt[:77]}..."
+            raise ConfigError(
+                f"tasks: training task '{task.input_id}' (position {index}) has the prompt of held-out task "
+                f"'{held_out[task.prompt]}': {prompt!r}; remove it from one of the two"
+            )
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters and line ends."""
+
+
+def sound(task: Any, where: str) -> Task:
+    """Returns the task. Raises ConfigError that names `where` and the fault if the task is not sound.
+
+    The id must be one line of text, because it names rows, calls and lines of the journal. UTF-8 must be able to encode
+    all texts; JSON and broken tools sometimes write a lone surrogate, half of a character, which it cannot.
+    """
+    if not isinstance(task, Task):
+        raise ConfigError(f"{where}: a task must be a flexmarl.records.Task, got {type(task).__name__}")
+    for name in ("input_id", "prompt", "reference"):
+        text = getattr(task, name)
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: the {name} must be a text, got {writable(repr(text))[:80]}")
+        if not is_unicode(text):
+            at = next(place for place, letter in enumerate(text) if not is_unicode(letter))
+            raise ConfigError(
+                f"{where}: the {name} holds half a surrogate pair, {text[at]!r}, at character {at}, which UTF-8 cannot "
+                f"encode; remove it, or write the whole character"
+            )
+    if not task.input_id.strip():
+        raise ConfigError(f"{where}: the input_id {task.input_id!r} is blank; give the task a name of its own")
+    if found := _CONTROL.search(task.input_id):
+        raise ConfigError(
+            f"{where}: the input_id {task.input_id[:80]!r} holds {found[0]!r}; it must be one line without control "
+            f"characters"
+        )
+    return task

@@ -1,11 +1,14 @@
-"""Table of functions that users write and a config names."""
+"""Table of functions that users write and a config names; the scorers, which say how good an answer is."""
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator
+from decimal import Decimal, InvalidOperation
 from typing import Any, Generic, TypeVar
 
 from flexmarl.errors import ConfigError
+from flexmarl.records import exact_match
 
 F = TypeVar("F", bound=Callable[..., Any])
 G = TypeVar("G", bound=Callable[..., Any])
@@ -51,3 +54,35 @@ def _place(function: Callable[..., Any]) -> str:
     methods = vars(function).values() if inspect.isclass(function) else [inspect.unwrap(function)]
     code = next((method.__code__ for method in methods if inspect.isfunction(method)), None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+Scorer = Callable[[str, str], float]
+"""(answer, reference) -> score; 1.0 is a full success. Module-level, so that tasks can cross processes."""
+
+# A minus after a digit or word subtracts or joins; commas group thousands and nothing else.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+
+SCORERS: Registry[Scorer] = Registry("scorer", setting="tasks.scorer")
+scorer = SCORERS.register
+"""Decorator that makes a function the scorer of that name: `@scorer("close_enough")`."""
+
+scorer("exact")(exact_match)
+
+
+@scorer("number")
+def same_number(answer: str, reference: str) -> float:
+    """1.0 if the last number in the answer equals the last one in the reference.
+
+    >>> same_number("So 12 apples cost $1,234.50.", "#### 1234.5")
+    1.0
+    """
+    found, expected = _last_number(answer), _last_number(reference)
+    return float(found is not None and found == expected)
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None
+    except InvalidOperation:
+        return None

@@ -18,9 +18,8 @@ from flexmarl.errors import ConfigError, MissingExtra, boundary
 from flexmarl.events.safe_json import parse_json
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.interface import SourceExhausted
-from flexmarl.tasks.scorers import SCORERS
-from flexmarl.tasks.sound import sound
+from flexmarl.tasks.interface import SourceExhausted, sound
+from flexmarl.tasks.registry import SCORERS
 
 
 class TaskTable(Settings):

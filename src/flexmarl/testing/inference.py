@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from flexmarl.analysis.costs import EngineCosts
-from flexmarl.inference.engines import FIRST_VERSION
-from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.records import (
     EngineUse,

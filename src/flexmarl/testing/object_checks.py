@@ -3,7 +3,7 @@
     await check_object_store(lambda: MyStore())
 
 It raises AssertionError with the broken clause of the contract. The fake is InlineObjectStore. In
-`flexmarl.simulator.modelled_objects.SimulatedObjectStore` transfers take virtual time.
+`flexmarl.simulator.modelled_residents.SimulatedObjectStore` transfers take virtual time.
 """
 
 from collections.abc import Awaitable, Callable

@@ -22,7 +22,7 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import EngineError, TrainingError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.progress import NullProgress, Progress
@@ -31,7 +31,7 @@ from flexmarl.experience.interface import ExperienceStore, Row
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.parts import PRODUCTION
@@ -46,9 +46,8 @@ from flexmarl.testing.faults.watched import WatchedCache, WatchedEngine, Watched
 from flexmarl.testing.inference import Script as EngineScript
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.row_reader import StoreRows
 
 
 class CountedTasks:

@@ -1,9 +1,12 @@
-"""A fake trainer that records its input, and conformance checks of trainers and process groups."""
+"""A fake trainer that records its input, and conformance checks of trainers and process groups.
+
+`agreement` measures how much an engine and a trainer of one model differ in the log-probabilities of sampled tokens.
+"""
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +15,71 @@ from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, StoreError, TrainingError
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.inference.interface import InferenceEngine
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum
-from flexmarl.records import Divisors, LossReport, MicroBatch, PolicyName, SampleId, Version
+from flexmarl.records import (
+    AgentName,
+    Divisors,
+    EpisodeId,
+    Generation,
+    GenerationRequest,
+    LossReport,
+    MicroBatch,
+    PolicyName,
+    Sample,
+    SampleId,
+    Turn,
+    Version,
+)
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
-from flexmarl.training.interface import Trainer
+from flexmarl.training.interface import HeldRows, RowReader, Trainer
 from flexmarl.training.residency import ProcessGroup
-from flexmarl.training.row_reader import HeldRows, RowReader
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Absolute differences of the engine's and the trainer's log-probabilities, in nats, over all sampled tokens."""
+
+    num_tokens: int
+    mean: float
+    """Mean absolute difference."""
+    largest: float
+
+
+async def agreement(engine: InferenceEngine, trainer: Trainer, requests: Sequence[GenerationRequest]) -> Agreement:
+    """Plays the requests on the engine, then compares its raw log-probabilities with the trainer's.
+
+    Both must hold the same weights. At temperature 1 and without filters, both describe one distribution.
+    """
+    by_id = {request.request_id: request for request in requests}
+    played = [generation async for generation in engine.generate(requests)]
+    samples = [sample_of(by_id[generation.request_id], generation) for generation in played]
+    batch = MicroBatch(micro_batch_id="agreement", policy=requests[0].policy, samples=tuple(samples))
+    theirs = np.concatenate(await trainer.logprobs(batch))
+    apart = np.abs(np.concatenate([generation.raw_logprobs for generation in played]) - theirs)
+    return Agreement(num_tokens=len(apart), mean=float(apart.mean()), largest=float(apart.max()))
+
+
+def sample_of(request: GenerationRequest, generation: Generation, *, advantage: float = 1.0) -> Sample:
+    """Makes a call into the only sample of an episode. Raises AssertionError if the request was not served."""
+    assert not generation.error, f"request '{request.request_id}' was not served: {generation.error}"
+    name = request.request_id
+    turn = Turn(
+        sample_id=SampleId(name),
+        episode=EpisodeId(name),
+        agent=AgentName(request.policy),
+        policy=request.policy,
+        prompt_ids=request.prompt_ids,
+        response_ids=generation.response_ids,
+        logprobs=generation.logprobs,
+        raw_logprobs=generation.raw_logprobs,
+        versions=generation.versions,
+        finish=generation.finish,
+    )
+    return Sample(turn=turn, advantage=advantage, weight=1.0, episode_tokens=len(generation.response_ids))
+
 
 NOBODY = SampleId("nobody_0_g0e0a0")
 

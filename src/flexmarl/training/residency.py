@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from flexmarl.cluster.allocation import Lease, Places
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import FlexmarlError, TrainingError, boundary
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.training_events import Swapped
 from flexmarl.records import PolicyName, WorkerId
 from flexmarl.training.settings import ProcessGroupSettings

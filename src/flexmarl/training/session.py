@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexmarl.errors import TrainingError, boundary
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleId, Version, WorkerId

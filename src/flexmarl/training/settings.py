@@ -1,15 +1,88 @@
-"""Settings of training. Imports neither torch nor transformers, so that a laptop can check any config."""
+"""Settings of training. Imports neither torch nor transformers nor peft, so that a laptop can check any config."""
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.kl import CriticSettings, KlSettings
-from flexmarl.training.learning_rate import ScheduleSettings
-from flexmarl.training.lora_settings import LoraSettings
 from flexmarl.training.losses import LossSettings, Ppo
+
+
+class ScheduleSettings(Settings):
+    """Warm-up from 0 to the full learning rate; then constant, or linear or cosine decay to `min_ratio` times it."""
+
+    type: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Updates before the full learning rate is reached.")
+    decay_steps: int | None = Field(
+        default=None, gt=0, description="Updates, warm-up included, after which the rate stays at its minimum."
+    )
+    min_ratio: float = Field(default=0.0, ge=0, le=1, description="Final rate as a share of the learning rate.")
+
+    @model_validator(mode="after")
+    def _decay_needs_its_length(self) -> Self:
+        if self.type == "constant":
+            if self.decay_steps is not None:
+                raise ValueError(f"decay_steps is {self.decay_steps} but type is 'constant'; use 'linear' or 'cosine'")
+        elif self.decay_steps is None or self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps is {self.decay_steps} with type '{self.type}' and warmup_steps {self.warmup_steps}; set "
+                "it to the number of updates of the run, more than warmup_steps"
+            )
+        return self
+
+    def factor(self, update: int) -> float:
+        """Share of the learning rate for update number `update`, counted from 0.
+
+        >>> [ScheduleSettings(type="linear", warmup_steps=2, decay_steps=6).factor(i) for i in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        """
+        if update < self.warmup_steps:
+            return (update + 1) / self.warmup_steps
+        if self.decay_steps is None:
+            return 1.0
+        progress = min(1.0, (update - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        shape = 1.0 - progress if self.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.min_ratio + (1.0 - self.min_ratio) * shape
+
+
+class LoraSettings(Settings):
+    """LoRA (arXiv 2106.09685): the weights W stay fixed, and a linear layer computes with W + (alpha / rank) B A."""
+
+    rank: int = Field(default=16, ge=1, description="Rows of A and columns of B: how much an adapter can say.")
+    alpha: float = Field(default=32.0, gt=0, description="Scale of the adapter, divided by the rank.")
+    dropout: float = Field(
+        default=0.0, description="0 only: the trainer must see the distribution that the engine sampled from."
+    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear",
+        description="Linear layers that get an adapter, by the ends of their names, e.g. [q_proj, v_proj]; all-linear: "
+        "every one but the head.",
+    )
+    export: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="What `flexmarl export` writes: a whole model, or the adapter alone, which needs its base.",
+    )
+
+    @field_validator("dropout")
+    @classmethod
+    def _there_is_no_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(
+                f"dropout is {dropout}, but the engine samples without it, and the trainer must see the same "
+                f"distribution; use 0"
+            )
+        return dropout
+
+    @field_validator("target_modules")
+    @classmethod
+    def _something_is_adapted(cls, targets: Literal["all-linear"] | tuple[str, ...]) -> object:
+        if not targets:
+            raise ValueError("target_modules is empty, so that nothing could learn; use all-linear, or names")
+        return targets
+
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexmarl.agents import tree_sampling
+from flexmarl.agents import patterns
 from flexmarl.agents.context import Node
-from flexmarl.agents.tree_sampling import Branch, best
+from flexmarl.agents.patterns import Branch, best
 from flexmarl.credit import CreditSettings, credit_rows
 from flexmarl.errors import EpisodeError, boundary
 from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, split_sample_id
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import StepResult
 from flexmarl.testing.agents import check_turns
-from flexmarl.testing.environment_checks import check_environment
+from flexmarl.testing.plugin_checks import check_environment
 from tests.unit.agents.tables import CALCULATOR, TASK, context, spec, text
 
 LAST = 90
@@ -57,7 +57,7 @@ def leads(place, digit):
     return (place * 7 + digit * 13 + 1) % 101
 
 
-@tree_sampling.turn("lattice")
+@patterns.turn("lattice")
 async def lattice(task, team):
     """The seats take turns."""
     seats, played = [*team], team.metrics.get("turns", 0.0)
@@ -222,7 +222,7 @@ def test_the_figures_of_the_best_play_are_those_of_the_episode():
     assert team.metrics == {"turns": 2.0, "total": max(totals)}
 
 
-@tree_sampling.turn("ends_early")
+@patterns.turn("ends_early")
 async def ends_early(task, team):
     """Candidate 0 of the first turn gets most and is over; what follows candidate 1 gets less."""
     reply, path = await team.red.act("x"), team.context.node.path
@@ -290,19 +290,19 @@ def test_a_reward_for_an_agent_in_a_branch_reaches_the_turns_of_that_branch_alon
     assert list(team.rewards().values()) == [None, 0.0, 11.0]
 
 
-@tree_sampling.turn("draws_in_the_prompt")
+@patterns.turn("draws_in_the_prompt")
 async def draws_in_the_prompt(task, team):
     (await team.red.act(team.context.node.name)).reward(0.0)
     return True
 
 
-@tree_sampling.turn("unrewarded")
+@patterns.turn("unrewarded")
 async def unrewarded(task, team):
     await team.red.act("x")
     return True
 
 
-@tree_sampling.turn("silent")
+@patterns.turn("silent")
 async def silent(task, team):
     return False
 
@@ -324,7 +324,7 @@ def test_the_lattice_is_an_environment():
     check_environment(Lattice, actions=[*"0123456789"])
 
 
-@tree_sampling.turn("asks_a_tool")
+@patterns.turn("asks_a_tool")
 async def asks_a_tool(task, team):
     """An act earns what its last message says, whatever it took to say it."""
     reply = await team.red.act("x")

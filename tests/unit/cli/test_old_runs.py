@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from flexmarl.analysis.summary import render_summary
 from flexmarl.assemble import assemble_run
-from flexmarl.cli.evaluate import evaluate
-from flexmarl.cli.export import export
+from flexmarl.cli.runs import evaluate, export
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from flexmarl.cli.clean import cleaned
+from flexmarl.cli.runs import cleaned
 
 
 def test_what_a_live_run_holds_is_not_touched(doomed: Any, tmp_path: Path) -> None:

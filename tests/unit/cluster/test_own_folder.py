@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flexmarl.cli.clean import cleaned
+from flexmarl.cli.runs import cleaned
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.own_folder import check_not_planted, check_ours, own_folder
 from flexmarl.cluster.remains import Leases, abandoned, live_processes, parse_leases, release, strangers, writers
 from flexmarl.errors import ConfigError
-from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectError
 from tests.conftest import everything_in
 

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.config import load_run, parse_override
-from flexmarl.config.load import read_yaml
-from flexmarl.config.yaml_text import MAX_NODES, parse_yaml
+from flexmarl.config.load import MAX_NODES, parse_yaml, read_yaml
 from flexmarl.errors import ConfigError
 from tests.unit.config.test_load import MINIMAL
 

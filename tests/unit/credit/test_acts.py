@@ -18,7 +18,7 @@ from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import AtGrpo, Default, PassAtK
 from flexmarl.credit.interface import CreditRow, Estimator, GraphCall
 from flexmarl.credit.shaping import shape
-from flexmarl.credit.shaping.step_rewards import RewardToGo
+from flexmarl.credit.shaping.outcomes import RewardToGo
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import acts_of, credit_row, random_credit_rows
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexmarl.credit.interface import GraphCall
 from flexmarl.credit.shaping import shape
 from flexmarl.credit.shaping.bonuses import CompletionTime, Process, descendants, longest_path
-from flexmarl.credit.shaping.step_rewards import RewardToGo
+from flexmarl.credit.shaping.outcomes import RewardToGo
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import credit_row
 

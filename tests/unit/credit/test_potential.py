@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit.shaping import shape
-from flexmarl.credit.shaping.step_rewards import Potential
+from flexmarl.credit.shaping.outcomes import Potential
 from flexmarl.testing.credit import credit_row
 
 SIZE, HORIZON, GOAL, STEP_COST = 2, 6, (2, 1), 0.01

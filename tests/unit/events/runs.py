@@ -4,9 +4,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexmarl.events.event import Event
+from flexmarl.events.event import Event, Events
 from flexmarl.events.group_events import GroupReady, RolloutEnded
-from flexmarl.events.hub import Events
 from flexmarl.events.journal import Journal
 from flexmarl.events.run_events import ProcessStarted, RunStarted, StepEnded, WorkerLost
 from flexmarl.events.serving_events import Called, InstanceLost, QueuesSeen

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.events.catalogue import CATALOGUE, PAGES, events_in
-from flexmarl.events.event import NOW, Event, Timed
+from flexmarl.events.event import NOW, Event, Events, Timed
 from flexmarl.events.group_events import GroupFailed, GroupFiltered
-from flexmarl.events.hub import Events
 from flexmarl.events.journal import Journal, RememberedEvents, read_journal
 from flexmarl.events.run_events import RunFailed, StepEnded
 from flexmarl.records import CONTROLLER, InstanceId, WorkerId

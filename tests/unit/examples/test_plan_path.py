@@ -36,7 +36,7 @@ from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.config import load_run  # noqa: E402
 from flexmarl.records import Task  # noqa: E402
 from flexmarl.simulator.virtual_time import run_virtual  # noqa: E402
-from flexmarl.testing.environment_checks import check_environment  # noqa: E402
+from flexmarl.testing.plugin_checks import check_environment  # noqa: E402
 from tests.docs.pages import commands  # noqa: E402
 from tests.unit.agents.tables import context, spec  # noqa: E402
 

@@ -4,8 +4,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from flexmarl.inference.demand import Demand
-from flexmarl.inference.scaling import BalanceRule, DrainTime, PolicyLoad, QueueGap, Stay
+from flexmarl.inference.scaling import BalanceRule, Demand, DrainTime, PolicyLoad, QueueGap, Stay
 from flexmarl.records import PolicyName
 
 A, B, C = PolicyName("a"), PolicyName("b"), PolicyName("c")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexmarl.inference.demand import Demand, Expectation
+from flexmarl.inference.scaling import Demand, Expectation
 from flexmarl.records import PolicyName
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")

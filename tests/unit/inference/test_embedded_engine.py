@@ -10,10 +10,10 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
-from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
 from flexmarl.records import FinishReason, Version
 from flexmarl.testing.inference import check_inference_engine

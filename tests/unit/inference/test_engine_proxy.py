@@ -12,9 +12,9 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S
 from flexmarl.errors import EngineError
-from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import FinishReason, Version
 from flexmarl.simulator.virtual_time import run_virtual

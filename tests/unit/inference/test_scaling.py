@@ -4,11 +4,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexmarl.inference.demand import Expectation
 from flexmarl.inference.scaling import (
     RULES,
     BalanceRule,
     DrainTime,
+    Expectation,
     Move,
     PolicyLoad,
     QueueGap,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.testing.object_checks import check_object_store
 
 

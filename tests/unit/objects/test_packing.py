@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.objects.interface import checksum
-from flexmarl.objects.packing import ALIGNMENT, Layout, Slot, TensorFacts, plan
-from flexmarl.objects.tensors import copy_in, layout_of, views
+from flexmarl.objects.tensors import ALIGNMENT, Layout, Slot, TensorFacts, copy_in, layout_of, plan, views
 from flexmarl.testing.object_checks import heterogeneous_tree
 
 SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectError, ObjectKey, checksum
 from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
 
@@ -44,7 +44,7 @@ import os
 import signal
 from pathlib import Path
 import torch
-from flexmarl.objects.backends.shm import ShmObjectStore
+from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import checksum
 from flexmarl.testing.object_checks import heterogeneous_tree
 async def main(store):

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from flexmarl.credit import CreditRow, credit_rows
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.training_events import DivergenceCharged
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.appraisal import Appraisal, paid
 from flexmarl.records import GroupRecord, PolicyName, Sample, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.interface import Appraised
-from flexmarl.training.row_reader import HeldRows
+from flexmarl.training.interface import Appraised, HeldRows
 from flexmarl.training.settings import TrainingSettings
 from tests.unit.orchestrator.groups import JUDGE, SOLVER, Bench, group_of
 

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, Drop, RunState
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.sealed_folder import MANIFEST, seal

@@ -17,7 +17,7 @@ from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.serving_events import Called, InstanceReplaced
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions

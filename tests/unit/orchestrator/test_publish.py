@@ -11,7 +11,7 @@ from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplace
 from flexmarl.events.training_events import Published
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions

@@ -11,7 +11,7 @@ from flexmarl.events.run_events import CheckpointPassedOver, CheckpointRemoved, 
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.turn_rows import TURN_COLUMNS
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version

@@ -9,7 +9,7 @@ import pytest
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import CheckpointDropped, CheckpointFailed, CheckpointSaved, StorePruned
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import CheckpointSettings

@@ -10,7 +10,7 @@ from flexmarl.agents import Team
 from flexmarl.analysis.costs import CostSettings, SharedHost, costs_of
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.records import GenerationRequest, IntArray, PolicyName, Task
-from flexmarl.simulator.cpu_share import CpuShare
+from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.testing.scripted_run import ScriptedRun

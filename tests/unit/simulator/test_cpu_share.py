@@ -1,5 +1,5 @@
 from flexmarl.analysis.costs import SharedHost
-from flexmarl.simulator.cpu_share import CpuShare
+from flexmarl.simulator.decoding import CpuShare
 
 LAPTOP = SharedHost(engine_per_trainer=0.5, engine_per_engine=0.25, trainer_per_engine=2.0, trainer_per_trainer=4.0)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexmarl.analysis.costs import EngineCosts, SharedHost
 from flexmarl.errors import EngineError
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import (
     FinishReason,
@@ -22,7 +22,7 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
-from flexmarl.simulator.cpu_share import CpuShare
+from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine

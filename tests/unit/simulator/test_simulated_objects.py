@@ -5,7 +5,7 @@ import asyncio
 import torch
 
 from flexmarl.objects.interface import ObjectKey
-from flexmarl.simulator.modelled_objects import SimulatedObjectStore
+from flexmarl.simulator.modelled_residents import SimulatedObjectStore
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.object_checks import check_object_store
 

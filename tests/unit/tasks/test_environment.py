@@ -6,7 +6,7 @@ import pytest
 
 from flexmarl.errors import EpisodeError
 from flexmarl.tasks import StepResult
-from flexmarl.testing.environment_checks import FakeEnvironment, check_environment
+from flexmarl.testing.plugin_checks import FakeEnvironment, check_environment
 
 
 def test_the_fake_environment_passes() -> None:

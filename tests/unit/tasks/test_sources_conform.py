@@ -9,7 +9,7 @@ from flexmarl.records import Task
 from flexmarl.tasks import Split, TaskSource, task_generator
 from flexmarl.tasks.generator import GeneratorTasks
 from flexmarl.tasks.table import JsonlTasks
-from flexmarl.testing.tasks import FakeTasks, check_task_source
+from flexmarl.testing.plugin_checks import FakeTasks, check_task_source
 
 
 @task_generator("test-conform")

@@ -9,7 +9,7 @@ import torch
 
 from flexmarl.errors import EngineError
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey
 from flexmarl.records import FinishReason, Generation, PolicyName, Version
 from flexmarl.simulator.virtual_time import DeadlockError, run_virtual

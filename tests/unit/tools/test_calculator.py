@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from flexmarl.testing.tool_checks import check_tool
+from flexmarl.testing.plugin_checks import check_tool
 from flexmarl.tools import TOOLS, AnyTool, Calculator
 
 NUMBERS = st.integers(0, 10**6).map(str)

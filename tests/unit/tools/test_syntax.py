@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flexmarl.testing.tool_checks import check_syntax
+from flexmarl.testing.plugin_checks import check_syntax
 from flexmarl.tools import FunctionSyntax, Incomplete, Malformed, Parsed, TagSyntax, ToolCall
 from flexmarl.tools.syntax import Syntax
 

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import GenerationRequest, PolicyName, Sampling
-from flexmarl.testing.agreement import Agreement, agreement
+from flexmarl.testing.training import Agreement, agreement
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer

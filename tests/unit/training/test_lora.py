@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.training import check_trainer
@@ -26,9 +26,8 @@ from flexmarl.training.backends import network
 from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
 from flexmarl.training.backends.lora import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.lora_settings import LoraSettings
-from flexmarl.training.row_reader import RowReader
-from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.interface import RowReader
+from flexmarl.training.settings import LoraSettings, TrainingSettings
 
 SOLVER = PolicyName("solver")
 Samples = Callable[..., list[Sample]]

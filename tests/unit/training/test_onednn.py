@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flexmarl.training.backends.causal_lm import load_model
-from flexmarl.training.backends.onednn import MIN_ROWS, OneDnnLinear, use_onednn
+from flexmarl.training.backends.network import MIN_ROWS, OneDnnLinear, use_onednn
 from tests.unit.training.conftest import tiny_model
 
 ROWS = MIN_ROWS * 3

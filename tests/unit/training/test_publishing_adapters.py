@@ -14,10 +14,10 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore
-from flexmarl.inference.engines import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.adapter import PublishedAdapter
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree, checksum, names_checksum
 from flexmarl.records import Generation, GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.inference import check_inference_engine

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.training_events import Swapped
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, credit_row, response_row
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, PolicyName, RowState, Sample, Version
 from flexmarl.records.ids import make_sample_id, split_sample_id
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.interface import StoreRows
 from flexmarl.training.residency import Residency
-from flexmarl.training.row_reader import StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import ProcessGroupSettings
 from tests.unit.training.conftest import random_samples

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from flexmarl.training.learning_rate import ScheduleSettings
+from flexmarl.training.settings import ScheduleSettings
 
 
 def test_a_constant_schedule_is_constant() -> None:

@@ -15,12 +15,12 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowState, Sample, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.faulty import Around, AroundStore, SlowStore
 from flexmarl.testing.training import FakeTrainer
-from flexmarl.training.row_reader import StoreRows
+from flexmarl.training.interface import StoreRows
 from flexmarl.training.session import TrainingSession
 from tests.unit.training.test_session import make_ready
 

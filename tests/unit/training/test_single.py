@@ -21,18 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey, ObjectStore
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import Aggregation
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.interface import UpdateReport
-from flexmarl.training.lora_settings import LoraSettings
+from flexmarl.training.interface import RowReader, UpdateReport
 from flexmarl.training.losses import Ppo, ReinforceLoss
-from flexmarl.training.row_reader import RowReader
-from flexmarl.training.settings import AdamWSettings, TrainingSettings
+from flexmarl.training.settings import AdamWSettings, LoraSettings, TrainingSettings
 
 SOLVER = PolicyName("solver")
 Samples = Callable[..., list[Sample]]

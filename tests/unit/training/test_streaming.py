@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.errors import TrainingError
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import CreditLine, MicroBatch, PolicyName, Sample
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport

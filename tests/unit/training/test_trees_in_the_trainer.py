@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from flexmarl.experience.divisors import divisors_of
-from flexmarl.objects.backends.inline import InlineObjectStore
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport

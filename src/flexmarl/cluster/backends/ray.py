@@ -29,7 +29,7 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.proxy import methods_of, proxy_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.run_events import WorkerLost
 from flexmarl.records import WorkerId
 

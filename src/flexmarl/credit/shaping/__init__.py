@@ -30,10 +30,10 @@ SHAPING: Mapping[str, str] = {
     "tree": "flexmarl.credit.shaping.chains:Tree",
     "learnability": "flexmarl.credit.shaping.bonuses:Learnability",
     "overlong": "flexmarl.credit.shaping.bonuses:Overlong",
-    "potential": "flexmarl.credit.shaping.step_rewards:Potential",
+    "potential": "flexmarl.credit.shaping.outcomes:Potential",
     "process": "flexmarl.credit.shaping.bonuses:Process",
     "completion_time": "flexmarl.credit.shaping.bonuses:CompletionTime",
-    "reward_to_go": "flexmarl.credit.shaping.step_rewards:RewardToGo",
+    "reward_to_go": "flexmarl.credit.shaping.outcomes:RewardToGo",
 }
 """Path of the class of each term `type`. A new term is one class, and its line here."""
 

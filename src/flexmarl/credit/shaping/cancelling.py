@@ -15,7 +15,7 @@ from flexmarl.records import AgentName
 
 if TYPE_CHECKING:
     from flexmarl.credit.settings import CreditSettings
-    from flexmarl.credit.shaping.step_rewards import Potential
+    from flexmarl.credit.shaping.outcomes import Potential
 
 REMEDY = (
     "use credit.estimator={type: step_gae, lam: 1, scope: agent}, or {type: reinforce} with {type: reward_to_go, "

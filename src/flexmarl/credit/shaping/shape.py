@@ -26,7 +26,7 @@ from pydantic import Field
 
 from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.credit.shaping.base import AddedTerm, AnyTerm, OutcomeTerm, given
-from flexmarl.credit.shaping.step_rewards import RewardToGo
+from flexmarl.credit.shaping.outcomes import RewardToGo
 from flexmarl.records import AgentName
 from flexmarl.settings import Settings
 

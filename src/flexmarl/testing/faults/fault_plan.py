@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from flexmarl.config.yaml_text import parse_yaml
+from flexmarl.config.load import parse_yaml
 from flexmarl.errors import ConfigError, boundary
 
 

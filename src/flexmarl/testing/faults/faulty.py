@@ -32,7 +32,7 @@ from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.tasks import SourceExhausted, TaskSource
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.injection import Injection
-from flexmarl.training.row_reader import RowReader
+from flexmarl.training.interface import RowReader
 
 T = TypeVar("T")
 READS = frozenset({"get", "counts", "query"})

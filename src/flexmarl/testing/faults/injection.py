@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.events.run_events import FaultStruck
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 

@@ -1,8 +1,14 @@
-"""Decides which laws a story breaks. Each law recomputes its facts from journals, rows and what parts remember."""
+"""Decides which laws a story breaks. Each law recomputes its facts from journals, rows and what parts remember.
+
+Laws of samples say which rows are trained, their contents and their credit; laws of serving are in laws_of_serving.py.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
+
+from flexmarl.agents.context import context_hash
 from flexmarl.errors import (
     CheckpointError,
     EngineError,
@@ -15,16 +21,12 @@ from flexmarl.errors import (
 )
 from flexmarl.events.group_events import GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
-from flexmarl.records import RowState
+from flexmarl.events.serving_events import InstanceLost
+from flexmarl.experience.interface import Row
+from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
+from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.faults.fault_plan import FaultKind
-from flexmarl.testing.faults.laws_of_samples import (
-    law_5_every_ready_row_is_in_one_update,
-    law_7_rows_hold_what_engines_sampled,
-    law_8_credit_compares_within_a_task,
-    law_11_what_failed_is_not_trained,
-    law_13_every_sampled_token_is_accounted_for,
-)
 from flexmarl.testing.faults.laws_of_serving import (
     law_3_tokens_are_as_fresh_as_promised,
     law_4_nothing_is_held_twice,
@@ -32,6 +34,7 @@ from flexmarl.testing.faults.laws_of_serving import (
     law_12_queues_are_bounded,
 )
 from flexmarl.testing.faults.story import Life, Story, group_of
+from flexmarl.testing.faults.watched import Answered
 
 Law = Callable[[Story], Iterator[str]]
 DEMANDED: Mapping[FaultKind, tuple[type[FlexmarlError], ...]] = {
@@ -120,6 +123,187 @@ _ALLOWED = {
     "failed": {RowState.FAILED},
     "expired": {RowState.EXPIRED, RowState.FAILED, RowState.FILTERED},
 }
+
+
+GOOD = (FinishReason.STOP, FinishReason.LENGTH)
+PER_AGENT = ("default", "drmas")
+"""Estimators that compare a row with the mean reward of its own agent."""
+
+
+def law_5_every_ready_row_is_in_one_update(story: Story) -> Iterator[str]:
+    """Every trained row is in exactly one update, and every sample in an update is a trained row."""
+    used = Counter(story.trained())
+    for sample_id, times in used.items():
+        if times != 1:
+            yield f"{sample_id} is in {times} updates"
+    trained = {row.sample_id: row for row in story.rows if row.state is RowState.TRAINED}
+    if strays := sorted(used.keys() ^ trained.keys()):
+        yield f"trained by trainers or by rows, not by both: {strays[:3]} and {len(strays[3:])} more"
+    for policy, updates in story.updates.items():
+        for version, batches in updates.items():
+            wrong = [i for ids in batches for i in ids if i in trained and trained[i].settled_version != version]
+            if wrong:
+                yield f"{wrong[0]} went into version {version} of {policy}, its row says otherwise"
+    yield from _large_batches(story)
+    if story.finished:
+        yield from _weights(story, list(trained.values()))
+        yield from _versions(story, list(trained.values()))
+        yield from _ready_rows(story, list(trained.values()))
+
+
+def _large_batches(story: Story) -> Iterator[str]:
+    for policy, updates in story.updates.items():
+        most = story.settings.policies[policy].training.micro_batch
+        for version, batches in updates.items():
+            if large := [ids for ids in batches if len(ids) > most]:
+                yield f"version {version} of {policy}: a micro-batch has {len(large[0])} samples, more than {most}"
+
+
+def _versions(story: Story, trained: list[Row]) -> Iterator[str]:
+    """Every version of a trainer has rows that were trained into it, and no row names another version."""
+    for policy, trainer in story.lives[-1].trainers.items():
+        settled = {row.settled_version or 0 for row in trained if row.policy == policy}
+        if settled != set(range(1, trainer.version + 1)):
+            yield f"{policy} is at version {trainer.version}, its rows were trained into {sorted(settled)}"
+
+
+def _ready_rows(story: Story, trained: list[Row]) -> Iterator[str]:
+    """In a trained group, as many rows of each policy are trained as credit made ready."""
+    found = Counter((group_of(row.sample_id), row.policy) for row in trained)
+    for group, told in story.groups.items():
+        if told.ends == ["trained"]:
+            for policy, ready in told.ready.items():
+                if (entered := found[group, PolicyName(policy)]) != ready:
+                    yield f"group {group}: {ready} rows of {policy} were ready, {entered} were trained"
+
+
+def _weights(story: Story, trained: list[Row]) -> Iterator[str]:
+    """A trainer's weight is the one that its rows give: each update adds the mean advantage over weighted tokens."""
+    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in trained:
+        tokens = row.values["weight"] * len(row.values["response_ids"])
+        assert row.settled_version is not None
+        of_update = sums[row.policy, row.settled_version]
+        of_update[0] += tokens * row.values["advantage"]
+        of_update[1] += tokens
+    for policy, trainer in story.lives[-1].trainers.items():
+        expected = sum(gradient / tokens for (of, _), (gradient, tokens) in sums.items() if of == policy and tokens)
+        if abs(trainer.weight - expected) > 1e-9:
+            yield f"the weight of {policy} is {trainer.weight}, its rows give {expected}"
+
+
+def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
+    """A row has, to the last bit, the prompt, ids and log-probabilities of the engines that answered its call."""
+    prompts: dict[str, IntArray] = {}
+    answers: dict[str, list[Answered]] = defaultdict(list)
+    for engine in (engine for life in story.lives for engine in life.engines.values()):
+        for request in engine.asked:
+            prompts[request.request_id] = request.prompt_ids[: len(request.prompt_ids) - request.offset]
+        for answered in engine.answered:
+            answers[answered.request.request_id].append(answered)
+    for row in story.rows:
+        if row.sample_id in prompts and not _same(row.values["prompt_ids"], prompts[row.sample_id]):
+            yield f"{row.sample_id}: its prompt is not the one that its engine was asked"
+        if row.version is None:
+            continue
+        num_tokens = len(row.values["response_ids"])
+        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in answers[row.sample_id]}:
+            yield f"{row.sample_id} has {num_tokens} tokens, no engine's answer ended there"
+        for answered in answers[row.sample_id]:
+            if strays := [name for name in _SAMPLED if not _agrees(row, answered, name)]:
+                yield f"{row.sample_id}: its {', '.join(strays)} are not those that an engine sampled"
+
+
+_SAMPLED = ("response_ids", "logprobs", "raw_logprobs")
+
+
+def _agrees(row: Row, answered: Answered, name: str) -> bool:
+    """True if row and answer are equal where both have tokens. Only an answer that was given up has another end."""
+    kept, sampled, begin = row.values[name], getattr(answered.generation, name), answered.request.offset
+    both = max(0, min(len(kept) - begin, len(sampled)))
+    return _same(kept[begin : begin + both], sampled[:both])
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
+    """Tags name the task of the row's group, equal context hashes mean equal contexts, and advantages fit the group."""
+    contexts: dict[tuple[str, str], bytes] = {}
+    compared: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in story.rows:
+        if row.version is None:
+            continue
+        tags, prompt = row.values["tags"], row.values["prompt_ids"]
+        admitted = [event.task for event in story.groups[group_of(row.sample_id)].admitted]
+        if tags["task"] not in admitted or not row.sample_id.startswith(tags["task"] + "_"):
+            yield f"{row.sample_id} is of task {tags['task']}, its group of {admitted}"
+        if tags["context_hash"] != context_hash(row.policy, prompt):
+            yield f"{row.sample_id}: its context hash is not that of its prompt"
+        if contexts.setdefault((row.policy, tags["context_hash"]), prompt.tobytes()) != prompt.tobytes():
+            yield f"{row.sample_id}: another context has the same hash"
+        if "advantage" in row.values:
+            compared[group_of(row.sample_id), row.agent].append(row)
+    for (group, agent), rows in compared.items() if story.estimator in PER_AGENT else ():
+        mean = sum(row.values["reward"] for row in rows) / len(rows)
+        if len(rows) > 1 and any(
+            (row.values["advantage"] > 1e-9) != (row.values["reward"] > mean + 1e-9) for row in rows
+        ):
+            yield f"group {group}, {agent}: advantages do not follow from its own rewards"
+        trained = [row.values["advantage"] for row in rows if row.state is RowState.TRAINED]
+        if len(trained) > 1 and abs(sum(trained)) > 1e-9 and story.estimator == "drmas":
+            yield f"group {group}, {agent}: the sum of its advantages is {sum(trained)}, not 0"
+
+
+def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
+    """Every trained row is a whole answer with a reward. A failed row has no reward, and a reason."""
+    good = {
+        generation.request_id
+        for life in story.lives
+        for engine in life.engines.values()
+        for answered in engine.answered
+        if (generation := answered.generation).finish in GOOD
+    }
+    failed_episodes = {row.sample_id.rpartition("_")[2] for row in story.rows if row.state is RowState.FAILED}
+    for row in story.rows:
+        if row.state is RowState.FAILED and ("reward" in row.values or not row.reason):
+            yield f"{row.sample_id} failed, with reward {row.values.get('reward')} and reason {row.reason!r}"
+        if row.state is not RowState.TRAINED:
+            continue
+        if row.values["finish"] not in GOOD or row.sample_id not in good:
+            yield f"{row.sample_id} was trained, but no engine ended it well"
+        if "reward" not in row.values:
+            yield f"{row.sample_id} was trained without a reward"
+        if row.sample_id.rpartition("_")[2] in failed_episodes:
+            yield f"{row.sample_id} was trained, of an episode that failed"
+        if row.policy not in story.trained_policies:
+            yield f"{row.sample_id} was trained, of a frozen policy"
+
+
+def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
+    """Every token that an engine sampled is in a row that has ended. A failed row has a reason.
+
+    This holds too for calls that were aborted, that failed, or that their workflow left. Tokens of lost engines, of
+    earlier lives and of evaluations are not checked.
+    """
+    last = story.lives[-1]
+    if not story.finished:
+        return
+    rows = {row.sample_id: row for row in story.rows}
+    lost = {event.instance for event in last.of(InstanceLost)}
+    for name, engine in last.engines.items():
+        for _, request, generation in engine.answered if name not in lost else ():
+            end = request.offset + len(generation.response_ids)
+            if not len(generation.response_ids) or group_of(request.request_id) >= EVALUATION_GROUPS:
+                continue
+            row = rows.get(SampleId(request.request_id))
+            if row is None or row.state not in ROW_TERMINAL:
+                yield f"{request.request_id} was sampled by {name}, its row is {row and row.state}"
+            elif row.state is RowState.FAILED and not row.reason:
+                yield f"{request.request_id} failed without a reason"
+            elif len(row.values.get("response_ids", ())) < end:
+                yield f"{request.request_id}: {name} sampled {end} tokens, its row has fewer"
 
 
 LAWS: Mapping[str, Law] = {

@@ -20,7 +20,7 @@ from flexmarl.cluster.inproc import InprocCluster
 from flexmarl.cluster.interface import Cluster, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
-from flexmarl.events.hub import Events
+from flexmarl.events.event import Events
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import WeightedEngine
 from flexmarl.objects.interface import ObjectStore

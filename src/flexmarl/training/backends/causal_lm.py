@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.errors import ConfigError, TrainingError, boundary
-from flexmarl.training.backends.onednn import use_onednn
+from flexmarl.training.backends.network import use_onednn
 from flexmarl.training.batching import PaddedRows
 from flexmarl.training.settings import Dtype, UpdateSettings
 

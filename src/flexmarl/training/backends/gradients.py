@@ -1,17 +1,22 @@
-"""Gradient sums on a device: the passes that make them, and the cache that holds them until the next update.
+"""Gradient sums on a device: the passes that make them, the cache that holds them until the update, and their files.
 
 rows with an advantage ───────────────────────────────► sums
 rows of an open credit group ──► two sums of its own ──► scale x (sum of c g) + offset x (sum of g), or nothing
                                                          (docs/math.md, Streaming credit)
+
+A manifest proves that a checkpoint's bytes are those that were written. The checks here find files of another model,
+and files that were edited and sealed again.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from flexmarl.errors import CheckpointError
 from flexmarl.records import CreditLine, LossReport, Sample, Version
 from flexmarl.training.backends.causal_lm import Updater
 from flexmarl.training.backends.forward import Pass
@@ -180,3 +185,40 @@ def _of(weighted: Sequence[Weighted], together: Pass) -> tuple[list[Sample], lis
 def _computed(samples: Sequence[Sample], together: Pass) -> dict[str, float]:
     row_tokens = sum(len(sample.turn.prompt_ids) + sample.num_tokens - 1 for sample in samples)
     return {ROW_TOKENS: row_tokens, SAVED: together.tokens_saved}
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The tensors that AdamW keeps of each parameter."""
+
+
+def check_weights(path: Path, weights: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless the weights in folder `path` have the names, shapes and kinds of the masters."""
+    if weights.keys() != masters.keys():
+        differing = sorted(weights.keys() ^ masters.keys())
+        raise CheckpointError(f"{path} is of another model: only one of the two has {', '.join(differing[:5])}")
+    for name, master in masters.items():
+        _check_tensor(path, name, weights[name], master)
+
+
+def check_optimizer(path: Path, state: Mapping[str, Any], masters: Sequence[Tensor]) -> None:
+    """Raises CheckpointError unless `state`, of AdamW, has the moments of every master, or of none before an update.
+
+    `masters` are in the optimizer's order.
+    """
+    held: Mapping[int, Mapping[str, Any]] = state["state"]
+    if not held:
+        return
+    for number, master in enumerate(masters):
+        for moment in MOMENTS:
+            found = held.get(number, {}).get(moment)
+            if not isinstance(found, Tensor):
+                raise CheckpointError(f"{path} lacks the moment {moment} of parameter {number} of {len(masters)}")
+            _check_tensor(path, f"{moment} of parameter {number}", found, master)
+
+
+def _check_tensor(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
+    if found.shape != wanted.shape or not found.is_floating_point():
+        raise CheckpointError(
+            f"{path}: {name} is {found.dtype} {tuple(found.shape)}, not a floating-point tensor of shape "
+            f"{tuple(wanted.shape)}"
+        )

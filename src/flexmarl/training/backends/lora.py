@@ -22,7 +22,7 @@ from flexmarl.errors import ConfigError, boundary
 from flexmarl.objects.adapter import PublishedAdapter
 from flexmarl.objects.interface import Checksum, checksum
 from flexmarl.training.backends.causal_lm import unique_tensors
-from flexmarl.training.lora_settings import LoraSettings
+from flexmarl.training.settings import LoraSettings
 
 NAME = "default"
 """Name of the adapter. peft could hold several per model, and we have one."""

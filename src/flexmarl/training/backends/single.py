@@ -32,13 +32,18 @@ from flexmarl.records import (
 )
 from flexmarl.training.aggregation import token_weights
 from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
-from flexmarl.training.backends.gradients import Backward, GradientCache, OpenSums, Weighted
+from flexmarl.training.backends.gradients import (
+    Backward,
+    GradientCache,
+    OpenSums,
+    Weighted,
+    check_optimizer,
+    check_weights,
+)
 from flexmarl.training.backends.network import Network
-from flexmarl.training.backends.saved_state import check_optimizer, check_weights
-from flexmarl.training.interface import Appraised, UpdateReport
+from flexmarl.training.interface import Appraised, RowReader, UpdateReport
 from flexmarl.training.kl import divergence
 from flexmarl.training.objective import Objective
-from flexmarl.training.row_reader import RowReader
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.cost import tree_figures
 from flexmarl.training.tree.merge import PrefixTree

@@ -17,10 +17,9 @@ from transformers.masking_utils import sdpa_mask
 
 from flexmarl.errors import ConfigError
 from flexmarl.training.tree.cost import ModelShape
-from flexmarl.training.tree.flex import FlexAttention
+from flexmarl.training.tree.kernels import FlexAttention, PiecewiseAttention
 from flexmarl.training.tree.merge import PrefixTree, merge
 from flexmarl.training.tree.pieces import attention_pieces
-from flexmarl.training.tree.piecewise import PiecewiseAttention
 
 NAME = "prefix_tree"
 """Name of the attention implementation that accepts a tree."""

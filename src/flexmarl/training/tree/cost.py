@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flexmarl.records import LossReport
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
-from flexmarl.training.tree.flex import BLOCK, padded_ends, visible_blocks
+from flexmarl.training.tree.kernels import BLOCK, padded_ends, visible_blocks
 from flexmarl.training.tree.merge import PrefixTree
 from flexmarl.training.tree.pieces import attention_pieces
 

@@ -23,10 +23,9 @@ from transformers import (
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray
 from flexmarl.training.tree.attention import NAME, use_prefix_trees
-from flexmarl.training.tree.flex import BLOCK, FlexAttention, padded_ends
+from flexmarl.training.tree.kernels import BLOCK, FlexAttention, PiecewiseAttention, padded_ends
 from flexmarl.training.tree.merge import merge
 from flexmarl.training.tree.pieces import attention_pieces
-from flexmarl.training.tree.piecewise import PiecewiseAttention
 from tests.unit.training.conftest import tiny_model
 from tests.unit.training.tree.forests import forests
 

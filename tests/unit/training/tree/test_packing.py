@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexmarl.records import IntArray
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, plan_passes
 from flexmarl.training.tree.cost import MARGIN, RATES, ModelShape, pays
-from flexmarl.training.tree.flex import BLOCK
+from flexmarl.training.tree.kernels import BLOCK
 from flexmarl.training.tree.merge import cut, merge, sort_rows
 from flexmarl.training.tree.pieces import attention_pieces
 from tests.unit.training.tree.forests import forests

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.records import IntArray
-from flexmarl.training.tree.flex import padded_ends, visible_blocks
+from flexmarl.training.tree.kernels import padded_ends, visible_blocks
 from flexmarl.training.tree.merge import PrefixTree, merge
 from flexmarl.training.tree.pieces import Chains, attention_pieces
 from tests.unit.training.tree.forests import forests

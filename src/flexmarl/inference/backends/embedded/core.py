@@ -22,7 +22,7 @@ from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, Slo
 from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
-from flexmarl.inference.engines import FIRST_VERSION
+from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.adapter import PublishedAdapter
 from flexmarl.objects.interface import Checksum, TensorTree

@@ -21,8 +21,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
-from flexmarl.inference.engines import FIRST_VERSION, EngineParts
-from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, EngineParts
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
 from flexmarl.objects.settings import Verify

@@ -1,4 +1,4 @@
-"""Object store on files in shared memory: set in one process, mapped in all processes of the machine.
+"""Object stores on memory: a dictionary of one process, and files in shared memory that all processes of a machine map.
 
     /dev/shm/flexmarl-{run}/weights%2Fsolver%2F3.object
 
@@ -20,9 +20,36 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree
-from flexmarl.objects.packing import ALIGNMENT, Layout
-from flexmarl.objects.tensors import bytes_of, copy_in, layout_of, part_sums, views, whole_digest
+import torch
+
+from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree, checksum
+from flexmarl.objects.tensors import ALIGNMENT, Layout, bytes_of, copy_in, layout_of, part_sums, views, whole_digest
+
+
+class InlineObjectStore:
+    """Object store for the inline world: `set` stores a copy, and `get` returns that copy."""
+
+    def __init__(self) -> None:
+        self._objects: dict[ObjectKey, dict[str, torch.Tensor]] = {}
+
+    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        """Stores a copy. Raises ValueError if the key is taken."""
+        if key in self._objects:
+            raise ValueError(f"object '{key}' is already set; keys name immutable objects")
+        copy = {name: tensor.detach().clone() for name, tensor in tree.items()}
+        self._objects[key] = copy
+        return ObjectMeta(key, sum(t.numel() * t.element_size() for t in copy.values()), checksum(copy))
+
+    async def get(self, key: ObjectKey) -> TensorTree:
+        """The stored copy. Raises KeyError if there is none."""
+        if key not in self._objects:
+            raise KeyError(f"no object '{key}'; there are: {sorted(self._objects) or 'none'}")
+        return self._objects[key]
+
+    async def release(self, key: ObjectKey) -> None:
+        """Drops the object, if there is one."""
+        self._objects.pop(key, None)
+
 
 _LENGTH_BYTES = 8
 _LONGEST_NAME = 200

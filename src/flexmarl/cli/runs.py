@@ -1,0 +1,160 @@
+"""Commands on a config or on the folder of its run: `flexmarl train`, `eval`, `check`, `export` and `clean`."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from flexmarl.cli.options import Config, Overrides, assemble, examine, load_run_folder
+from flexmarl.cli.terminal import SafeConsole, outlived, say
+from flexmarl.cluster.leases import leases_root
+from flexmarl.cluster.remains import abandoned, held_paths, live_processes, read_leases, release, strangers
+from flexmarl.config import cautions, load_run
+from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Go on from the newest checkpoint of this run folder; CONFIG is then the folder's config.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train the team that CONFIG describes. The last line printed is the run folder.
+
+    A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
+    """
+    with outlived():
+        settings = load_run(config, overrides or ())
+        for caution in cautions(settings):
+            say(f"flexmarl: caution: {caution}", err=True)
+        run = assemble.assemble_run(settings, going_on=resume)
+        try:
+            run.train(SafeConsole())
+        except KeyboardInterrupt:
+            say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
+            raise typer.Exit(130) from None
+        except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
+            say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
+            raise
+        say(str(run.folder))
+
+
+def how_to_go_on(path: Path) -> str:
+    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
+    folder = RunFolder(path)
+    again = f"flexmarl train {folder.config} --resume {path}"
+    saved = assemble.newest_checkpoint(folder)
+    if saved is None:
+        return f"There is no checkpoint yet (see checkpoint.every); begin again with: {again}"
+    return f"Last good checkpoint: {saved}; go on with: {again}"
+
+
+def evaluate(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder (its newest checkpoint) or a YAML file (its models as they are).", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
+) -> None:
+    """Evaluate a trained team, or an untrained one, on held-out tasks."""
+    if source.is_dir():
+        settings, folder = load_run_folder(source, overrides)
+        checkpoints = folder.checkpoints
+    elif source.suffix in (".yaml", ".yml"):
+        settings, checkpoints = load_run(source, overrides or ()), None
+    else:
+        raise ConfigError(
+            f"'{source}' is neither a run folder nor a YAML file; give the path that `train` printed last"
+        )
+    if not settings.evaluate.tasks:
+        raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
+    evaluation = assemble.evaluate_once(settings, checkpoints)
+    if as_json:
+        say(json_text(asdict(evaluation), figures=True))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
+    table.add_column("mean", justify="right")
+    for name, value in evaluation.metrics.items():
+        table.add_row(name, f"{value:.3f}")
+    for agent, reward in evaluation.rewards.items():
+        table.add_row(f"{agent}: reward", f"{reward:.3f}")
+    SafeConsole().print(table)
+
+
+def check(config: Config, overrides: Overrides = None) -> None:
+    """Validate CONFIG and look at this machine. Exit code 2 if the config is wrong; a to-do is no error."""
+    findings, problems = examine.examine(load_run(config, overrides or ()))
+    table = Table(box=box.SIMPLE_HEAD, title=str(config))
+    for column in ("", "subject", "found", "to do"):
+        table.add_column(column, overflow="fold", no_wrap=column == "subject")
+    for finding in findings:
+        table.add_row("!" if finding.todo else "ok", *finding, style="yellow" if finding.todo else None)
+    SafeConsole().print(table)
+    if problems:
+        raise ConfigError("\n".join(f"{config}: {problem}" for problem in problems))
+    todos = sum(bool(finding.todo) for finding in findings)
+    SafeConsole().print(f"The config is right; {todos or 'nothing'} to do.")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder; its newest checkpoint is exported.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="Where to write; each policy gets a folder of its own.", show_default=False)
+    ],
+) -> None:
+    """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
+    settings, folder = load_run_folder(run)
+    for path in assemble.export_policies(settings, folder.checkpoints, out):
+        say(str(path))
+
+
+def clean(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+) -> None:
+    """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
+
+    A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile. Only what a run of
+    yours made is touched.
+    """
+    root = leases_root()
+    lines = cleaned(root, dry_run=dry_run)
+    say(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
+    for line in lines:
+        say(line)
+
+
+def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
+    """Removes what dead runs left, and yields a line for each thing. Files that belong to no run stay, and are named.
+
+    Raises ConfigError if `root` is not this user's alone, FlexmarlError if something cannot be removed.
+    """
+    for folder in abandoned(root):
+        leases = read_leases(folder)
+        processes = live_processes(leases)
+        paths = held_paths(folder)
+        yield f"{'would remove' if dry_run else 'removing'} what the run {leases.run} left:"
+        yield from (f"  process {process.pid}" for process in processes)
+        yield from (f"  {path}" for path in paths)
+        if dry_run:
+            continue
+        release(folder)
+        if left := [*(f"process {process.pid}" for process in live_processes(leases)), *map(str, held_paths(folder))]:
+            raise FlexmarlError(f"cannot remove {', '.join(left)}: end or delete it as its owner")
+    yield from (f"left as it is: {str(path)!r} {why}" for path, why in strangers(root))

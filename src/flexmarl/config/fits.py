@@ -1,0 +1,251 @@
+"""Decides whether sections of a config fit one another, the team, and the engines' capabilities.
+
+`overlap_misfits`   when tasks are played and rows are trained: `mode`, `pipeline.ahead`, `pipeline.updates`,
+                    `credit.ready`, `credit.streaming` and `deterministic`; the table of what each of them decides is in
+                    docs/architecture.md, section Modes
+`credit_misfits`    the agents that credit names, the branches that it compares, its terms
+`check_engines`     what the run asks of engines, against the capabilities that they report
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from flexmarl.agents.settings import TeamSettings
+from flexmarl.config.run_settings import RunSettings
+from flexmarl.credit.interface import GroupKey
+from flexmarl.credit.settings import CreditSettings, divides_by_mean
+from flexmarl.errors import ConfigError
+from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.records import AgentName, PolicyName
+from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.streamable import obstacle
+
+
+def overlap_misfits(
+    mode: Mode,
+    pipeline: PipelineSettings,
+    credit: CreditSettings,
+    training: Mapping[str, TrainingSettings],
+    *,
+    deterministic: bool,
+) -> Iterator[str]:
+    """Yields a sentence for each two settings that exclude each other. `training` has the trained policies."""
+    yield from _memory_has_an_order(mode, credit)
+    yield from _rows_can_be_ready(mode, credit)
+    yield from _rows_can_stream(mode, credit, training, deterministic=deterministic)
+    yield from _steps_can_overlap(mode, pipeline)
+    yield from _policies_can_update_apart(mode, pipeline, credit)
+    yield from _groups_can_be_replaced(mode, credit)
+    if deterministic:
+        yield from _bits_can_repeat(mode, credit)
+
+
+def _memory_has_an_order(mode: Mode, credit: CreditSettings) -> Iterator[str]:
+    if credit.needs == "state" and mode in (Mode.ASYNC, Mode.GREEDY):
+        yield (
+            f"credit.estimator remembers from episode to episode, in a fixed order, but mode '{mode.value}' "
+            f"takes groups as they finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
+        )
+
+
+def _rows_can_be_ready(mode: Mode, credit: CreditSettings) -> Iterator[str]:
+    if credit.ready == "group":
+        return
+    if not mode.synchronous:
+        yield f"credit.ready is 'trajectory', but mode '{mode.value}' takes whole groups; use credit.ready=group"
+    if credit.needs != "row":
+        yield (
+            f"credit.ready is 'trajectory', but {', '.join(f'credit.{key}' for key in credit.compares)} "
+            f"compares the rows of a {credit.needs}; use credit.estimator.type=reinforce without terms that "
+            f"compare episodes, whitening or balance, or credit.ready=group"
+        )
+    elif credit.filter is not None:
+        yield (
+            "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
+            "credit.ready=group"
+        )
+
+
+def _rows_can_stream(
+    mode: Mode, credit: CreditSettings, training: Mapping[str, TrainingSettings], *, deterministic: bool
+) -> Iterator[str]:
+    if credit.streaming == "off":
+        return
+    if mode is not Mode.MICROBATCH:
+        yield (
+            f"credit.streaming is 'linear', but in mode '{mode.value}' rows wait for more than their "
+            f"group, or are not on-policy; use mode=microbatch, or credit.streaming=off"
+        )
+    if deterministic or credit.ready == "trajectory":
+        yield (
+            "credit.streaming is 'linear', for which deterministic must be false, since which episode ends first "
+            "depends on time, and credit.ready 'group'; use credit.streaming=off otherwise"
+        )
+    for name, settings in training.items():
+        if because := obstacle(settings):
+            yield f"credit.streaming is 'linear', but policies.{name}.training.{because}; or credit.streaming=off"
+
+
+def _groups_can_be_replaced(mode: Mode, credit: CreditSettings) -> Iterator[str]:
+    if credit.filter and credit.filter.refill and not mode.synchronous:
+        yield (
+            f"credit.filter.refill is true, but mode '{mode.value}' admits another task for every dropped "
+            f"one anyway; use refill=false there"
+        )
+
+
+def _steps_can_overlap(mode: Mode, pipeline: PipelineSettings) -> Iterator[str]:
+    if pipeline.ahead and mode not in (Mode.SYNC, Mode.MICROBATCH):
+        yield (
+            f"pipeline.ahead is true, but in mode '{mode.value}' rollout does not wait for updates, or engines sleep "
+            f"meanwhile; use mode=microbatch, or pipeline.ahead=false"
+        )
+
+
+def _policies_can_update_apart(mode: Mode, pipeline: PipelineSettings, credit: CreditSettings) -> Iterator[str]:
+    if pipeline.updates == "together":
+        return
+    if mode.synchronous:
+        yield (
+            f"pipeline.updates is 'per_policy', but in mode '{mode.value}' all policies end a step together; "
+            f"use mode=async, or pipeline.updates=together"
+        )
+    if credit.needs not in ("row", "group"):
+        yield (
+            f"pipeline.updates is 'per_policy', but credit compares a whole {credit.needs}; "
+            f"use pipeline.updates=together"
+        )
+
+
+def _bits_can_repeat(mode: Mode, credit: CreditSettings) -> Iterator[str]:
+    if not mode.synchronous:
+        yield (
+            f"deterministic is true, but mode is '{mode.value}', in which what a batch holds depends on time; "
+            f"use mode=microbatch, or deterministic=false"
+        )
+    if credit.ready == "trajectory":
+        yield (
+            "deterministic is true, but credit.ready is 'trajectory', and which trajectory ends first depends on "
+            "time; use credit.ready=group, or deterministic=false"
+        )
+
+
+def credit_misfits(
+    credit: CreditSettings, team: TeamSettings, trained: Collection[str], *, pays_divergence: Collection[str]
+) -> Iterator[str]:
+    """Yields a sentence for each setting that does not fit.
+
+    `trained` are the policies that are updated. `pays_divergence` are those whose rewards pay for a divergence.
+    """
+    agents = [AgentName(agent) for agent, seat in team.agents.items() if seat.policy in trained]
+    yield from _names_are_of_the_team(credit, team)
+    yield from _every_agent_has_a_key(credit, team, trained)
+    yield from _branches_are_where_they_are_compared(credit, team)
+    for where, term in credit.terms.items():
+        yield from term.misfits(where, credit, agents)
+    yield from _negative_rewards_are_not_divided_by(credit, team, pays_divergence)
+
+
+def has_key(agent: str, key: GroupKey) -> bool:
+    """Returns True if `key` says what the agent's rows are grouped by."""
+    return not isinstance(key, Mapping) or bool({agent, "*"} & {*key})
+
+
+def _names_are_of_the_team(credit: CreditSettings, team: TeamSettings) -> Iterator[str]:
+    named = {f"per_agent.{agent}": {str(agent)} for agent in credit.per_agent}
+    for where, term in credit.terms.items():
+        named[where] = {*term.agents, *getattr(term, "solvers", ())}
+    for where, estimator in credit.estimators.items():
+        named[f"{where}.episode_roles"] = roles = {*getattr(estimator, "episode_roles", ())}
+        named[f"{where}.key"] = {*estimator.key} - {"*"} - roles if isinstance(estimator.key, Mapping) else set()
+    for where, agents in named.items():
+        for agent in sorted(agents - set(team.agents)):
+            yield f"credit.{where} is for agent '{agent}'; the team has: {', '.join(team.agents)}"
+
+
+def _every_agent_has_a_key(credit: CreditSettings, team: TeamSettings, trained: Collection[str]) -> Iterator[str]:
+    for agent, seat in team.agents.items():
+        key = credit.estimator_of(agent).key
+        if seat.policy in trained and not has_key(agent, key):
+            yield (
+                f"credit has a key for {', '.join(key)}, but none for agent '{agent}'; add it to the estimator's key, "
+                f"or '*' for all others"
+            )
+
+
+def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSettings) -> Iterator[str]:
+    """Checks that episodes branch only if credit allows it, and do so if credit compares branches.
+
+    A custom workflow may fork its team itself, so it needs no `candidates`.
+    """
+    candidates = getattr(team.workflow, "candidates", 1)
+    for where in credit.follows_calls if candidates > 1 else ():
+        yield (
+            f"credit.{where} goes from call to call, but team.workflow.candidates is {candidates}, so that an "
+            f"episode branches at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
+            f"(credit.estimator.type=atgrpo or c3, shaping type tree)"
+        )
+    for where in credit.needs_branches if candidates == 1 and team.workflow.type != "custom" else ():
+        yield (
+            f"credit.{where} compares the candidates of a turn, but team.workflow of type '{team.workflow.type}' plays "
+            f"each turn once; use team.workflow.type=turns with candidates=4, or leave credit.{where} out"
+        )
+
+
+def _negative_rewards_are_not_divided_by(
+    credit: CreditSettings, team: TeamSettings, pays_divergence: Collection[str]
+) -> Iterator[str]:
+    """Checks rewards that a policy's divergence may make negative. Terms are checked in CreditSettings."""
+    for agent, seat in team.agents.items():
+        if seat.policy in pays_divergence and divides_by_mean(credit.estimator_of(agent)):
+            yield (
+                f"policies.{seat.policy}.training.kl.where is 'reward', which may make rewards of agent '{agent}' "
+                f"negative, but its estimator, {credit.estimator_of(agent).type}, divides by their mean; use "
+                f"kl.where=loss, or another estimator"
+            )
+
+
+def check_engines(settings: RunSettings, engines: Mapping[PolicyName, Sequence[EngineCapabilities]]) -> None:
+    """Raises ConfigError with every setting that asks for more than an engine of its policy can do."""
+    problems = [
+        problem
+        for policy, capabilities in engines.items()
+        for can in dict.fromkeys(capabilities)
+        for problem in _misfits(settings, policy, can)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _misfits(settings: RunSettings, policy: PolicyName, can: EngineCapabilities) -> Iterator[str]:
+    engine = f"the engine of policies.{policy} ('{settings.policies[policy].engine.type}')"
+    trained = policy in settings.trained
+    if trained and not can.loads_weights:
+        yield (
+            f"policies.{policy}.trainable is true, but {engine} does not load weights; use an engine that does "
+            f"(type: embedded), or policies.{policy}.trainable=false"
+        )
+    if trained and settings.mode is Mode.COLOCATED and not can.sleeps:
+        yield (
+            f"mode is 'colocated', in which engines of trained policies give their devices up, but {engine} does not "
+            f"sleep; use an engine that does (type: embedded), or mode=sync"
+        )
+    if trained and settings.policies[policy].training.publish == "adapter" and not can.adapters:
+        yield (
+            f"policies.{policy}.training.publish is 'adapter', but {engine} takes whole weights only; use an engine "
+            f"that takes adapters (type: embedded), or publish=merged"
+        )
+    if settings.deterministic and not can.deterministic:
+        yield (
+            f"deterministic is true, but {engine} does not compute a request with the same bits in any company; use "
+            f"an engine that does (type: embedded), or deterministic=false"
+        )
+    if trained and not can.raw_logprobs:
+        for agent, seat in settings.team.agents.items():
+            sampling = seat.sampling
+            if seat.policy == policy and not sampling.plain:
+                yield (
+                    f"team.agents.{agent}.sampling changes the model's distribution, but {engine} reports only the "
+                    f"log-probabilities of the changed one, and training compares with the model's own; use "
+                    f"temperature: 1 without filters there"
+                )
