@@ -26,7 +26,7 @@ import torch
 from common import parser, report
 
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
-from flexmarl.analysis.fit import nonnegative
+from flexmarl.analysis.fit_engines import nonnegative
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore

@@ -24,7 +24,7 @@ from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import FinishReason, GenerationRequest, PolicyName, Sampling
-from flexmarl.training.backends.network import use_onednn
+from flexmarl.training.backends.causal_lm import use_onednn
 
 VOCABULARY, PROMPT, REQUESTS, SLOTS, UNIFORM = 100, 16, 256, 64, 64
 LONGEST_BY_MEDIAN = 10.0

@@ -33,7 +33,8 @@ from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
 from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw, loses_while_streaming
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
-from flexmarl.testing.faults.watched import COMBINATIONS, REACTIONS, WatchedCache, WatchedTrainer, combined, seen
+from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
+from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
 from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.training.conftest import random_samples
 

@@ -18,7 +18,7 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced, Loaded
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
-from flexmarl.testing.faults.watched import seen_in
+from flexmarl.testing.faults.witness import seen_in
 
 CONFIG = """
 name: planned

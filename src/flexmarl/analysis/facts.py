@@ -1,19 +1,12 @@
 """Decides who was busy when, from a journal. Report, lower bound, pictures and fit of costs all start from these facts.
 
-The journal may be that of a simulated or of a real run. Moments are seconds on the run's clock (`read_run`). Journals
-without a monitor have no `QueuesSeen` events: `looks_of` computes them from the calls.
-
-call     asked ▕── waits in the pool ──▏ began ▕─ waits while its instance's slots are taken ─▏ ... ended
+The journal may be that of a simulated or of a real run. Moments are seconds on the run's clock (`read_run`).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import numpy as np
-
-from flexmarl.analysis.fit import Floats, Indices
 from flexmarl.events.event import Event, Timed
 from flexmarl.events.group_events import BatchFilled, GroupAdmitted, RolloutEnded
 from flexmarl.events.overlap import Interval, intersection, seconds, union
@@ -126,67 +119,3 @@ def _sort(facts: Facts, event: Event) -> None:
             facts.step_of[event.group] = event.step
         case BatchFilled():
             facts.trained_at |= {(event.policy, group): event.version for group in event.groups}
-
-
-class Crowd:
-    """Number of parties at work at any time. A party is an engine or a trainer, given by its busy intervals."""
-
-    def __init__(self, parties: Iterable[Sequence[Interval]]) -> None:
-        spans = [interval for busy in parties for interval in busy]
-        moments = np.array([moment for span in spans for moment in span])
-        changes = np.array([change for _ in spans for change in (1.0, -1.0)])
-        order = np.argsort(moments, kind="stable")
-        self._moments = moments[order]
-        level = np.cumsum(changes[order])
-        # The integral of the level up to each moment gives the mean over any span.
-        self._area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self._moments))]) if len(spans) else level
-
-    def mean(self, edges: Floats) -> Floats:
-        """Mean number of parties at work between each edge and the next."""
-        if not len(self._moments):
-            return np.zeros(len(edges) - 1)
-        return np.diff(np.interp(edges, self._moments, self._area)) / np.maximum(np.diff(edges), 1e-12)
-
-
-def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floats:
-    """Sum of the weights of the items present in each segment. Item i is present from `first[i]` up to `last[i]`."""
-    ups = np.bincount(first, weights, minlength=segments + 1)
-    downs = np.bincount(last, weights, minlength=segments + 1)
-    return np.cumsum((ups - downs).astype(np.float64))[:segments]
-
-
-LOOKS = 2000
-"""Most looks of a run. A picture shows no more, and each look has an entry for every policy."""
-
-
-def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSeen]:
-    """The queues at up to about LOOKS moments at which they change. `slots` are those of an instance, by policy.
-
-    >>> one = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
-    >>> [(look.at, look.running["a"], look.queued["a"]) for look in looks_of([one], {"a": 1})][:2]
-    [(0.0, 0, 1), (2.0, 1, 0)]
-    """
-    changes = sorted(
-        change
-        for call in calls
-        for change in (
-            (call.began - call.waited_s, 0, call.policy, call.instance),
-            (call.began, 1, call.policy, call.instance),
-            (call.ended, 2, call.policy, call.instance),
-        )
-    )
-    given = Counter[InstanceId]()
-    running, queued = Counter[str](dict.fromkeys(slots, 0)), Counter[str](dict.fromkeys(slots, 0))
-    apart = (changes[-1][0] - changes[0][0]) / LOOKS if changes else 0.0
-    looks: list[QueuesSeen] = []
-    for place, (at, what, policy, instance) in enumerate(changes):
-        busy = min(given[instance], slots[policy])
-        beyond = given[instance] - busy
-        given[instance] += (0, 1, -1)[what]
-        now_busy = min(given[instance], slots[policy])
-        running[policy] += now_busy - busy
-        queued[policy] += (1, -1, 0)[what] + given[instance] - now_busy - beyond
-        last = place + 1 == len(changes)
-        if last or (changes[place + 1][0] > at and (not looks or changes[place + 1][0] - looks[-1].t > apart)):
-            looks.append(QueuesSeen(t=at, running=dict(running), queued=dict(queued), lag_ms=0.0))
-    return looks

@@ -11,16 +11,61 @@ costs are fitted in turns, until the costs settle.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import combinations
 from statistics import median
 
 import numpy as np
 
 from flexmarl.analysis.costs import EngineCosts
-from flexmarl.analysis.facts import Crowd, Facts, level
-from flexmarl.analysis.fit import Floats, nonnegative, relative_error, rounded
+from flexmarl.analysis.facts import Facts
+from flexmarl.analysis.queues import Crowd, Floats, level
 from flexmarl.events.overlap import Interval, union
 from flexmarl.events.serving_events import Called
 from flexmarl.records import split_trajectory_id
+
+
+def nonnegative(columns: Floats, seconds: Floats) -> Floats:
+    """Coefficients x >= 0 that make `columns @ x` closest to `seconds` in least squares.
+
+    Tries every subset of the columns, so it is exact, but only for few columns. The result is the best unconstrained
+    solution of a subset that has no negative coefficient.
+
+    >>> nonnegative(np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), np.array([2.0, 5.0, 8.0])).round(6).tolist()
+    [2.0, 3.0]
+    """
+    scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
+    scaled = columns / scale
+    gram, target = scaled.T @ scaled, scaled.T @ seconds
+    best, least = np.zeros(columns.shape[1]), 0.0
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in map(list, combinations(range(columns.shape[1]), size)):
+            found = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], target[chosen], rcond=1e-10)[0]
+            # The squared error without the constant |seconds|^2. If two subsets are equally good, the smaller one wins.
+            left = -float(target[chosen] @ found)
+            if (found >= 0).all() and left < least - 1e-9 * abs(least):
+                best, least = np.zeros(columns.shape[1]), left
+                best[chosen] = found
+    return best / scale
+
+
+def relative_error(predicted: Floats, measured: Floats) -> float:
+    """Mean absolute error, divided by the mean of `measured`; 0 if that mean is 0.
+
+    >>> relative_error(np.array([1.0, 3.0]), np.array([2.0, 3.0]))
+    0.2
+    """
+    total = float(np.abs(measured).sum())
+    return float(np.abs(predicted - measured).sum()) / total if total else 0.0
+
+
+def rounded(value: float) -> float:
+    """Rounds to four significant digits, since the measurements are no more precise.
+
+    >>> rounded(0.00123456)
+    0.001235
+    """
+    return float(f"{value:.4g}")
+
 
 ROUNDS = 400
 """Most turns of the fit. Many are needed: the slowdown by others separates from the costs only slowly."""

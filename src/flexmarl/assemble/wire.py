@@ -16,7 +16,7 @@ from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.world import World
 from flexmarl.cluster.interface import ResidentKind
 from flexmarl.config import RunSettings
-from flexmarl.config.fits import check_engines
+from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics

@@ -32,7 +32,7 @@ from flexmarl.events.safe_json import json_text, plain
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
-from flexmarl.testing.faults.watched import seen_in
+from flexmarl.testing.faults.witness import seen_in
 
 __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
 

@@ -23,7 +23,8 @@ from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
 from flexmarl.events.serving_events import Moved
-from flexmarl.inference.calls import NOT_OPEN, Call, Dispatch, Instance, Weights
+from flexmarl.inference.calls import Call, Instance, Weights
+from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
 from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import InstanceMove

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from flexmarl.credit import ESTIMATORS, AnyEstimator, CreditRow, CreditSettings
 from flexmarl.credit.estimators.base import Grouped
 from flexmarl.credit.estimators.c3 import C3
-from flexmarl.credit.estimators.group_relative import Gdpo, GroupRelative
+from flexmarl.credit.estimators.gdpo import Gdpo
+from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import (
     AtGrpo,
     Default,

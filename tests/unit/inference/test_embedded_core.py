@@ -16,7 +16,7 @@ from flexmarl.inference.backends.embedded.kv_slots import row_blocks
 from flexmarl.inference.calls import joined, rest_of
 from flexmarl.objects.interface import checksum
 from flexmarl.records import FinishReason, Version, VersionRun
-from flexmarl.training.backends.network import use_onednn
+from flexmarl.training.backends.causal_lm import use_onednn
 from tests.unit.inference import models as tiny
 from tests.unit.inference.models import request, run
 

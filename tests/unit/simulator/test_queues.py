@@ -1,7 +1,6 @@
 """Queues that nobody looked at, from the calls that waited in them."""
 
 from flexmarl.analysis.queues import LOOKS, looks_of
-
 from flexmarl.events.serving_events import Called
 from flexmarl.testing.events import a_call
 

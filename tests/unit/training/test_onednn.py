@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexmarl.training.backends.causal_lm import load_model
-from flexmarl.training.backends.network import MIN_ROWS, OneDnnLinear, use_onednn
+from flexmarl.training.backends.causal_lm import MIN_ROWS, OneDnnLinear, load_model, use_onednn
 from tests.unit.training.conftest import tiny_model
 
 ROWS = MIN_ROWS * 3

@@ -28,7 +28,7 @@ ESTIMATORS: Mapping[str, str] = {
     "opo": "flexmarl.credit.estimators.presets:Opo",
     "gpg": "flexmarl.credit.estimators.presets:Gpg",
     "pass@k": "flexmarl.credit.estimators.presets:PassAtK",
-    "gdpo": "flexmarl.credit.estimators.group_relative:Gdpo",
+    "gdpo": "flexmarl.credit.estimators.gdpo:Gdpo",
     "hierarchical": "flexmarl.credit.estimators.presets:Hierarchical",
     "c3": "flexmarl.credit.estimators.c3:C3",
     "reinforce": "flexmarl.credit.estimators.baselines:Reinforce",

@@ -31,7 +31,7 @@ from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
 from flexmarl.testing.faults.schedule import draw
 from flexmarl.testing.faults.story import Story
-from flexmarl.testing.faults.watched import COMBINATIONS, combined, seen
+from flexmarl.testing.faults.witness import COMBINATIONS, combined, seen
 
 T = TypeVar("T")
 SHARE = 20

@@ -1,47 +1,27 @@
-"""Wrappers around engines, trainers and events that remember what the laws check, and the witnesses of faults.
-
-A witness is a later event in the journal that shows how the system reacted to a fault that struck.
-"""
+"""Wrappers around engines, trainers and events that remember what the laws check."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexmarl.events.event import Event
-from flexmarl.events.group_events import GroupExpired, GroupFailed, GroupFiltered, GroupRetried
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.events.run_events import (
-    CheckpointPassedOver,
-    CheckpointRemoved,
-    FaultStruck,
-    Resumed,
-    RunFailed,
-    WorkerLost,
-)
-from flexmarl.events.serving_events import Called, InstanceLost
-from flexmarl.events.training_events import MicroBatchDone, Swapped
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import (
     CreditLine,
     Divisors,
     Generation,
     GenerationRequest,
-    InstanceId,
     LossReport,
     MicroBatch,
     PolicyName,
     SampleId,
     Version,
-    WorkerId,
 )
 from flexmarl.simulator.modelled_cache import CachedSums, ModelledCache
-from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.faulty import Around, AroundTrainer
-from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
-from flexmarl.testing.faults.story import Story
 from flexmarl.training.interface import UpdateReport
 
 
@@ -217,127 +197,3 @@ class WatchedTrainer(AroundTrainer):
         """Reads the trainer's state from `path`, and remembers its version."""
         self.base = await self.inner.load(path)
         return self.base
-
-
-Reaction = Callable[[FaultStruck, Event], bool]
-"""Rule that returns True if the second event is the system's reaction to the fault in the first."""
-
-
-def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """Counts, by kind, the faults that struck, and those to which the system reacted afterwards."""
-    return seen_in(story.events)
-
-
-def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """Counts like `seen`, for the events of a journal."""
-    struck, answered = Counter[FaultKind](), Counter[FaultKind]()
-    for place, fault in enumerate(events):
-        if isinstance(fault, FaultStruck):
-            kind = FaultKind(fault.kind)
-            struck[kind] += 1
-            if any(REACTIONS[kind](fault, event) for event in events[place + 1 :]):
-                answered[kind] += 1
-    return struck, answered
-
-
-def combined(story: Story) -> Counter[str]:
-    """Counts 1 for each combination of COMBINATIONS that came together in the run."""
-    return Counter(name for name, holds in COMBINATIONS.items() if holds(story))
-
-
-def _losses_while_streaming(story: Story) -> bool:
-    """True if trainers had rows of open groups and were swapped, and the run survived a lost trainer and write."""
-    streamed = any(trainer.cache.open_group_of for life in story.lives for trainer in life.trainers.values())
-    swapped = any(isinstance(event, Swapped) for event in story.events)
-    _, answered = seen(story)
-    return streamed and swapped and bool(answered[FaultKind.LOST_TRAINER] and answered[FaultKind.STORE_FAILURE])
-
-
-def _batch_id_reused(story: Story) -> bool:
-    """True if all rows of a micro-batch were dropped, and other rows were accumulated under its id."""
-    return any(trainer.cache.reused for life in story.lives for trainer in life.trainers.values())
-
-
-COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
-    "losses_while_streaming": _losses_while_streaming,
-    "batch_id_reused": _batch_id_reused,
-}
-"""Conditions that must meet in one run before some laws can break. They rarely meet by chance."""
-
-
-def _lost(fault: FaultStruck, event: Event) -> bool:
-    """A loss counts if it names the target, or says that it was planned: a move gives an instance another name."""
-    mine = isinstance(event, InstanceLost) and event.instance == fault.target
-    return mine or (isinstance(event, InstanceLost) and "as planned" in event.because)
-
-
-def _late(fault: FaultStruck, event: Event) -> bool:
-    """A call counts if it took as long as the slowed engine needs, or was aborted."""
-    if not isinstance(event, Called) or event.process != WorkerId.engine(InstanceId.parse(fault.target)):
-        return "was aborted" in event.because
-    slow_s = fault.amount * SECONDS_PER_TOKEN * event.sampled_tokens
-    return event.finish == "abort" or event.t - event.began > 0.9 * slow_s > 0
-
-
-def _node_lost(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, WorkerLost) and event.node == fault.target
-
-
-def _silent(fault: FaultStruck, event: Event) -> bool:
-    return _lost(fault, event) or "was aborted" in event.because
-
-
-def _erred(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, Called) and event.policy == fault.target and event.finish == "error"
-
-
-def _resumed(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, Resumed)
-
-
-def _passed_over(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, CheckpointPassedOver | CheckpointRemoved)
-
-
-def _misdated(fault: FaultStruck, event: Event) -> bool:
-    """A micro-batch counts if its reported duration differs from the skew by less than half the skew."""
-    if not isinstance(event, MicroBatchDone) or event.policy != fault.target:
-        return False
-    return abs(event.duration_s - fault.amount) < abs(fault.amount) / 2
-
-
-def _timed_out(fault: FaultStruck, event: Event) -> bool:
-    late = isinstance(event, GroupExpired) and "held up others" in event.because
-    return late or (isinstance(event, GroupRetried | GroupFailed) and "took longer" in event.because)
-
-
-def _poisoned(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, GroupFailed) and fault.target in event.because
-
-
-def _filtered(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, GroupFiltered) and "no group's rewards differ" in event.because
-
-
-def _exhausted(fault: FaultStruck, event: Event) -> bool:
-    return isinstance(event, RunFailed) and "SourceExhausted" in event.because
-
-
-REACTIONS: Mapping[FaultKind, Reaction] = {
-    FaultKind.LOST_INSTANCE: _lost,
-    FaultKind.LOST_NODE: _node_lost,
-    FaultKind.SLOW_INSTANCE: _late,
-    FaultKind.ENGINE_SILENCE: _silent,
-    FaultKind.ENGINE_ERRORS: _erred,
-    FaultKind.FAILED_PUBLISH: _lost,
-    FaultKind.LOST_TRAINER: _resumed,
-    FaultKind.LOST_CACHE: _resumed,
-    FaultKind.CLOCK_SKEW: _misdated,
-    FaultKind.STORE_FAILURE: _resumed,
-    FaultKind.LOST_CONTROLLER: _resumed,
-    FaultKind.TORN_CHECKPOINT: _passed_over,
-    FaultKind.HUNG_WORKFLOW: _timed_out,
-    FaultKind.POISON_TASK: _poisoned,
-    FaultKind.ALL_FILTERED: _filtered,
-    FaultKind.SOURCE_EXHAUSTED: _exhausted,
-}
