@@ -24,7 +24,7 @@ from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, 
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.backends import network
 from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
-from flexmarl.training.backends.lora import Adapter
+from flexmarl.training.backends.network import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader
 from flexmarl.training.settings import LoraSettings, TrainingSettings
