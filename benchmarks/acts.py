@@ -13,11 +13,11 @@ from dataclasses import replace
 from common import parser, report
 
 from flexmarl.agents import Team, TeamSpec
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import GenerationRequest, GroupId, GroupRecord, PolicyName, Task
 from flexmarl.rollout.player import Player
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.inference import ScriptedEngine
 
 SIZES = (1_000, 4_000, 16_000)

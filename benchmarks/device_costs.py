@@ -28,7 +28,6 @@ from common import parser, report
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
 from flexmarl.analysis.fit_engines import nonnegative
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
@@ -47,6 +46,7 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings

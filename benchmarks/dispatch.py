@@ -30,6 +30,7 @@ import numpy as np
 from common import parser, report
 
 from flexmarl.agents import Team, TeamSpec
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
@@ -46,7 +47,6 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.rollout.player import Player
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.inference import ScriptedEngine
 
 EPISODES, TURNS, GROUPS = 64, 10, 4

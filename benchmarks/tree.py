@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from tree_workloads import VOCABULARY, Workload, as_samples, stitched, work_of_rows, work_of_tree, workloads
 
 from flexmarl.records import Sample, Version
-from flexmarl.training.backends.causal_lm import prepare_for_training, token_logprobs, trained_logits, use_onednn
-from flexmarl.training.backends.forward import plan, run
+from flexmarl.training.backends.causal_lm import prepare_for_training, use_onednn
+from flexmarl.training.backends.forward import plan, run, token_logprobs, trained_logits
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.batching import pad, plan_passes
-from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import use_prefix_trees
 from flexmarl.training.tree.cost import ModelShape

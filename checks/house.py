@@ -1,4 +1,4 @@
-"""Sizes, names and words of src/flexmarl that `make check` holds: a line for each breach, and exit code 1 if any.
+"""Sizes, names, words and rules of src/flexmarl, held by `make check`: a line for each breach, and exit code 1 if any.
 
 python checks/house.py            the breaches
 python checks/house.py --sizes    files, lines and small files, by folder
@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "flexmarl"
@@ -24,6 +25,17 @@ AT_MOST = {"files": 267, "lines": 42_440, "small files": 12}
 """The package may not outgrow this; whoever makes it smaller lowers the number."""
 OPENERS = re.compile(r"(What|Of|Who|Whose|Those|One (that|who|which|of)|Whether (it|there|not|to))\b")
 """Words that open no docstring: a sentence has a subject."""
+
+RULE = "Decides"
+"""First word of a rule's docstring."""
+NOT_IN_RULES = frozenset(
+    {
+        *("asyncio", "threading", "subprocess", "time", "datetime"),
+        *("torch", "transformers", "ray"),
+        *("http", "urllib", "socket", "httpx", "requests", "starlette"),
+    }
+)
+"""Packages that no rule imports, anywhere in its file: event loop, clock, devices, other processes, network."""
 
 
 def files() -> list[Path]:
@@ -64,6 +76,8 @@ def breaches() -> Iterator[str]:
     for name, tree in trees.items():
         yield from long_functions(name, tree)
         yield from openers(name, tree)
+        yield from impure_rules(name, tree)
+    yield from circles(trees)
 
 
 def shared_file_names(paths: list[Path]) -> Iterator[str]:
@@ -108,6 +122,54 @@ def openers(file: str, tree: ast.Module) -> Iterator[str]:
                 text = statement.value.value
                 if isinstance(text, str) and OPENERS.match(text):
                     yield f"{file}:{statement.lineno}: a docstring opens with {text.split()[0]!r}: {text[:60]!r}"
+
+
+def statements(tree: ast.Module, *, in_functions: bool) -> Iterator[ast.stmt]:
+    """Statements of a module that run: all but those under `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if isinstance(node, ast.stmt):
+                yield node
+            waiting += ast.iter_child_nodes(node)
+
+
+def imports(tree: ast.Module, *, in_functions: bool) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that a module imports when it runs, `package.module.name` for a name of it."""
+    for node in statements(tree, in_functions=in_functions):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, each.name) for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{each.name}") for each in node.names)
+
+
+def impure_rules(file: str, tree: ast.Module) -> Iterator[str]:
+    """Imports with which a rule would not be one. The modules that a rule imports are not looked into."""
+    if (ast.get_docstring(tree) or "").startswith(RULE):
+        for line, name in imports(tree, in_functions=True):
+            if name.split(".")[0] in NOT_IN_RULES:
+                yield f"{file}:{line}: a module that decides imports {name}: hand its result in, or word it as a loop"
+
+
+def circles(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """The first circle of modules that import one another while they are loaded; it breaks whoever loads it first."""
+    modules = {module_of(file): tree for file, tree in trees.items()}
+    graph: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        named = [name for _, name in imports(tree, in_functions=False)]
+        graph[module] = {own for name in named for own in (name, name.rpartition(".")[0]) if own in modules} - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"modules import one another in a circle: {' -> '.join(reversed(error.args[1]))}"
+
+
+def module_of(file: str) -> str:
+    """The module's name, from the file's path below the package."""
+    return ".".join([PACKAGE.name, *file.removesuffix(".py").removesuffix("/__init__").split("/")])
 
 
 def print_sizes() -> None:

@@ -16,7 +16,7 @@ from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpi
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from flexmarl.records import ROW_TERMINAL
 from flexmarl.testing.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
 

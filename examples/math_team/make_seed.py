@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from examples.math_team.demonstrations import COMPARING, COPYING, HABITS, JUDGING, TABLE, Habits, Message, demonstration
 from examples.math_team.properties import properties
 from examples.math_team.tokenizer import END, PAD, build_tokenizer
+from flexmarl.training.backends.supervised import Demonstration, num_updates, train_supervised
 from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
-from flexmarl.training.supervised import Demonstration, num_updates, train_supervised
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
 SEED = 0

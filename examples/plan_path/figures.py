@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from flexmarl.analysis.curve import INK, PALETTE
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from flexmarl.records import IntArray
 from flexmarl.training.tree.merge import merge
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from examples.math_team.tokenizer import END, PAD, build_tokenizer
 from examples.relay.demonstrations import Habits, Message
 from examples.relay.tasks import THINGS
+from flexmarl.training.backends.supervised import Demonstration, train_supervised
 from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
-from flexmarl.training.supervised import Demonstration, train_supervised
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
 SEED = 0

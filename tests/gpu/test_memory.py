@@ -8,9 +8,9 @@ import torch
 
 from flexmarl.cli.needs import BYTES, TRAINER_BYTES
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.testing.training import sample_of
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import Dtype, TrainingSettings
 from tests.gpu.models import SOLVER, engine, micro_batches, qwen3, requests

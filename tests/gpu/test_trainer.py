@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree
 from flexmarl.records import Version
 from flexmarl.testing.training import check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import AdamWSettings, LoraSettings, TrainingSettings
 from tests.gpu.models import MODELS, SOLVER, micro_batches, qwen3, rows

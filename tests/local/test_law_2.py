@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flexmarl.agents import Team, TeamSpec
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.credit import CreditSettings
@@ -36,7 +37,6 @@ from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.scripted_run import CountedTasks
 from flexmarl.training.backends.single import SingleProcessTrainer

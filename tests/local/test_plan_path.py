@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_path"
 SMALL = [

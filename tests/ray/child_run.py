@@ -20,7 +20,7 @@ from flexmarl.cluster.leases import leases_root
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from tests.conftest import Hang
 
 # What is being started when its parent is killed may show up late.

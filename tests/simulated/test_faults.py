@@ -16,7 +16,6 @@ import typer
 from typer.testing import CliRunner
 
 from flexmarl.analysis.costs import TrainerCosts
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
@@ -36,6 +35,7 @@ from flexmarl.testing.faults.trials import catch, digest, try_seed
 from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
 from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
 from flexmarl.testing.scripted_run import ScriptedRun
+from flexmarl.training.aggregation import divisors_of
 from tests.unit.training.conftest import random_samples
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"

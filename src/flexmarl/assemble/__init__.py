@@ -5,12 +5,13 @@ settings ──► blueprint.py   folder, code, tasks, renderers, team    (no we
                residents.py                                         (engines and trainers that compute)
          ──► wire.py        feed, rollout, collector, sessions, ..., and the orchestrator that joins them with the
                             journal: the same in every world
-         ──► run.py         train, evaluate, export
-         ──► simulate.py    the same run on modelled devices, in virtual time
+         ──► commands.py    train, evaluate, export
+         ──► simulation.py  the same run on modelled devices, in virtual time; nothing else imports the simulator
 """
 
 from flexmarl.assemble.blueprint import (
     Blueprint,
+    cached_numbers,
     check_model,
     draw_up,
     load_tokenizer,
@@ -28,6 +29,7 @@ __all__ = [
     "Run",
     "World",
     "assemble_run",
+    "cached_numbers",
     "check_model",
     "draw_up",
     "evaluate_once",

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can be named in any config
 from flexmarl.agents import ChatRenderer, TeamSpec, load_code
+from flexmarl.agents.characters import character_renderer
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
+from flexmarl.inference.backends.embedded.kv_slots import attention_shape
 from flexmarl.records import PolicyName
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import check_model_files
 
@@ -131,6 +131,15 @@ def check_model(settings: RunSettings, policy: str) -> None:
             f"{key}: the tokenizer of '{source}' has {tokens} tokens, the model only {rows}; save the tokenizer that "
             f"belongs to the model"
         )
+
+
+def cached_numbers(model: torch.nn.Module) -> int:
+    """Returns how many numbers an embedded engine keeps of each token. Raises ConfigError if it cannot serve the model.
+
+    They are the token's keys and values in every layer. The model may be one without memory (`torch.device("meta")`).
+    """
+    layers, key_heads, head_size = attention_shape(model)
+    return 2 * layers * key_heads * head_size
 
 
 def model_source(settings: RunSettings, policy: str) -> str:

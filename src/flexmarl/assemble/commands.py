@@ -212,11 +212,7 @@ def run_clock() -> Callable[[], float]:
 
 def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
     """Assembles a new run in a folder of its own, or resumes the run in the folder `going_on`."""
-    if settings.cluster.backend == "simulated":
-        raise ConfigError(
-            "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
-            "cluster.backend=inline or ray"
-        )
+    refuse_simulated(settings)
     if not settings.trained:
         raise ConfigError(
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
@@ -233,6 +229,15 @@ def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
     else:
         folder = RunFolder(going_on)
     return Run(blueprint, folder, resumed=going_on is not None)
+
+
+def refuse_simulated(settings: RunSettings) -> None:
+    """Raises ConfigError if the run is to be simulated, for commands whose engines and trainers compute."""
+    if settings.cluster.backend == "simulated":
+        raise ConfigError(
+            "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
+            "cluster.backend=inline or ray"
+        )
 
 
 def new_run_folder(settings: RunSettings) -> RunFolder:
@@ -277,6 +282,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
 
 def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
     """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are."""
+    refuse_simulated(settings)
     return run_and_leave_threads(_evaluate_once(draw_up(settings), checkpoints))
 
 
@@ -298,6 +304,7 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
 
 def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:
     """Writes every trained policy of the newest checkpoint as a Hugging Face folder `out/{policy}`."""
+    refuse_simulated(settings)
     return asyncio.run(_export_policies(draw_up(settings), checkpoints, out))
 
 

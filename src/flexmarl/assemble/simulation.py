@@ -5,15 +5,19 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import yaml
 
+import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can be named in any config
+from flexmarl.agents import TeamSpec
+from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.commands import failure_told, new_run_folder, until_lost
 from flexmarl.assemble.wire import tell_start, watch_workers, wire
-from flexmarl.assemble.world import Residents, World, modelled, world_of
+from flexmarl.assemble.world import Residents, World, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
 from flexmarl.events.event import Event, Events
@@ -23,11 +27,16 @@ from flexmarl.events.progress import NullProgress
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
+from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import Checkpoints
 from flexmarl.orchestrator.saving import resume
+from flexmarl.simulator.decoding import CpuShare
+from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore
+from flexmarl.simulator.replies import responder_of
 from flexmarl.simulator.tool_twins import twinned
 from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.training.interface import StoreRows
 
 Say = Callable[[str], None]
 
@@ -212,6 +221,28 @@ class _Life:
                     await orchestrator.run()
                 else:
                     await until_lost(orchestrator.run(), beside=disturbance.watch(world), lost=lost, events=events)
+
+
+def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:
+    """The modelled devices of a simulated run."""
+    simulation = settings.simulation
+    costs = partial(costs_of, simulation.costs)
+    return ModelledResidents(
+        costs=costs,
+        objects=SimulatedObjectStore(
+            InlineObjectStore(),
+            latency_s=simulation.transfers.latency_s,
+            bytes_per_s=simulation.transfers.bytes_per_s,
+            bytes_of=lambda key: int(costs(key.split("/")[1]).weights_gib * 2**30),
+        ),
+        nodes=simulation.nodes,
+        rows=StoreRows(store),
+        host=CpuShare(simulation.shared_host),
+        respond=responder_of(
+            team, simulation.replies, recorded=simulation.recorded and settings.path(simulation.recorded)
+        ),
+        spare=settings.pool.replacements * len(settings.policies),
+    )
 
 
 class _Told:

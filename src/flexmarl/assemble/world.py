@@ -1,8 +1,9 @@
 """The world of a run: the residents of its cluster, and the controller's objects around them. All runs have this one.
 
-residents     what lives outside the controller, and in which cluster: inline or ray below, modelled devices in
-              `simulator/modelled_residents.py`, scripts in `testing/scripted_run.py`
-open_world    spawns them and puts the pool, the residency and the watch for losses around them
+residents     what lives outside the controller, and in which cluster: inline or ray in `residents.py`, modelled devices
+              in `simulation.py`, scripts in `testing/scripted_run.py`
+world_of      spawns them and puts the pool, the residency and the watch for losses around them
+open_world    the same for residents that compute
 """
 
 import asyncio
@@ -13,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexmarl.agents import TeamSpec
-from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
@@ -27,10 +26,7 @@ from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.simulator.decoding import CpuShare
-from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
-from flexmarl.simulator.replies import responder_of
-from flexmarl.training.interface import StoreRows, Trainer
+from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
 
@@ -93,23 +89,19 @@ class World:
 async def open_world(
     blueprint: Blueprint, store: ExperienceStore, path: Path | None, events: Events
 ) -> AsyncIterator[World]:
-    """Makes engines and trainers around a store; leaving the block ends them, and closes the store.
+    """Makes engines and trainers that compute around a store; leaving the block ends them, and closes the store.
 
     `path` is the store's file, if it has one. Raises ConfigError if the world needs a package that is not installed.
     """
     settings = blueprint.settings
-    backend = settings.cluster.backend
-    if backend != "simulated":
-        keep_compiled_code()  # Here, and in the processes that this one starts: they have its environment.
+    keep_compiled_code()  # Here, and in the processes that this one starts: they have its environment.
     async with AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
-        if backend == "inline":
+        if settings.cluster.backend == "inline":
             residents: Residents = stack.enter_context(open_inline(blueprint, store))
-        elif backend == "ray":
+        else:
             assert path is not None, "settings of this world that keep the store in memory are refused"
             residents = stack.enter_context(open_ray(blueprint, path))
-        else:
-            residents = modelled(settings, blueprint.team, store)
         yield await stack.enter_async_context(world_of(settings, store, residents, events))
 
 
@@ -157,27 +149,6 @@ async def world_of(
             cluster=cluster,
             processes=processes,
         )
-
-
-def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:
-    """The modelled devices of a simulated run."""
-    simulation = settings.simulation
-    costs = partial(costs_of, simulation.costs)
-    return ModelledResidents(
-        costs=costs,
-        objects=SimulatedObjectStore(
-            latency_s=simulation.transfers.latency_s,
-            bytes_per_s=simulation.transfers.bytes_per_s,
-            bytes_of=lambda key: int(costs(key.split("/")[1]).weights_gib * 2**30),
-        ),
-        nodes=simulation.nodes,
-        rows=StoreRows(store),
-        host=CpuShare(simulation.shared_host),
-        respond=responder_of(
-            team, simulation.replies, recorded=simulation.recorded and settings.path(simulation.recorded)
-        ),
-        spare=settings.pool.replacements * len(settings.policies),
-    )
 
 
 async def respawn(

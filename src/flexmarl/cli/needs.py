@@ -16,13 +16,12 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.agents import ChatRenderer
-from flexmarl.assemble import check_model, load_tokenizer, model_source
+from flexmarl.assemble import cached_numbers, check_model, load_tokenizer, model_source
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.errors import ConfigError
 from flexmarl.events.machine import GIB, Machine
-from flexmarl.inference.backends.embedded.kv_slots import attention_shape
 from flexmarl.inference.settings import EmbeddedSettings
 
 
@@ -87,8 +86,7 @@ def _here(settings: RunSettings, policy: str, source: str, config: PretrainedCon
     tokenizer = load_tokenizer(settings, policy)
     cached, todo = 0, ""
     if isinstance(engine, EmbeddedSettings):
-        layers, heads, size = attention_shape(model)
-        cached = 2 * layers * heads * size
+        cached = cached_numbers(model)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and engine.max_len > positions:
             todo = f"engine.max_len is {engine.max_len}, but the model knows only {positions} positions: lower it"

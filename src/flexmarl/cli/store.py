@@ -17,10 +17,10 @@ from flexmarl.cli.terminal import SafeConsole, printable, say
 from flexmarl.errors import ConfigError, StoreError
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
-from flexmarl.experience.backends.store_file import StoreReader, read_store
 from flexmarl.experience.interface import Table
 from flexmarl.experience.parquet import export_parquet
 from flexmarl.experience.schema import CODECS, META_COLUMNS, SHARED_TABLES, as_text, quote
+from flexmarl.experience.store_file import StoreReader, read_store
 
 CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24

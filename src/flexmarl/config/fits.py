@@ -14,7 +14,6 @@ from flexmarl.credit.settings import CreditSettings, divides_by_mean
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.records import AgentName
 from flexmarl.training.settings import TrainingSettings
-from flexmarl.training.streamable import obstacle
 
 
 def overlap_misfits(
@@ -78,7 +77,7 @@ def _rows_can_stream(
             "depends on time, and credit.ready 'group'; use credit.streaming=off otherwise"
         )
     for name, settings in training.items():
-        if because := obstacle(settings):
+        if because := settings.streaming_obstacle:
             yield f"credit.streaming is 'linear', but policies.{name}.training.{because}; or credit.streaming=off"
 
 

@@ -1,4 +1,4 @@
-"""Decides what every event has (name, time, reason), and how an event is written as JSON and read back.
+"""Events of a run: what every event has (name, time, reason), how it is written as JSON and read back, who hears it.
 
     GroupAdmitted(group=3, step=1, task="add-3", because="2 of 4 slots free")
     {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexmarl.errors import MissingExtra, StoreError, boundary
-from flexmarl.experience.backends.store_file import StoreReader
 from flexmarl.experience.interface import ColumnKind, Row
 from flexmarl.experience.ledger import claim_order
+from flexmarl.experience.store_file import StoreReader
 from flexmarl.records import AgentName
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from enum import StrEnum
 
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupReady
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
 from flexmarl.orchestrator.refill import Refill
 from flexmarl.orchestrator.streaming import Streaming
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.session import TrainingSession
 
 

@@ -18,11 +18,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from flexmarl.events.group_events import BatchFilled, GroupReady
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.asynchronous import Stream
 from flexmarl.orchestrator.parts import Parts
 from flexmarl.records import CreditedTurn, Divisors, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.tasks import SourceExhausted
+from flexmarl.training.aggregation import divisors_of
 
 
 @dataclass(frozen=True, slots=True)

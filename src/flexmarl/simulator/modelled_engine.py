@@ -16,8 +16,8 @@ import numpy as np
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.errors import EngineError, boundary
-from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
+from flexmarl.inference.prefixes import KeptPrefixes
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
 from flexmarl.records import (
     EngineUse,

@@ -19,7 +19,6 @@ from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.events.event import Events
 from flexmarl.inference.interface import InferenceEngine, WeightedEngine
-from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey, ObjectMeta, ObjectStore, TensorTree
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.decoding import CpuShare
@@ -30,34 +29,40 @@ from flexmarl.training.interface import RowReader, Trainer
 from flexmarl.training.residency import ProcessGroup
 
 
-class SimulatedObjectStore(InlineObjectStore):
+class SimulatedObjectStore:
     """`ObjectStore` in virtual time. By default transfers take none: publishing and loading have costs of their own."""
 
     def __init__(
         self,
+        held: ObjectStore,
         *,
         latency_s: float = 0.0,
         bytes_per_s: float = math.inf,
         bytes_of: Callable[[ObjectKey], int] | None = None,
     ) -> None:
-        """`bytes_of` gives the modelled size of an object, since simulated weights are a number or two.
+        """`held` holds the objects, and takes no time.
 
-        By default an object has its real size.
+        `bytes_of` gives the modelled size of an object, since simulated weights are a number or two. By default an
+        object has its real size.
         """
-        super().__init__()
+        self._held = held
         self._latency_s, self._bytes_per_s, self._bytes_of = latency_s, bytes_per_s, bytes_of
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
         """Stores a copy at once, then waits for the transfer. Raises ValueError if the key is taken."""
-        meta = await super().set(key, tree)
+        meta = await self._held.set(key, tree)
         await self._transfer(key, tree)
         return meta
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """Waits for the transfer, then returns the stored copy."""
-        tree = await super().get(key)
+        tree = await self._held.get(key)
         await self._transfer(key, tree)
         return tree
+
+    async def release(self, key: ObjectKey) -> None:
+        """Drops the object at once."""
+        await self._held.release(key)
 
     async def _transfer(self, key: ObjectKey, tree: TensorTree) -> None:
         own = sum(tensor.numel() * tensor.element_size() for tensor in tree.values())

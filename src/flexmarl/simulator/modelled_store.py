@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.transactions import EncodedRows, Tables, connect, query, transaction
 from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     ClaimOrder,
@@ -34,6 +33,7 @@ from flexmarl.experience.ledger import (
     set_once,
 )
 from flexmarl.experience.schema import CODECS, Stored, decode
+from flexmarl.experience.transactions import EncodedRows, Tables, connect, query, transaction
 from flexmarl.records import ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId
 
 OPEN = RowStanding(RowState.OPEN)

@@ -21,7 +21,7 @@ from pydantic import Field
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.errors import ConfigError, EngineError, boundary
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.experience.backends.store_file import StoreReader, read_store
+from flexmarl.experience.store_file import StoreReader, read_store
 from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, SampleId, Sampling
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
+from flexmarl.agents.characters import END, character_renderer
 from flexmarl.assemble import Blueprint, World, wire
 from flexmarl.assemble.world import Residents, world_of
 from flexmarl.cluster.inproc import inproc_cluster
@@ -38,7 +39,6 @@ from flexmarl.orchestrator.parts import PRODUCTION
 from flexmarl.orchestrator.run import RunOutcome
 from flexmarl.orchestrator.saving import resume
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId
-from flexmarl.simulator.characters import END, character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.agents import Script

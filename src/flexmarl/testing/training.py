@@ -14,7 +14,6 @@ import numpy as np
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, StoreError, TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum
@@ -34,6 +33,7 @@ from flexmarl.records import (
 )
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.interface import HeldRows, RowReader, Trainer
 from flexmarl.training.residency import ProcessGroup
 
@@ -136,7 +136,7 @@ async def check_trainer(
 
     `make_trainer` must return equal trainers at version 0 every time. They read their rows from the given reader.
     `folder` is an empty folder for checkpoints. `streams` is False for settings that cannot train rows of open credit
-    groups (training/streamable.py).
+    groups (`PolicyLoss.linear_in_advantage`).
     """
     divisors = divisors_of(sample for batch in batches for sample in batch.samples)
     samples = [sample for batch in batches for sample in batch.samples]

@@ -15,14 +15,15 @@ So gradients of S can be added up over micro-batches, in any order, before D is 
 Row i belongs to episode e; Hc is `horizon_tokens`; len_e = sum of w_i len_i over the episode's rows of the policy.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.errors import TrainingError
-from flexmarl.records import Divisors, Sample
+from flexmarl.records import CreditedTurn, Divisors, Sample
 
 Aggregation = Literal[
     "token-mean",
@@ -53,6 +54,19 @@ def token_weights(
             return weights / horizon_tokens
         case "traj-mean-token-mean":
             return weights / np.array([_episode_tokens(sample) for sample in samples], dtype=np.float64)
+
+
+def divisors_of(samples: Iterable[CreditedTurn]) -> Divisors:
+    """Counts the weighted tokens, rows and episodes of one policy's samples, which must be whole groups.
+
+    Each sum is exact until one rounding at its end, so the order of the samples cannot change its last bit.
+    """
+    rows = [sample for sample in samples if sample.num_tokens and sample.weight]
+    return Divisors(
+        num_tokens=math.fsum(sample.weight * sample.num_tokens for sample in rows),
+        num_sequences=math.fsum(sample.weight for sample in rows),
+        num_trajectories=float(len({sample.turn.episode for sample in rows})),
+    )
 
 
 def divisor(divisors: Divisors, mode: Aggregation) -> float:

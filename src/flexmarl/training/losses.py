@@ -37,6 +37,9 @@ class PolicyLoss(Settings, ABC):
     """True if rows with advantage 0 need no forward pass; False if the advantage does not multiply all of the loss."""
     one_advantage_per_row: ClassVar[bool] = False
     """True if all tokens of a row must have the same advantage."""
+    linear_in_advantage: ClassVar[bool] = False
+    """True if, on-policy, a row's loss and gradient are A times those for A = 1: two sums then replace all advantages
+    A = scale c + offset of a credit group (docs/math.md, Streaming credit)."""
 
     aggregation: Aggregation = Field(
         default="token-mean", description="How token losses are weighted and what their sum is divided by."
@@ -96,6 +99,8 @@ def clipped_surrogate(rho: Tensor, advantages: Tensor, low: float, high: float) 
 class ReinforceLoss(PolicyLoss):
     """-A lp: the plain policy gradient. It is exact on samples of the current version, and biased on older ones."""
 
+    linear_in_advantage: ClassVar[bool] = True
+
     type: Literal["reinforce"] = "reinforce"
 
     def per_token(
@@ -110,6 +115,8 @@ class Ppo(PolicyLoss):
 
     On samples of the current version rho is 1, and the gradient is that of -A lp whatever the bounds are.
     """
+
+    linear_in_advantage: ClassVar[bool] = True
 
     type: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, ge=0, le=1, description="The ratio's lower bound is 1 - clip_low.")
@@ -138,6 +145,8 @@ class Gspo(RowLoss):
     tokens of a row may have different advantages. If they are equal, the gradient is that of the row's ratio itself.
     """
 
+    linear_in_advantage: ClassVar[bool] = True
+
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0, le=1, description="The row ratio's lower bound is 1 - clip_low.")
     clip_high: float = Field(default=4e-4, ge=0, description="The row ratio's upper bound is 1 + clip_high.")
@@ -155,6 +164,8 @@ class Gspo(RowLoss):
 class Cispo(PolicyLoss):
     """-clip(rho, 1 - clip_low, 1 + clip_high) A lp, where the clipped weight carries no gradient."""
 
+    linear_in_advantage: ClassVar[bool] = True
+
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, ge=0, le=1, description="The weight's lower bound is 1 - clip_low; 1: none.")
     clip_high: float = Field(default=4.0, ge=0, description="The weight's upper bound is 1 + clip_high.")
@@ -169,7 +180,10 @@ class Cispo(PolicyLoss):
 
 
 class Sapo(RowLoss):
-    """-A (4 / tau) sigmoid(tau (rho - 1)): the slope is -A at rho = 1 and smaller on both sides."""
+    """-A (4 / tau) sigmoid(tau (rho - 1)): the slope is -A at rho = 1 and smaller on both sides.
+
+    It is not linear in A: tau differs for the two signs.
+    """
 
     type: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0, description="How fast the slope fades where A > 0.")
@@ -192,6 +206,7 @@ class Gmpo(RowLoss):
     """
 
     one_advantage_per_row: ClassVar[bool] = True
+    linear_in_advantage: ClassVar[bool] = True
 
     type: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(default=0.4, ge=0, description="The log-ratio's lower bound is -clip_low.")
@@ -210,6 +225,8 @@ class Gmpo(RowLoss):
 
 class GpgLoss(PolicyLoss):
     """-A lp, for use with credit.estimator type gpg, which computes GPG's advantages."""
+
+    linear_in_advantage: ClassVar[bool] = True
 
     type: Literal["gpg"] = "gpg"
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.kl import CriticSettings, KlSettings
-from flexmarl.training.losses import LossSettings, Ppo
+from flexmarl.training.losses import LOSSES, LossSettings, Ppo
 
 
 class ScheduleSettings(Settings):
@@ -190,6 +190,24 @@ class TrainingSettings(UpdateSettings):
     def needs_appraisal(self) -> bool:
         """True if credit needs data from the trainer: the critic's values, or the reference's log-probabilities."""
         return self.critic is not None or (self.kl is not None and self.kl.where == "reward")
+
+    @property
+    def streaming_obstacle(self) -> str:
+        """The setting that keeps streaming credit from being exact, and what would work; empty if there is none."""
+        if not self.loss.linear_in_advantage:
+            linear = ", ".join(sorted(name for name, loss in LOSSES.items() if loss.linear_in_advantage))
+            return f"loss.type is '{self.loss.type}', whose value is not linear in the advantage; use {linear}"
+        if self.loss.aggregation == "traj-mean-token-mean":
+            return (
+                "loss.aggregation is 'traj-mean-token-mean', which has to know all rows of an episode that are trained"
+            )
+        if self.correction.type != "none":
+            return "correction is set, which streaming credit does not measure; use correction.type=none"
+        terms = {"kl": self.kl, "entropy_coef": self.entropy_coef, "critic": self.critic}
+        for name, term in terms.items():
+            if term:
+                return f"{name} adds a term that no advantage multiplies; leave it out"
+        return ""
 
 
 class SupervisedSettings(UpdateSettings):

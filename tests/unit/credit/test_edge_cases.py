@@ -16,12 +16,11 @@ from flexmarl.credit.estimators.presets import Default, DrMas, Grpo, PassAtK, Rl
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.returns import discounted_returns, generalised_advantages
 from flexmarl.errors import CreditError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.orchestrator.crediting import samples_of
 from flexmarl.records import AgentName, FinishReason, GroupRecord, PolicyName, Sample
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.credit import credit_row
-from flexmarl.training.aggregation import divisor, token_weights
+from flexmarl.training.aggregation import divisor, divisors_of, token_weights
 from flexmarl.training.batching import rows_of
 from flexmarl.training.losses import Ppo
 from tests.unit.rollout.plays import GROUP, player

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from flexmarl.testing.experience import AGENTS, COLUMNS
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.call_thread import MAX_WAITING, CallThread, commit_together, read_together
-from flexmarl.experience.backends.transactions import connect
+from flexmarl.experience.transactions import connect
 
 
 class Held:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
-from flexmarl.experience.backends.store_file import read_store
 from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Extended, Outcome, PartialRow
+from flexmarl.experience.store_file import read_store
 from flexmarl.experience.turn_rows import TURN_COLUMNS, prompt_row
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, make_sample_id, make_trajectory_id
 from flexmarl.simulator.virtual_time import run_virtual

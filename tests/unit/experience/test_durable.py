@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import MERGE_BYTES, connect_file
+from flexmarl.experience.store_file import MERGE_BYTES, connect_file
 from flexmarl.records import GroupId, RowState
 from flexmarl.testing.experience import AGENTS, CHECKS, COLUMNS, READY, SHARED, SOLVER, partial, sample, train
 

@@ -13,9 +13,9 @@ import pytest
 
 from flexmarl.errors import MissingExtra, StoreError
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import read_store
 from flexmarl.experience.interface import Column, ColumnKind, PartialRow
 from flexmarl.experience.parquet import CHUNK_ROWS, META, export_parquet
+from flexmarl.experience.store_file import read_store
 from flexmarl.records import AgentName, PolicyName, SampleId, Version
 
 SOLVER, VERIFIER = AgentName("solver"), AgentName("verifier")

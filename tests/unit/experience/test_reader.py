@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import ROWS_AT_ONCE, read_store
+from flexmarl.experience.store_file import ROWS_AT_ONCE, read_store
 from flexmarl.records import GroupId
 from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, SOLVER, VERIFIER, partial, sample
 from tests.unit.experience.acknowledging import a_row, tokens

@@ -16,7 +16,7 @@ import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, SOLVER, partial, sample
 from tests.unit.experience.acknowledging import a_row
 from tests.unit.experience.files import assert_holds, copy_as_it_is, new_store, wal_of

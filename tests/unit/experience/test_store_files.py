@@ -12,7 +12,7 @@ import pytest
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends import store_file
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.backends.store_file import read_store
+from flexmarl.experience.store_file import read_store
 from flexmarl.testing.experience import SOLVER
 from tests.unit.experience.acknowledging import a_row, tokens
 from tests.unit.experience.files import assert_holds, copy_as_it_is, filled, new_store, wal_of

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
+from flexmarl.inference.prefixes import KeptPrefixes
 
 
 def ids(*values):

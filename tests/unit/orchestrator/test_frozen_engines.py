@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from flexmarl.agents.characters import character_renderer
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectKey
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, PolicyName, Version
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import FrozenEngine, ScriptedEngine
 from flexmarl.testing.scripted_run import ScriptedRun, spoken

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flexmarl.agents.characters import character_renderer
 from flexmarl.errors import EngineError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.serving_events import Called, InstanceReplaced
@@ -22,7 +23,6 @@ from flexmarl.objects.interface import Checksum
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import FinishReason, InstanceId, Version
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.scripted_run import spoken

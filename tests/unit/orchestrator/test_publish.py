@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flexmarl.agents.characters import character_renderer
 from flexmarl.errors import EngineError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded
@@ -16,7 +17,6 @@ from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.orchestrator.publish import Publisher
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import Divisors, InstanceId, MicroBatch, PolicyName, Sample, Version
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.testing.scripted_run import a_or_b, spoken

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flexmarl.agents import TeamSpec, Workflow
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.records import AgentName, GroupId, GroupRecord, PolicyName, Task
 from flexmarl.rollout.episode_calls import Holds
 from flexmarl.rollout.player import Player
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.testing.agents import Script, ScriptedModel
 
 TASK = Task(input_id="sum-1", prompt="3+4", reference="7")

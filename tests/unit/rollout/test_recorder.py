@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from flexmarl.agents.characters import character_renderer
 from flexmarl.errors import EpisodeError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import EpisodeStatus, FinishReason, RowState
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.recorder import StoreRecorder
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from tests.unit.rollout.plays import GROUP, new_store, player, rows, team_of

@@ -8,7 +8,6 @@ import pytest
 from flexmarl.analysis.costs import SharedHost, TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
@@ -16,6 +15,7 @@ from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_process_group, check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.interface import RowReader
 from tests.unit.training.conftest import random_samples
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from flexmarl.agents import TeamSpec
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.experience.backends.sqlite import DurableStore
@@ -27,7 +28,6 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.plan import Distribution
 from flexmarl.simulator.replies import AnyReplies, Responder, reply_to, responder, responder_of
 

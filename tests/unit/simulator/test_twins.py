@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from flexmarl.agents import TeamSpec
+from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.tool_twins import ToolTwin, twinned
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tools import Tool

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import Divisors, Sample
-from flexmarl.training.aggregation import Aggregation, divisor, token_weights
+from flexmarl.training.aggregation import Aggregation, divisor, divisors_of, token_weights
 
 HORIZON = 7
 

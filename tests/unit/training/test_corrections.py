@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.batching import rows_of

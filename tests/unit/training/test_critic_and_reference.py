@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Turn, Version
 from flexmarl.testing.training import check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import AgentName, EpisodeId, FinishReason, PolicyName, Sample, Turn, Version, VersionRun
 from flexmarl.records.ids import make_sample_id
-from flexmarl.training.aggregation import Aggregation, token_weights
+from flexmarl.training.aggregation import Aggregation, divisors_of, token_weights
 from flexmarl.training.backends.forward import TokenOutputs
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.kl import Divergence, divergence
 from flexmarl.training.losses import Ppo
-from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flexmarl.experience.divisors import divisors_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import CheckpointError, ConfigError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexmarl.errors import TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import AgentName, Divisors, LossReport, Sample, Version
-from flexmarl.training.aggregation import token_weights
+from flexmarl.training.aggregation import divisors_of, token_weights
 from flexmarl.training.backends.forward import TokenOutputs
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.losses import LOSSES
-from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 
 Samples = Callable[..., list[Sample]]

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError, TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
@@ -21,6 +20,7 @@ from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree, checksum, names_checksum
 from flexmarl.records import Generation, GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.inference import check_inference_engine
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
 

@@ -15,7 +15,6 @@ from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import Swapped
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, credit_row, response_row
 from flexmarl.objects.backends.memory import InlineObjectStore
@@ -24,6 +23,7 @@ from flexmarl.records.ids import make_sample_id, split_sample_id
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.interface import StoreRows
 from flexmarl.training.residency import Residency
 from flexmarl.training.session import TrainingSession

@@ -13,7 +13,6 @@ from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, credit_row, open_row, response_row
 from flexmarl.objects.backends.memory import InlineObjectStore
@@ -21,6 +20,7 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, Divisors, MicroBatch, PolicyName, RowState, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.interface import RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.memory import InlineObjectStore
@@ -20,6 +19,7 @@ from flexmarl.records import AgentName, CreditLine, Divisors, PolicyName, RowSta
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.faulty import Around, AroundStore, SlowStore
 from flexmarl.testing.training import FakeTrainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.interface import StoreRows
 from flexmarl.training.session import TrainingSession
 from tests.unit.training.test_session import make_ready

@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import CheckpointError, TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectKey, ObjectStore
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
-from flexmarl.training.aggregation import Aggregation
+from flexmarl.training.aggregation import Aggregation, divisors_of
 from flexmarl.training.backends.causal_lm import DoubleStays
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader, UpdateReport

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from flexmarl.errors import TrainingError
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import CreditLine, MicroBatch, PolicyName, Sample
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.losses import LOSSES
 from flexmarl.training.settings import AdamWSettings, TrainingSettings
-from flexmarl.training.streamable import LINEAR_LOSSES, obstacle
 
 torch.set_num_threads(1)
 SOLVER = PolicyName("solver")
@@ -87,7 +86,7 @@ async def streamed(trainer: SingleProcessTrainer, groups: Groups, data: st.DataO
             left, part = left[size:], part + 1
 
 
-@pytest.mark.parametrize("loss", sorted(LINEAR_LOSSES))
+@pytest.mark.parametrize("loss", sorted(name for name, kind in LOSSES.items() if kind.linear_in_advantage))
 @given(seed=st.integers(0, 10_000), binary=st.booleans(), data=st.data())
 @few
 def test_streaming_credit_equals_group_credit_in_any_split_and_whenever_groups_close(
@@ -146,13 +145,13 @@ def test_sums_of_open_groups_are_kept_by_a_save_and_an_update_waits_for_their_li
 
 
 def test_losses_and_terms_that_are_not_linear_in_the_advantage_are_refused_by_name() -> None:
-    assert set(LOSSES) > LINEAR_LOSSES
-    for loss in LOSSES:
-        found = obstacle(chosen(loss))
-        assert (found == "") == (loss in LINEAR_LOSSES)
-    assert "entropy_coef" in obstacle(chosen(entropy_coef=0.1))
-    assert "kl" in obstacle(chosen(kl={}))
-    assert "critic" in obstacle(chosen(critic={}))
-    assert "correction" in obstacle(chosen(correction={"type": "tis"}))
+    assert not all(kind.linear_in_advantage for kind in LOSSES.values())
+    for loss, kind in LOSSES.items():
+        found = chosen(loss).streaming_obstacle
+        assert (found == "") == kind.linear_in_advantage
+    assert "entropy_coef" in chosen(entropy_coef=0.1).streaming_obstacle
+    assert "kl" in chosen(kl={}).streaming_obstacle
+    assert "critic" in chosen(critic={}).streaming_obstacle
+    assert "correction" in chosen(correction={"type": "tis"}).streaming_obstacle
     by_episode = chosen().loss.model_copy(update={"aggregation": "traj-mean-token-mean"})
-    assert "traj-mean-token-mean" in obstacle(chosen().model_copy(update={"loss": by_episode}))
+    assert "traj-mean-token-mean" in chosen().model_copy(update={"loss": by_episode}).streaming_obstacle

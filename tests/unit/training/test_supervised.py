@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from flexmarl.errors import TrainingError
+from flexmarl.training.backends.supervised import Demonstration, batches, num_updates, train_supervised
 from flexmarl.training.settings import AdamWSettings, SupervisedSettings
-from flexmarl.training.supervised import Demonstration, batches, num_updates, train_supervised
 
 Model = Callable[..., PreTrainedModel]
 

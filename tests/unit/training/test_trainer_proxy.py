@@ -18,13 +18,13 @@ from flexmarl.errors import StoreError, TrainingError
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, CreditLine, MicroBatch, PolicyName, RowState, Sample, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import FakeTrainer, accumulate, check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import HeldRows, RowReader, StoreRows, Trainer
 from flexmarl.training.session import TrainingSession

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, SampleId
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import UpdateReport
 from flexmarl.training.settings import TrainingSettings

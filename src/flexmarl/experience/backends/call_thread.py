@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends.transactions import transaction
+from flexmarl.experience.transactions import transaction
 
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Any]

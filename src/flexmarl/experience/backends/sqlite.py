@@ -20,7 +20,8 @@ from typing import Self, TypeVar
 
 from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.backends.call_thread import CallThread, Joinable, commit_together, read_together, run_alone
-from flexmarl.experience.backends.store_file import (
+from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.experience.store_file import (
     LOCK_WAIT_S,
     MERGE_BYTES,
     Ownership,
@@ -33,8 +34,7 @@ from flexmarl.experience.backends.store_file import (
     refuse_file,
     require_file,
 )
-from flexmarl.experience.backends.transactions import EncodedRows, Tables, connect, joined_rows, query, transaction
-from flexmarl.experience.interface import Column, Outcome, PartialRow, Row, Table
+from flexmarl.experience.transactions import EncodedRows, Tables, connect, joined_rows, query, transaction
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 Result = TypeVar("Result")

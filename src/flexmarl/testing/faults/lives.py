@@ -21,6 +21,7 @@ from random import Random
 from typing import Any, cast
 
 from flexmarl.agents import Team
+from flexmarl.agents.characters import character_renderer
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
 from flexmarl.assemble.commands import failure_told
 from flexmarl.assemble.world import Residents
@@ -28,7 +29,6 @@ from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.sealed_folder import MANIFEST
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task
-from flexmarl.simulator.characters import character_renderer
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import DeadlockError

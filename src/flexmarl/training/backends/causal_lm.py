@@ -1,11 +1,11 @@
-"""Forward passes and updates on a Hugging Face causal LM, for reinforcement learning and supervised training.
+"""Causal LM on transformers: loaded whole, prepared for training, and updated by AdamW.
 
 Linear layers run on oneDNN: torch ships it, but does not use it for float32 on x86. Torch uses MKL there, which uses
 AVX-512 on Intel's processors only. On an AMD EPYC, MKL reaches 100 GFLOP/s a core, forward and backward, and oneDNN 180
 to 240. Matrix products take most of a small model's CPU time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,59 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.errors import ConfigError, TrainingError, boundary
-from flexmarl.training.batching import PaddedRows
 from flexmarl.training.settings import Dtype, UpdateSettings
-
-MIN_ROWS = 16
-"""Least rows for oneDNN. With fewer, its fixed cost of about 10 us a call is more than it saves."""
-
-
-def use_onednn(model: nn.Module) -> None:
-    """Puts the model's plain linear layers on oneDNN, in place. Names, parameters and everything else do not change."""
-    if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = OneDnnLinear
-
-
-class OneDnnLinear(nn.Linear):
-    """Linear layer that uses oneDNN for float32 on a CPU, and torch for the rest: GPUs, other types, few rows."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Product with the weight, plus bias."""
-        is_ours = input.dtype == torch.float32 and input.device.type == "cpu"
-        if not is_ours or input.numel() < MIN_ROWS * self.in_features:
-            return super().forward(input)
-        return _Product.apply(input, self.weight, self.bias)  # pyright: ignore[reportReturnType]
-
-
-class _Product(torch.autograd.Function):
-    """x W^T + b with its gradients. The gradients of x and W are one product each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the name of ctx
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
-        return (
-            _product(grad, weight.t()) if wants_x else None,
-            _product(flat.t(), x.flatten(0, -2).t()) if wants_weight else None,
-            flat.sum(0) if wants_bias else None,
-        )
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., I] times [O, I] transposed, by the operator that torch's own compiler calls for linear layers on CPUs."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -138,6 +86,57 @@ def _loaded(source: str | Path, **options: Any) -> PreTrainedModel:
     return model
 
 
+MIN_ROWS = 16
+"""Least rows for oneDNN. With fewer, its fixed cost of about 10 us a call is more than it saves."""
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Puts the model's plain linear layers on oneDNN, in place. Names, parameters and everything else do not change."""
+    if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = OneDnnLinear
+
+
+class OneDnnLinear(nn.Linear):
+    """Linear layer that uses oneDNN for float32 on a CPU, and torch for the rest: GPUs, other types, few rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Product with the weight, plus bias."""
+        is_ours = input.dtype == torch.float32 and input.device.type == "cpu"
+        if not is_ours or input.numel() < MIN_ROWS * self.in_features:
+            return super().forward(input)
+        return _Product.apply(input, self.weight, self.bias)  # pyright: ignore[reportReturnType]
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b with its gradients. The gradients of x and W are one product each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the name of ctx
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        flat = grad.flatten(0, -2)
+        return (
+            _product(grad, weight.t()) if wants_x else None,
+            _product(flat.t(), x.flatten(0, -2).t()) if wants_weight else None,
+            flat.sum(0) if wants_bias else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., I] times [O, I] transposed, by the operator that torch's own compiler calls for linear layers on CPUs."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
 def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bool) -> None:
     """Sets training mode, with all dropout at 0: the trainer must see the distribution that the engine sampled from."""
     module: Any
@@ -174,43 +173,6 @@ class DoubleStays(TorchFunctionMode):
 def precision(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Context in which forward and backward passes of the model must run."""
     return DoubleStays() if model.dtype == torch.float64 else nullcontext()
-
-
-def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] that predict the trained tokens, and those tokens [N].
-
-    The hidden states are gathered before the head, so no logits are made for prompts and padding. Everything that the
-    model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed: both
-    defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed to
-    the model.
-    """
-    positions = torch.from_numpy(rows.positions).to(model.device)
-    head = model.get_output_embeddings()
-    assert head is not None, "a causal LM has a head"
-
-    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-        return (inputs[0].flatten(0, 1).index_select(0, positions),)
-
-    with head.register_forward_pre_hook(gather):
-        logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False, **options).logits
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return logits, torch.from_numpy(rows.targets).to(model.device)
-
-
-def token_logprobs(
-    logits: Tensor, targets: Tensor, *, places: Tensor | None = None, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of its distribution.
-
-    Target i has the logits at `places[i]`, or at i without `places`. The entropy has a gradient only if
-    `entropy_gradient` is set, because that keeps another tensor of the logits' size until backward.
-    """
-    logprobs = logits.log_softmax(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    if places is not None:
-        return logprobs[places, targets], entropy[places]
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -329,7 +291,3 @@ class Updater:
         for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-
-
-Progress = Callable[[int, float], None]
-"""Called after an update with its number, from 1, and its mean loss."""

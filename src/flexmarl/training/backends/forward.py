@@ -1,7 +1,7 @@
 """Forward passes of a Hugging Face causal LM over samples: which samples go together, and what comes out of them.
 
 `plan` divides samples into passes, along prefix trees or as padded rows. `run` makes one pass. `ValueHead` is the
-critic's part of the network.
+critic's part of the network. `trained_logits` and `token_logprobs` serve supervised training too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,48 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmarl.records import IntArray, Sample
-from flexmarl.training.backends.causal_lm import token_logprobs, trained_logits
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import along
 from flexmarl.training.tree.cost import ModelShape, pays, shares_enough
 from flexmarl.training.tree.merge import PrefixTree, cut, merge, sort_rows
+
+
+def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] that predict the trained tokens, and those tokens [N].
+
+    The hidden states are gathered before the head, so no logits are made for prompts and padding. Everything that the
+    model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed: both
+    defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed to
+    the model.
+    """
+    positions = torch.from_numpy(rows.positions).to(model.device)
+    head = model.get_output_embeddings()
+    assert head is not None, "a causal LM has a head"
+
+    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        return (inputs[0].flatten(0, 1).index_select(0, positions),)
+
+    with head.register_forward_pre_hook(gather):
+        logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False, **options).logits
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return logits, torch.from_numpy(rows.targets).to(model.device)
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, places: Tensor | None = None, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of its distribution.
+
+    Target i has the logits at `places[i]`, or at i without `places`. The entropy has a gradient only if
+    `entropy_gradient` is set, because that keeps another tensor of the logits' size until backward.
+    """
+    logprobs = logits.log_softmax(-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    if places is not None:
+        return logprobs[places, targets], entropy[places]
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
 class ValueHead(nn.Module):

@@ -21,7 +21,7 @@ from flexmarl.records import CreditLine, LossReport, Sample, Version
 from flexmarl.training.backends.causal_lm import Updater
 from flexmarl.training.backends.forward import Pass
 from flexmarl.training.backends.network import Network
-from flexmarl.training.objective import Objective
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.tree.cost import ROW_TOKENS, SAVED
 
 

@@ -41,9 +41,9 @@ from flexmarl.training.backends.gradients import (
     check_weights,
 )
 from flexmarl.training.backends.network import Network
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.interface import Appraised, RowReader, UpdateReport
 from flexmarl.training.kl import divergence
-from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.cost import tree_figures
 from flexmarl.training.tree.merge import PrefixTree

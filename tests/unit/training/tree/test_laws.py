@@ -14,15 +14,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from flexmarl.cluster.torch_device import place
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import AgentName, EpisodeId, FinishReason, PolicyName, Sample, Turn, Version, VersionRun
 from flexmarl.records.ids import make_sample_id
-from flexmarl.training.aggregation import token_weights
+from flexmarl.training.aggregation import divisors_of, token_weights
 from flexmarl.training.backends.causal_lm import precision, prepare_for_training
 from flexmarl.training.backends.forward import ValueHead, plan, run
+from flexmarl.training.backends.objective import Objective
 from flexmarl.training.kl import KlSettings
 from flexmarl.training.losses import Cispo, Gspo, Ppo
-from flexmarl.training.objective import Objective
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import use_prefix_trees
 from flexmarl.training.tree.cost import ModelShape

@@ -19,10 +19,10 @@ import torch
 
 from flexmarl.cluster.torch_device import free_unused, place
 from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, SlotCache
-from flexmarl.inference.backends.embedded.prefixes import KeptPrefixes
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
 from flexmarl.inference.interface import FIRST_VERSION
+from flexmarl.inference.prefixes import KeptPrefixes
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.adapter import PublishedAdapter
 from flexmarl.objects.interface import Checksum, TensorTree

@@ -1,4 +1,4 @@
-"""Decides what one forward pass adds to the loss, S of docs/math.md section 1, and which figures it reports.
+"""Objective on torch: what one forward pass adds to the loss, S of docs/math.md section 1, and its figures.
 
     S = sum of a_i (w_it L_it + beta KL_it - c H_it + k V_it)
 

@@ -1,6 +1,6 @@
 """Supervised training on a causal LM: the cold start that gives every agent of a team its first skill."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +10,8 @@ from transformers import PreTrainedModel
 
 from flexmarl.errors import TrainingError
 from flexmarl.records import IntArray
-from flexmarl.training.backends.causal_lm import (
-    Progress,
-    Updater,
-    precision,
-    prepare_for_training,
-    token_logprobs,
-    trained_logits,
-)
+from flexmarl.training.backends.causal_lm import Updater, precision, prepare_for_training
+from flexmarl.training.backends.forward import token_logprobs, trained_logits
 from flexmarl.training.batching import pad, plan_passes
 from flexmarl.training.settings import SupervisedSettings
 
@@ -32,6 +26,10 @@ class Demonstration:
     ids: IntArray
     trained: NDArray[np.bool_]
     """[len(ids)] True for trained tokens. The first token cannot be trained, since nothing predicts it."""
+
+
+Progress = Callable[[int, float], None]
+"""Called after an update with its number, from 1, and its mean loss."""
 
 
 def _ignore(update: int, loss: float) -> None:

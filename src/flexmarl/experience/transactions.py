@@ -13,17 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import StoreError, boundary
-from flexmarl.experience.backends.statements import (
-    COUNT_OPENED,
-    MARK,
-    OWNERS,
-    SHARED_LAYOUT,
-    PayloadChains,
-    Statements,
-    chain,
-    claimable,
-    is_chain,
-)
 from flexmarl.experience.interface import Column, Extended, Outcome, PartialRow, Row, Table
 from flexmarl.experience.ledger import (
     RowStanding,
@@ -40,6 +29,17 @@ from flexmarl.experience.ledger import (
     set_once,
 )
 from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode, encode_tensor, tensor_text
+from flexmarl.experience.statements import (
+    COUNT_OPENED,
+    MARK,
+    OWNERS,
+    SHARED_LAYOUT,
+    PayloadChains,
+    Statements,
+    chain,
+    claimable,
+    is_chain,
+)
 from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})

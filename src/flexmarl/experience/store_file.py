@@ -22,8 +22,8 @@ from urllib.parse import quote
 import psutil
 
 from flexmarl.errors import StoreError, boundary
-from flexmarl.experience.backends.transactions import Tables, connect, query, transaction
 from flexmarl.experience.interface import Column, ColumnKind, Row, Table
+from flexmarl.experience.transactions import Tables, connect, query, transaction
 from flexmarl.records import AgentName
 
 APPLICATION_ID = int.from_bytes(b"flxm")

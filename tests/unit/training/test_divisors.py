@@ -2,7 +2,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.experience.divisors import divisors_of
 from flexmarl.records import (
     AgentName,
     Divisors,
@@ -15,6 +14,7 @@ from flexmarl.records import (
     VersionRun,
     make_sample_id,
 )
+from flexmarl.training.aggregation import divisors_of
 
 
 def sample(episode: int, hop: int, length: int, weight: float) -> Sample:
