@@ -18,6 +18,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.interface import EngineParts, WeightedEngine, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.objects.interface import weights_key
 from flexmarl.records import PolicyName, Version
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
@@ -43,14 +44,14 @@ class Published:
 
     async def publish(self) -> None:
         """Sets the weights."""
-        self._key, self._checksum = await self._trainer.publish(Version(0))
-        tree = await self._objects.get(self._key)
+        self._checksum = await self._trainer.publish(Version(0))
+        tree = await self._objects.get(weights_key(POLICY, Version(0)))
         self.num_bytes = sum(tensor.nbytes for tensor in tree.values())
 
     async def load(self) -> None:
         """Loads them once more, and notes the processor's seconds."""
         began = time.process_time()
-        held = await self._engine.load_weights(POLICY, Version(1), self._key)
+        held = await self._engine.load_weights(POLICY, Version(0))
         self.seconds.append(time.process_time() - began)
         assert held == self._checksum
 

@@ -32,6 +32,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.objects.interface import weights_key
 from flexmarl.records import (
     AgentName,
     EpisodeId,
@@ -135,13 +136,13 @@ class Measured:
         thread, objects = DeviceThread("costs"), InlineObjectStore()
         engine = EmbeddedEngine(lambda: load_model(self.model), SETTINGS, policy=POLICY, store=objects, thread=thread)
         tree = dict(load_model(self.model).named_parameters())
-        meta = await objects.set(f"weights/{POLICY}/1", tree)  # type: ignore[arg-type]
+        await objects.set(weights_key(POLICY, Version(1)), tree)
 
         async def call() -> None:
             _ = [answer async for answer in engine.generate(requests(1, prompt, 1))]
 
         took = [await timed_wait(call()) for _ in range(20 * self.repeats)]
-        loads = [await timed_wait(engine.load_weights(POLICY, Version(1), meta.key)) for _ in range(self.repeats)]
+        loads = [await timed_wait(engine.load_weights(POLICY, Version(1))) for _ in range(self.repeats)]
         await engine.close()
         thread.close()
         return min(took), min(loads)

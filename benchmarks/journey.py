@@ -52,7 +52,7 @@ FIGURES = {
     "tokens_all": "files_tokens_all",
     "weights_all": "files_weights_all",
 }
-WANTED_AT_MOST = {"files_tokens": 50, "files_weights": 15}
+WANTED_AT_MOST = {"files_tokens": 45, "files_weights": 12}
 
 CODE = """
 from flexmarl.agents import Team, workflow

@@ -9,8 +9,8 @@ import torch
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.sampler import SamplingRows, sample, uniforms
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
-from flexmarl.objects.interface import ObjectKey, checksum
-from flexmarl.records import Generation
+from flexmarl.objects.interface import checksum, weights_key
+from flexmarl.records import Generation, Version
 from flexmarl.testing.inference import check_inference_engine
 from tests.gpu.models import MODELS, SOLVER, engine, letters, qwen3, requests
 
@@ -27,16 +27,15 @@ ROWS = SamplingRows(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_conforms(name: str, dtype: str, device: str, on_thread: Any) -> None:
     async def scenario(thread: DeviceThread) -> None:
-        store, counter = InlineObjectStore(), iter(range(1, 99))
+        store = InlineObjectStore()
 
         async def make() -> Any:
             # In bfloat16 a request's last digits depend on its company, and the contract compares them.
             return engine(MODELS[name], store, thread, device, dtype=dtype, deterministic=dtype == "bfloat16")
 
-        async def publish() -> Any:
+        async def publish(version: Version) -> Any:
             model = MODELS[name](7).to(getattr(torch, dtype))
-            meta = await store.set(ObjectKey(f"weights/{next(counter)}"), model.state_dict())
-            return meta.key, meta.checksum
+            return (await store.set(weights_key(SOLVER, version), model.state_dict())).checksum
 
         await check_inference_engine(
             make, policy=SOLVER, stop_text=letters, publish=publish, coarse=dtype == "bfloat16"
@@ -90,9 +89,9 @@ def test_weights_in_shared_memory_arrive_on_the_device_whole(device: str, on_thr
         store = ShmObjectStore(tmp_path / "objects")
         store.create()
         published = {name: tensor.to(device) for name, tensor in qwen3(3).state_dict().items()}
-        meta = await store.set(ObjectKey("weights/solver/1"), published)
+        meta = await store.set(weights_key(SOLVER, Version(1)), published)
         assert meta.checksum == checksum({name: tensor.cpu() for name, tensor in published.items()})
         async with engine(qwen3, store, thread, device) as made:
-            assert await made.load_weights(SOLVER, 1, meta.key) == meta.checksum  # type: ignore[arg-type]
+            assert await made.load_weights(SOLVER, Version(1)) == meta.checksum
 
     on_thread(scenario)

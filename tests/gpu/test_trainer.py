@@ -8,7 +8,7 @@ import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree
+from flexmarl.objects.interface import Checksum, TensorTree, weights_key
 from flexmarl.records import Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import divisors_of
@@ -56,8 +56,9 @@ async def updated(
         for batch in micro_batches(samples):
             await trainer.accumulate_batch(batch)
         await trainer.step(divisors_of(samples))
-    key, held = await trainer.publish(Version(2))
-    return {name: tensor.cpu().double() for name, tensor in (await store.get(ObjectKey(key))).items()}, held
+    held = await trainer.publish(Version(2))
+    tree = await store.get(weights_key(SOLVER, Version(2)))
+    return {name: tensor.cpu().double() for name, tensor in tree.items()}, held
 
 
 def apart(one: TensorTree, other: TensorTree, start: TensorTree) -> float:

@@ -17,7 +17,7 @@ from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
 from flexmarl.events.serving_events import Called
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, InferenceEngine, WeightedEngine
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import Generation, GenerationRequest, InstanceId, Version, VersionRun, WorkerId
 
 
@@ -26,7 +26,6 @@ class Weights:
     """A published version that every instance of the policy must hold. Without `expected`, no checksum is compared."""
 
     version: Version
-    key: ObjectKey
     expected: Checksum | None
 
 

@@ -227,7 +227,7 @@ class Instances:
         began, deadline = self._events.now(), asyncio.timeout(self._settings.load_timeout_s)
         try:
             async with deadline:
-                held = await instance.weighted.load_weights(self.policy, weights.version, weights.key)
+                held = await instance.weighted.load_weights(self.policy, weights.version)
         except Exception as error:
             # Any error of an engine costs the engine, not the run.
             return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.interface import Checksum, ObjectStore
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
 
@@ -31,7 +31,7 @@ class EngineCapabilities:
     """`Generation.raw_logprobs` belong to the model's own distribution, at any temperature and filter. If False, they
     belong to the sampling distribution, and a trained policy must be sampled at temperature 1 without filters."""
     adapters: bool = False
-    """`load_weights` also takes an adapter alone (objects/adapter.py), applied to the model that the engine began with,
+    """`load_weights` also takes an adapter alone (PublishedAdapter), applied to the model that the engine began with,
     and returns the checksum of both. `training.publish: adapter` needs this."""
 
 
@@ -68,8 +68,10 @@ class InferenceEngine(Protocol):
 class WeightedEngine(InferenceEngine, Protocol):
     """An engine that loads published weights: its capabilities state `loads_weights`, and may state `sleeps`."""
 
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Gets the object, swaps the weights in place at a token boundary, and returns the checksum of what it serves.
+    async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
+        """Gets the version (`weights_key`) and swaps the weights in place at a token boundary.
+
+        Returns the engine's own checksum of what it serves.
 
         Running requests continue with the keys and values that they have, and their version runs record the change. The
         version is stamped only after the engine has computed its own checksum. If names, shapes or dtypes do not fit,

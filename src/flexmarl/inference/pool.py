@@ -29,7 +29,7 @@ from flexmarl.inference.instances import Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.moving import InstanceMove
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -181,14 +181,14 @@ class InferencePool:
                 self._asked.clear()
 
     async def load_weights(
-        self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
+        self, policy: PolicyName, version: Version, expected: Checksum | None = None
     ) -> dict[InstanceId, Checksum]:
         """Every instance of the policy loads the version. Returns the checksum of each instance that serves it.
 
         Instances that are started or moved here later serve this version too. The caller makes one publication of a
         policy at a time; the pool may be asleep. Raises EngineError if no instance is left.
         """
-        return await self._instances_of(policy).load(Weights(version, key, expected))
+        return await self._instances_of(policy).load(Weights(version, expected))
 
     async def move(self, instance: InstanceId, *, to: PolicyName, because: str = "") -> InstanceId:
         """Makes an instance serve the newest weights of the policy `to`; returns its new id.

@@ -1,13 +1,23 @@
-"""Location-agnostic Set/Get (FlexMARL section 7): the caller does not know where the bytes are."""
+"""Location-agnostic Set/Get (FlexMARL section 7): the caller does not know where the bytes are.
+
+A version of a policy is one object, `weights_key`: a tensor tree of whole weights by the model's own names, or of a
+LoRA adapter alone, `PublishedAdapter`:
+
+{layer}.lora_A     [rank, in]      a linear layer W of the base serves as  W + scaling B A
+{layer}.lora_B     [out, rank]
+adapter.scaling    alpha / rank
+adapter.base       checksum of the base, as text
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, Self
 
 import torch
 
 from flexmarl.errors import FlexmarlError
 from flexmarl.objects.tensors import facts_digest, layout_of, tree_sums, whole_digest
+from flexmarl.records import PolicyName, Version
 
 ObjectKey = NewType("ObjectKey", str)
 """Names one immutable object, e.g. `weights/solver/3`."""
@@ -18,6 +28,15 @@ TensorTree = Mapping[str, torch.Tensor]
 
 class ObjectError(FlexmarlError):
     """An object could not be stored. The text says why and, if room is missing, how much and how to make it."""
+
+
+def weights_key(policy: PolicyName, version: Version) -> ObjectKey:
+    """The key under which a policy's trainer sets a version, and its engines get it.
+
+    >>> weights_key(PolicyName("solver"), Version(3))
+    'weights/solver/3'
+    """
+    return ObjectKey(f"weights/{policy}/{version}")
 
 
 def checksum(tree: TensorTree) -> Checksum:
@@ -70,3 +89,40 @@ class ObjectStore(Protocol):
     async def release(self, key: ObjectKey) -> None:
         """Frees the object. An unknown key is ignored."""
         ...
+
+
+_SCALING, _BASE = "adapter.scaling", "adapter.base"
+_A, _B = ".lora_A", ".lora_B"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedAdapter:
+    """The adapter of one version."""
+
+    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    """A and B of each layer, by the layer's name in the base."""
+    scaling: float
+    base: Checksum
+    """Checksum of the weights without the adapter, by the base's names, without tied duplicates."""
+
+    def as_tree(self) -> dict[str, torch.Tensor]:
+        """The adapter as a tensor tree; `from_tree` is the inverse."""
+        tree = {
+            _SCALING: torch.tensor(self.scaling, dtype=torch.float64),
+            _BASE: torch.frombuffer(bytearray(self.base.encode()), dtype=torch.uint8),
+        }
+        for layer, (a, b) in self.layers.items():
+            tree[layer + _A], tree[layer + _B] = a, b
+        return tree
+
+    @classmethod
+    def from_tree(cls, tree: TensorTree) -> Self | None:
+        """The adapter in a tensor tree; None if the tree holds whole weights."""
+        if _BASE not in tree:
+            return None
+        layers = {
+            name.removesuffix(_A): (tensor, tree[name.removesuffix(_A) + _B])
+            for name, tensor in tree.items()
+            if name.endswith(_A)
+        }
+        return cls(layers, tree[_SCALING].item(), Checksum(bytes(tree[_BASE].tolist()).decode()))

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.versions import Versions
 from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version, WorkerId
@@ -70,7 +70,6 @@ class NewWeights:
 
     policy: PolicyName
     version: Version
-    key: ObjectKey
     checksum: Checksum
     began: float
     """Time at which publishing began, by the journal's clock."""
@@ -93,7 +92,8 @@ class Publisher:
         self._objects = objects
         self._versions = versions
         self._events = events
-        self._keys: dict[PolicyName, ObjectKey] = {}
+        self._held: dict[PolicyName, Version] = {}
+        """By policy, the served version, whose weights the object store holds."""
 
     async def publish(self, policy: PolicyName, version: Version) -> None:
         """Puts the weights into the object store, and returns when all live instances serve them."""
@@ -102,8 +102,8 @@ class Publisher:
     async def set(self, policy: PolicyName, version: Version) -> NewWeights:
         """Puts the weights into the object store. After this, the policy's training devices are not needed."""
         began = self._events.now()
-        key, checksum = await self._trainers[policy].publish(version)
-        return NewWeights(policy=policy, version=version, key=key, checksum=checksum, began=began)
+        checksum = await self._trainers[policy].publish(version)
+        return NewWeights(policy=policy, version=version, checksum=checksum, began=began)
 
     async def serve(self, new: NewWeights) -> None:
         """Returns when all live instances serve the weights.
@@ -111,15 +111,15 @@ class Publisher:
         The newest weights stay in the object store, from which an instance that replaces a lost one gets them.
         """
         policy, version = new.policy, new.version
-        await self._pool.load_weights(policy, version, new.key, new.checksum)
+        await self._pool.load_weights(policy, version, new.checksum)
         self._versions.acknowledged(policy, version)
         self._events.emit(
             Published(process=CONTROLLER, began=new.began, policy=policy, version=version, checksum=new.checksum)
         )
-        stale = self._keys.pop(policy, None)
-        self._keys[policy] = new.key
-        if stale is not None and stale != new.key:
-            await self._objects.release(stale)
+        stale = self._held.pop(policy, None)
+        self._held[policy] = version
+        if stale is not None and stale != version:
+            await self._objects.release(weights_key(policy, stale))
 
 
 class Updates:

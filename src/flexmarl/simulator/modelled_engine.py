@@ -18,7 +18,7 @@ from flexmarl.analysis.costs import EngineCosts
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
 from flexmarl.inference.prefixes import KeptPrefixes
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum, weights_key
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -126,7 +126,7 @@ class ModelledEngine:
         """Returns all capabilities."""
         return ALL_CAPABILITIES
 
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+    async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Serves these weights after `load_s`, or `move_s` if they are another policy's. Decoding continues until then.
 
         At a move, requests of the old policy that still run end with finish `abort`.
@@ -136,6 +136,7 @@ class ModelledEngine:
         costs = self._costs_of(policy) if moves else self.costs
         await asyncio.sleep((costs.move_s if moves else costs.load_s) * self._slow)
         self._check_alive()
+        key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             held = await self.fetch(key)
         self._batch.settle(_now())

@@ -16,7 +16,7 @@ import torch
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, TrainingError, WorkerError, boundary
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -139,18 +139,17 @@ class ModelledTrainer:
             duration_s=duration_s,
         )
 
-    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Sets `weights/{policy}/{version}` to the weight and the version, which makes every checksum different."""
+    async def publish(self, version: Version) -> Checksum:
+        """Sets `weights_key(policy, version)` to the weight and the version, which makes every checksum different."""
         async with self._turn:
             return await self._publish(version)
 
-    async def _publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
+    async def _publish(self, version: Version) -> Checksum:
         if version != self.version:
             raise TrainingError(f"policy '{self.policy}' is at version {self.version}, asked to publish {version}")
         await self._spend(self.costs.publish_s)
         tree = {"weight": torch.tensor([self.weight], dtype=torch.float64), "version": torch.tensor(int(version))}
-        meta = await self._objects.set(ObjectKey(f"weights/{self.policy}/{version}"), tree)
-        return meta.key, meta.checksum
+        return (await self._objects.set(weights_key(self.policy, version), tree)).checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Returns the log-probabilities that the engine recorded."""

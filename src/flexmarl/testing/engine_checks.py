@@ -17,7 +17,7 @@ import numpy as np
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     FinishReason,
     Generation,
@@ -29,9 +29,11 @@ from flexmarl.records import (
     VersionRun,
 )
 
-Published = tuple[ObjectKey, Checksum]
-Publish = Callable[[], Awaitable[Published]]
-"""Puts other weights into the object store, under a new key. Called once."""
+Published = tuple[Version, Checksum]
+Publish = Callable[[Version], Awaitable[Checksum]]
+"""Puts other weights into the object store, as this version of the policy (`weights_key`). Called once."""
+WHOLE, ADAPTER, MISSING = Version(7), Version(8), Version(9)
+"""The version of whole weights, that of an adapter, and one that is never published."""
 
 
 async def check_inference_engine(
@@ -80,13 +82,13 @@ async def check_inference_engine(
             await _on_fresh(make_engine, clause)
     if publish is not None:
         assert can.loads_weights, "`publish` is for an engine whose capabilities say that it loads weights"
-        published = await publish()
+        published = (WHOLE, await publish(WHOLE))
         await _on_fresh(make_engine, partial(check.loads_weights, published=published))
         if can.sleeps:
             await _on_fresh(make_engine, partial(check.loads_weights_asleep, published=published))
     if publish_adapter is not None:
         assert can.adapters, "`publish_adapter` is for an engine whose capabilities say that it takes adapters"
-        adapter = await publish_adapter()
+        adapter = (ADAPTER, await publish_adapter(ADAPTER))
         await _on_fresh(make_engine, partial(check.loads_weights, published=adapter))
         await _on_fresh(make_engine, partial(check.takes_an_adapter_again, published=adapter))
         if can.sleeps:
@@ -297,25 +299,26 @@ class _Check:
     async def loads_weights(self, engine: InferenceEngine, published: Published) -> None:
         """A load returns the published checksum. Later tokens carry the new version. A failed load changes nothing."""
         weighted = self._weighted(engine)
-        key, expected = published
-        held = await weighted.load_weights(self._policy, Version(7), key)
+        version, expected = published
+        held = await weighted.load_weights(self._policy, version)
         assert held == expected, f"the engine must hold what was published: {expected}, got {held}"
-        assert (await engine.usage()).version == 7, "the version must be stamped"
+        assert (await engine.usage()).version == version, "the version must be stamped"
         (generation,) = await self._all(engine, [self._request("r", max_tokens=2)])
-        assert generation.versions == (VersionRun(0, Version(7)),), f"version 7 must be recorded: {generation.versions}"
+        recorded = generation.versions
+        assert recorded == (VersionRun(0, version),), f"version {version} must be recorded: {recorded}"
         try:
-            await weighted.load_weights(self._policy, Version(8), ObjectKey("no/such/object"))
+            await weighted.load_weights(self._policy, MISSING)
         except (EngineError, KeyError):
-            assert (await engine.usage()).version == 7, "a failed load must leave the old version"
+            assert (await engine.usage()).version == version, "a failed load must leave the old version"
 
     async def takes_an_adapter_again(self, engine: InferenceEngine, published: Published) -> None:
         """An adapter applies to the base, not to the previous adapter: loaded twice, it serves the same tokens."""
-        weighted, (key, expected) = self._weighted(engine), published
+        weighted, (version, expected) = self._weighted(engine), published
         answers: list[Generation] = []
-        for version in (1, 2):
-            held = await weighted.load_weights(self._policy, Version(version), key)
+        for time in (1, 2):
+            held = await weighted.load_weights(self._policy, version)
             assert held == expected, f"the engine must hold the adapter and its base: {expected}, got {held}"
-            answers += await self._all(engine, [self._request(f"v{version}", seed=4, max_tokens=16)])
+            answers += await self._all(engine, [self._request(f"r{time}", seed=4, max_tokens=16)])
         first, second = answers
         once = "an adapter that is loaded twice must serve as if it were loaded once"
         assert first.response_ids.tolist() == second.response_ids.tolist(), once
@@ -352,11 +355,12 @@ class _Check:
         """An engine can load weights while it sleeps, and serves them when it wakes."""
         weighted = self._weighted(engine)
         await weighted.sleep()
-        key, expected = published
-        assert await weighted.load_weights(self._policy, Version(7), key) == expected, "asleep, it must load weights"
+        version, expected = published
+        assert await weighted.load_weights(self._policy, version) == expected, "asleep, it must load weights"
         await weighted.wake()
         (generation,) = await self._all(engine, [self._request("r", max_tokens=2)])
-        assert generation.versions == (VersionRun(0, Version(7)),), f"version 7 must be recorded: {generation.versions}"
+        recorded = generation.versions
+        assert recorded == (VersionRun(0, version),), f"version {version} must be recorded: {recorded}"
 
     async def closes(self, engine: InferenceEngine) -> None:
         """Closing ends running requests and may be repeated. Nothing is served afterwards."""

@@ -12,7 +12,7 @@ from flexmarl.cluster.proxy import alters, restores
 from flexmarl.errors import StoreError
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import sample_from_row, turn_from_row
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, Sample, SampleId, Turn, Version
 
 FloatArray64 = NDArray[np.float64]
@@ -90,8 +90,8 @@ class Trainer(Protocol):
         """
         ...
 
-    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Sets the current weights in the object store. `version` must be the trainer's own."""
+    async def publish(self, version: Version) -> Checksum:
+        """Sets the current weights in the object store, under `weights_key`. `version` must be the trainer's own."""
         ...
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:

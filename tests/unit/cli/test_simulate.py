@@ -8,6 +8,7 @@ import yaml
 from typer import Typer
 from typer.testing import CliRunner
 
+from flexmarl.assemble import assemble_run, evaluate_once, export_policies
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
@@ -70,6 +71,17 @@ def test_a_run_is_simulated_whatever_its_backend_is(config: Path) -> None:
 def test_another_world_is_an_error_that_names_the_key(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.backend=ray: `simulate` plays in the simulated world"):
         said(config, "cluster.backend=ray")
+
+
+def test_no_other_command_plays_on_modelled_devices(config: Path, tmp_path: Path) -> None:
+    settings = load_run(config, ["cluster.backend=simulated"])
+    for command in (
+        lambda: assemble_run(settings),
+        lambda: evaluate_once(settings, None),
+        lambda: export_policies(settings, tmp_path, tmp_path / "export"),
+    ):
+        with pytest.raises(ConfigError, match="whose seconds are virtual; use `flexmarl simulate`"):
+            command()
 
 
 def test_configs_are_compared_with_the_first(config: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl.errors import StoreError
-from flexmarl.experience.backends import store_file
+from flexmarl.experience import store_file
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.store_file import read_store
 from flexmarl.testing.experience import SOLVER

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import PolicyName, Version
 from flexmarl.testing.inference import ScriptedEngine
 from tests.unit.inference.models import request
@@ -25,10 +25,10 @@ class Movable(ScriptedEngine):
         async for generation in super().generate(requests):
             yield generation
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         self.loads.append((policy, version))
         await asyncio.sleep(self.load_s)
-        held = await super().load_weights(policy, version, key)
+        held = await super().load_weights(policy, version)
         self.policy = policy
         return held
 
@@ -42,5 +42,4 @@ def ask(pool, name, policy=SOLVER, **how):
 async def publish(pool, version=1, *policies):
     """The version, loaded by every instance of the policies: of both, if none is named."""
     for policy in policies or (SOLVER, JUDGE):
-        key = f"{policy}-{version}"
-        await pool.load_weights(policy, Version(version), ObjectKey(key), Checksum(f"sum:{key}"))
+        await pool.load_weights(policy, Version(version), Checksum(f"sum:weights/{policy}/{version}"))

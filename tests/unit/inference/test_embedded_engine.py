@@ -14,11 +14,13 @@ from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import ObjectKey, checksum
+from flexmarl.objects.interface import checksum, weights_key
 from flexmarl.records import FinishReason, Version
 from flexmarl.testing.inference import check_inference_engine
 from tests.unit.inference import models as tiny
 from tests.unit.inference.models import POLICY, request
+
+FIRST = Version(1)
 
 
 class World:
@@ -41,9 +43,8 @@ class World:
         assert isinstance(engine, EmbeddedEngine)
         return engine
 
-    async def publish(self, version=1):
-        meta = await self.store.set(ObjectKey(f"weights/{version}"), tiny.qwen3(version).state_dict())
-        return meta.key, meta.checksum
+    async def publish(self, version=FIRST):
+        return (await self.store.set(weights_key(POLICY, version), tiny.qwen3(1).state_dict())).checksum
 
 
 def in_world(scenario):
@@ -71,14 +72,10 @@ async def generated(engine, tokens):
 
 def test_it_conforms():
     async def scenario(world):
-        counter = iter(range(1, 100))
-
         async def make():
             return world.engine()
 
-        await check_inference_engine(
-            make, policy=POLICY, stop_text=tiny.letters, publish=lambda: world.publish(next(counter))
-        )
+        await check_inference_engine(make, policy=POLICY, stop_text=tiny.letters, publish=world.publish)
 
     in_world(scenario)
 
@@ -120,10 +117,10 @@ def test_leaving_the_iterator_early_aborts_the_rest_and_frees_the_slots():
 def test_weights_change_between_turns_and_running_requests_record_it():
     async def scenario(world):
         async with world.engine(steps_per_turn=1) as engine:
-            key, expected = await world.publish()
+            expected = await world.publish()
             reader = asyncio.create_task(collect(engine, [request("r", max_tokens=90)]))
             await generated(engine, 5)
-            assert await engine.load_weights(POLICY, Version(1), key) == expected
+            assert await engine.load_weights(POLICY, FIRST) == expected
             versions = (await reader)["r"].versions
             assert [run.version for run in versions] == [0, 1]
             assert versions[1].start >= 5
@@ -134,13 +131,14 @@ def test_weights_change_between_turns_and_running_requests_record_it():
 def test_with_verify_names_it_vouches_for_names_and_shapes_alone_and_the_pool_takes_that():
     async def scenario(world):
         engine = world.engine(verify="names")
-        key, published = await world.publish()
+        published = await world.publish()
         async with InferencePool({POLICY: [engine]}).open() as pool:
-            held = await pool.load_weights(POLICY, Version(1), key, published)
+            held = await pool.load_weights(POLICY, FIRST, published)
             assert held == {"solver/0": published.partition(":")[0]}
+            await world.publish(Version(2))
             other = checksum({"another": tiny.torch.zeros(1)})
             with pytest.raises(EngineError, match="version 2 has checksum"):
-                await pool.load_weights(POLICY, Version(2), key, other)
+                await pool.load_weights(POLICY, Version(2), other)
         await engine.close()
 
     in_world(scenario)
@@ -149,13 +147,13 @@ def test_with_verify_names_it_vouches_for_names_and_shapes_alone_and_the_pool_ta
 def test_a_load_that_does_not_fit_names_the_object_and_keeps_the_old_weights():
     async def scenario(world):
         async with world.engine() as engine:
-            await world.store.set(ObjectKey("broken"), {"x": tiny.torch.zeros(1)})
+            await world.store.set(weights_key(POLICY, FIRST), {"x": tiny.torch.zeros(1)})
             with pytest.raises(EngineError, match="no weight 'x'"):
-                await engine.load_weights(POLICY, Version(1), ObjectKey("broken"))
-            with pytest.raises(EngineError, match=r"loading 'missing'.*no object 'missing'"):
-                await engine.load_weights(POLICY, Version(1), ObjectKey("missing"))
+                await engine.load_weights(POLICY, FIRST)
+            with pytest.raises(EngineError, match=r"loading 'weights/solver/2'.*no object 'weights/solver/2'"):
+                await engine.load_weights(POLICY, Version(2))
             with pytest.raises(EngineError, match="serves policy 'solver', not 'other'"):
-                await engine.load_weights("other", Version(1), ObjectKey("broken"))
+                await engine.load_weights("other", FIRST)
             assert (await engine.usage()).version == 0
 
     in_world(scenario)

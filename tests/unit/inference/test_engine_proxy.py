@@ -15,7 +15,7 @@ from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum, weights_key
 from flexmarl.records import FinishReason, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, check_inference_engine, utf8_text
@@ -57,11 +57,10 @@ def streaming(resident):
 
 
 def test_an_embedded_engine_conforms_through_its_proxy():
-    versions, numbers = iter(range(1, 100)), itertools.count()
+    numbers = itertools.count()
 
-    async def publish():
-        meta = await STORE.set(ObjectKey(f"weights/{next(versions)}"), tiny.qwen3(1).state_dict())
-        return meta.key, meta.checksum
+    async def publish(version):
+        return (await STORE.set(weights_key(POLICY, version), tiny.qwen3(1).state_dict())).checksum
 
     async def check():
         async with inproc_cluster(crosses=True) as cluster:
@@ -79,8 +78,8 @@ def test_an_embedded_engine_conforms_through_its_proxy():
 def test_a_scripted_engine_conforms_through_its_proxy(token_s, latency_s):
     numbers = itertools.count()
 
-    async def publish():
-        return ObjectKey("weights/7"), Checksum("sum:weights/7")
+    async def publish(version):
+        return Checksum(f"sum:weights/{POLICY}/{version}")
 
     async def check():
         async with inproc_cluster(crosses=True, latency_s=latency_s) as cluster:
@@ -109,7 +108,7 @@ def test_a_resident_that_dies_fails_every_call_with_the_reason_and_every_later_o
             with pytest.raises(EngineError, match="died: was killed"):
                 await collect(engine, [request("later")])
             with pytest.raises(EngineError, match="died: was killed"):
-                await engine.load_weights(POLICY, Version(1), ObjectKey("k"))
+                await engine.load_weights(POLICY, Version(1))
             await engine.close()
             assert not controllers_tasks(resident)
 
@@ -233,8 +232,8 @@ def test_a_load_that_fails_keeps_the_engine_and_its_version():
         async with resident_of(scripted(1.0)) as resident:
             engine = resident.remote
             resident.hosted._checksum = refuse
-            with pytest.raises(EngineError, match="no weight 'x' in k"):
-                await engine.load_weights(POLICY, Version(1), ObjectKey("k"))
+            with pytest.raises(EngineError, match="no weight 'x' in weights/solver/1"):
+                await engine.load_weights(POLICY, Version(1))
             assert (await engine.usage()).version == 0
             assert len(await collect(engine, [request("a", max_tokens=2)])) == 1
 

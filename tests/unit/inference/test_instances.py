@@ -10,15 +10,15 @@ from flexmarl.errors import EngineError
 from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import FinishReason, InstanceId, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, utf8_text
 from tests.unit.inference.models import POLICY, request
 
 LETTERS = "abcdefghij"
-V1 = (POLICY, Version(1), ObjectKey("k1"), Checksum("sum:k1"))
-V2 = (POLICY, Version(2), ObjectKey("k2"), Checksum("sum:k2"))
+V1 = (POLICY, Version(1), Checksum("sum:weights/solver/1"))
+V2 = (POLICY, Version(2), Checksum("sum:weights/solver/2"))
 
 
 class Engine(ScriptedEngine):
@@ -30,10 +30,10 @@ class Engine(ScriptedEngine):
         self.loads = []
         self.closed_at = None
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         self.loads.append(version)
         await asyncio.sleep(self.load_s)
-        held = await super().load_weights(policy, version, key)
+        held = await super().load_weights(policy, version)
         await asyncio.sleep(self.acknowledge_s)
         return held
 
@@ -163,9 +163,11 @@ def test_a_request_whose_time_is_over_when_its_instance_is_lost_is_not_played_ag
 BROKEN = {
     "starting it failed: OSError: no such node": OSError("no such node"),
     "starting it took more than 300.0 s": None,
-    "loading version 1 failed: EngineError: no room for k1": lambda: Engine(checksum=refuse),
+    "loading version 1 failed: EngineError: no room for weights/solver/1": lambda: Engine(checksum=refuse),
     "loading version 1 took more than 120.0 s": lambda: Engine(load_s=1000.0),
-    "version 1 has checksum sum:k1, but it holds torn": lambda: Engine(checksum=lambda key: Checksum("torn")),
+    "version 1 has checksum sum:weights/solver/1, but it holds torn": lambda: Engine(
+        checksum=lambda key: Checksum("torn")
+    ),
 }
 
 
@@ -247,7 +249,7 @@ def test_a_replacement_that_loads_an_older_version_serves_only_when_it_has_the_n
             at.pool.lose(InstanceId("solver", 0), "killed")
             await asyncio.sleep(12.0)
             assert new.loads == [1], "the witness: it is loading version 1"
-            assert await at.pool.load_weights(*V2) == {"solver/1": "sum:k2"}
+            assert await at.pool.load_weights(*V2) == {"solver/1": "sum:weights/solver/2"}
             assert now() == 12.0, "only live instances are waited for"
             answers = await asyncio.gather(*(at.pool.generate(request(i, max_tokens=10)) for i in range(4)))
             assert {answer.versions for answer in answers} == {(VersionRun(0, Version(2)),)}
@@ -272,7 +274,7 @@ def test_a_replacement_that_finds_the_older_version_released_goes_on_with_the_ne
             at.pool.lose(InstanceId("solver", 0), "killed")
             await asyncio.sleep(12.0)
             await at.pool.load_weights(*V2)
-            released.add("k1")
+            released.add("weights/solver/1")
             await asyncio.sleep(9.0)
             assert (await at.pool.usage())["solver/2"].version == 2
         assert new.loads == [1, 2]
@@ -284,10 +286,10 @@ def test_a_replacement_that_finds_the_older_version_released_goes_on_with_the_ne
 def test_a_version_that_every_instance_fails_to_load_is_loaded_by_a_replacement():
     async def scenario():
         def fails_later(key):
-            return Checksum("sum:k1") if key == "k1" else refuse(key)
+            return Checksum("sum:weights/solver/1") if key == "weights/solver/1" else refuse(key)
 
         async with serving([Engine(checksum=fails_later)], Engine()) as at:
-            assert await at.pool.load_weights(*V2) == {"solver/1": "sum:k2"}
+            assert await at.pool.load_weights(*V2) == {"solver/1": "sum:weights/solver/2"}
             assert now() == 10.0
 
     run_virtual(scenario())
@@ -301,7 +303,7 @@ def test_an_instance_that_dies_while_it_loads_is_not_waited_for():
             loading = asyncio.create_task(at.pool.load_weights(*V2))
             await asyncio.sleep(1.0)
             at.pool.lose(InstanceId("solver", 0), "killed")
-            assert await loading == {"solver/1": "sum:k2"}
+            assert await loading == {"solver/1": "sum:weights/solver/2"}
             assert now() == 1.0
 
     run_virtual(scenario())
@@ -324,7 +326,7 @@ def test_an_answer_that_overtakes_the_acknowledgement_of_its_version_waits_for_i
 
 def test_an_answer_of_a_version_with_another_checksum_is_played_again_elsewhere():
     async def scenario():
-        torn = Engine(checksum=lambda key: Checksum("torn" if key == "k2" else "sum:k1"))
+        torn = Engine(checksum=lambda key: Checksum("torn" if key == "weights/solver/2" else "sum:weights/solver/1"))
         other = Engine()
         async with serving([torn, other]) as at:
             torn.acknowledge_s = 50.0
@@ -359,7 +361,7 @@ def test_the_pool_tells_of_every_answered_call_and_every_load():
         assert (load.instance, load.version, load.checksum, load.began, load.ended) == (
             "solver/0",
             1,
-            "sum:k1",
+            "sum:weights/solver/1",
             0.0,
             2.0,
         )

@@ -18,7 +18,7 @@ from flexmarl.events.serving_events import Called, InstanceLost, Moved
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.routing import ROUTINGS
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import FinishReason, InstanceId, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import utf8_text
@@ -64,13 +64,13 @@ class Fallible(Movable):
         self.chance, self.faults = chance, faults
         self.acknowledged = {(policy, Version(0))}
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         self.load_s = self.chance.uniform(0, 3)
         if self.chance.random() < self.faults:
             if self.chance.random() < 0.3:
                 await asyncio.sleep(1000)
             return Checksum("torn")
-        held = await super().load_weights(policy, version, key)
+        held = await super().load_weights(policy, version)
         self.acknowledged.add((policy, version))
         return held
 
@@ -106,8 +106,8 @@ class Stage:
 
     async def publish(self, policy):
         for number in range(1, PUBLISHED + 1):
-            version, key = Version(number), ObjectKey(f"{policy}-{number}")
-            held = await self.pool.load_weights(policy, version, key, Checksum(f"sum:{key}"))
+            version = Version(number)
+            held = await self.pool.load_weights(policy, version, Checksum(f"sum:weights/{policy}/{version}"))
             self.served[policy] = version
             use = await self.pool.usage()
             live = [name for name in use if name.startswith(policy)]

@@ -8,7 +8,7 @@ from flexmarl.errors import EngineError
 from flexmarl.events.serving_events import Called
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import FinishReason, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, utf8_text
@@ -157,7 +157,7 @@ def test_an_engine_that_breaks_the_contract_is_given_up_not_waited_for(broken):
             call = asyncio.create_task(pool.generate(request("r", max_tokens=10)))
             await asyncio.sleep(1)
             if broken is Deaf:
-                await pool.load_weights(POLICY, Version(1), ObjectKey("k"), Checksum("sum:k"))
+                await pool.load_weights(POLICY, Version(1), Checksum("sum:weights/solver/1"))
             assert text(await call) == LETTERS
             assert list(pool.lost) == ["solver/0"]
 
@@ -244,8 +244,8 @@ def test_every_instance_loads_and_the_checksums_come_back():
     async def scenario():
         engines = [scripted(), scripted()]
         async with InferencePool({POLICY: engines, "verifier": [scripted()]}).open() as pool:
-            held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
-            assert held == {"solver/0": "sum:k", "solver/1": "sum:k"}
+            held = await pool.load_weights(POLICY, Version(3), Checksum("sum:weights/solver/3"))
+            assert held == {"solver/0": "sum:weights/solver/3", "solver/1": "sum:weights/solver/3"}
             assert {name: use.version for name, use in (await pool.usage()).items()} == {
                 "solver/0": 3,
                 "solver/1": 3,
@@ -257,9 +257,9 @@ def test_every_instance_loads_and_the_checksums_come_back():
 
 
 class Slow(ScriptedEngine):
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         await asyncio.sleep(1000)
-        return Checksum(f"sum:{key}")
+        return Checksum(f"sum:weights/{policy}/{version}")
 
 
 def refuse(key):
@@ -269,15 +269,18 @@ def refuse(key):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: scripted(checksum=lambda key: Checksum("torn")), "has checksum sum:k, but it holds torn"),
-        (lambda: scripted(checksum=refuse), "loading version 3 failed: EngineError: no room for k"),
+        (
+            lambda: scripted(checksum=lambda key: Checksum("torn")),
+            "has checksum sum:weights/solver/3, but it holds torn",
+        ),
+        (lambda: scripted(checksum=refuse), "loading version 3 failed: EngineError: no room for weights/solver/3"),
         (lambda: Slow(lambda one: LETTERS), "loading version 3 took more than 120.0 s"),
     ],
 )
 def test_an_instance_that_does_not_hold_the_version_is_deregistered_with_a_reason(make, reason):
     async def scenario():
         async with InferencePool({POLICY: [scripted(), make()]}).open() as pool:
-            held = await pool.load_weights(POLICY, Version(3), ObjectKey("k"), Checksum("sum:k"))
+            held = await pool.load_weights(POLICY, Version(3), Checksum("sum:weights/solver/3"))
             assert list(held) == ["solver/0"]
             assert reason in pool.lost["solver/1"]
             assert list(await pool.usage()) == ["solver/0"]
@@ -291,7 +294,7 @@ def test_a_version_that_nobody_holds_is_an_error():
     async def scenario():
         async with InferencePool({POLICY: [scripted(checksum=refuse)]}).open() as pool:
             with pytest.raises(EngineError, match=r"no instance of 'solver' serves version 3: solver/0: .*no room"):
-                await pool.load_weights(POLICY, Version(3), ObjectKey("k"))
+                await pool.load_weights(POLICY, Version(3))
 
     run_virtual(scenario())
 

@@ -8,7 +8,7 @@ import pytest
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineCapabilities
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import (
@@ -30,8 +30,8 @@ def make(kind=ScriptedEngine, **changes):
     return make_engine
 
 
-async def publish():
-    return ObjectKey("weights/7"), Checksum("sum:weights/7")
+async def publish(version):
+    return Checksum(f"sum:weights/{POLICY}/{version}")
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.5])
@@ -53,8 +53,8 @@ class Overlong(ScriptedEngine):
 
 
 class Liar(ScriptedEngine):
-    async def load_weights(self, policy, version, key):
-        await super().load_weights(policy, version, key)
+    async def load_weights(self, policy, version):
+        await super().load_weights(policy, version)
         return Checksum("whatever")
 
 
@@ -148,7 +148,7 @@ def test_a_load_in_the_middle_of_a_reply_is_recorded_at_its_token():
         answers = engine.generate([request("r", max_tokens=6)])
         reply = asyncio.ensure_future(anext(answers))
         await asyncio.sleep(2.5)
-        await engine.load_weights(POLICY, Version(1), ObjectKey("k"))
+        await engine.load_weights(POLICY, Version(1))
         assert (await reply).versions == (VersionRun(0, Version(0)), VersionRun(3, Version(1)))
         await answers.aclose()
 

@@ -9,7 +9,6 @@ from flexmarl.agents.characters import character_renderer
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.interface import ObjectKey
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual
@@ -123,11 +122,11 @@ def test_only_engines_that_load_weights_load_or_move():
     async def scenario():
         engines = {SOLVER: [frozen(ScriptedEngine)], JUDGE: [frozen(), frozen()]}
         async with InferencePool(engines).open() as pool:
-            await pool.load_weights(SOLVER, Version(1), ObjectKey("k"))
+            await pool.load_weights(SOLVER, Version(1))
             with pytest.raises(EngineError, match="'judge/0' cannot be moved to 'solver': its engine does not load"):
                 await pool.move(InstanceId("judge", 0), to=SOLVER)
             with pytest.raises(EngineError, match="version 2 was published, but its engine does not load weights"):
-                await pool.load_weights(JUDGE, Version(2), ObjectKey("k"))
+                await pool.load_weights(JUDGE, Version(2))
 
     run_virtual(scenario())
 

@@ -74,13 +74,13 @@ class Unreliable(ScriptedEngine):
     def fault(self, *kinds: str) -> str:
         return self.chance.choice(kinds) if self.chance.random() < self.faults else ""
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         self.loads.append(version)
         fault = self.fault("fails", "torn", "hangs")
         await asyncio.sleep(self.chance.uniform(0, 4))
         if fault == "fails":
             raise OSError("scripted: the network is gone")
-        held = await super().load_weights(policy, version, key)
+        held = await super().load_weights(policy, version)
         await asyncio.sleep(1000 if fault == "hangs" else self.chance.uniform(0, 4))
         if fault == "torn":
             return Checksum("torn")

@@ -30,25 +30,25 @@ SOLVER = PolicyName("solver")
 class Corrupt(ScriptedEngine):
     """Holds other bytes than were published."""
 
-    async def load_weights(self, policy, version, key):
-        await super().load_weights(policy, version, key)
+    async def load_weights(self, policy, version):
+        await super().load_weights(policy, version)
         return Checksum("torn")
 
 
 class Late(ScriptedEngine):
     """Takes a minute to load."""
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         await asyncio.sleep(60)
-        return await super().load_weights(policy, version, key)
+        return await super().load_weights(policy, version)
 
 
 class TooLate(ScriptedEngine):
     """Loads its first version at once, and no other one in time."""
 
-    async def load_weights(self, policy, version, key):
+    async def load_weights(self, policy, version):
         await asyncio.sleep(1000 if version else 0)
-        return await super().load_weights(policy, version, key)
+        return await super().load_weights(policy, version)
 
 
 def now():

@@ -81,9 +81,9 @@ def test_nothing_is_admitted_before_every_instance_has_the_new_weights():
             self.load, self.engine = engine.load_weights, engine
             engine.load_weights = self.later
 
-        async def later(self, policy, version, key):
+        async def later(self, policy, version):
             await asyncio.sleep(30.0)
-            return await self.load(policy, version, key)
+            return await self.load(policy, version)
 
     run = ScriptedRun(steps=2, policies={"solver": {"instances": 3}})
     Late(run.engines[SOLVER][2])

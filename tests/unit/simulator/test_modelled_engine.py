@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexmarl.analysis.costs import EngineCosts, SharedHost
 from flexmarl.errors import EngineError
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum, weights_key
 from flexmarl.records import (
     FinishReason,
     Generation,
@@ -59,7 +59,6 @@ class Bench:
         self.engine = ModelledEngine(costs, counting, policy=SOLVER, objects=self.objects, **more)  # type: ignore[arg-type]
         self.answers: dict[str, Generation] = {}
         self.at: dict[str, float] = {}
-        self.published = 0
 
     async def ask(self, *requests: GenerationRequest, after: float = 0.0) -> None:
         await asyncio.sleep(after)
@@ -67,11 +66,8 @@ class Bench:
             self.answers[generation.request_id] = generation
             self.at[generation.request_id] = asyncio.get_running_loop().time()
 
-    async def publish(self) -> tuple[ObjectKey, Checksum]:
-        self.published += 1
-        key = ObjectKey(f"weights/solver/{self.published}")
-        meta = await self.objects.set(key, {"weight": torch.ones(1)})
-        return meta.key, meta.checksum
+    async def publish(self, version: Version, policy: PolicyName = SOLVER) -> Checksum:
+        return (await self.objects.set(weights_key(policy, version), {"weight": torch.ones(1)})).checksum
 
     def lengths(self) -> dict[str, int]:
         return {name: len(answer.response_ids) for name, answer in self.answers.items()}
@@ -176,9 +172,9 @@ def test_a_load_in_the_midst_of_a_reply_is_recorded_at_the_token_boundary() -> N
     bench = Bench(SECOND.model_copy(update={"load_s": 2.0}))
 
     async def load() -> None:
-        key, expected = await bench.publish()
+        expected = await bench.publish(Version(1))
         await asyncio.sleep(0.5)
-        assert await bench.engine.load_weights(SOLVER, Version(1), key) == expected
+        assert await bench.engine.load_weights(SOLVER, Version(1)) == expected
         assert asyncio.get_running_loop().time() == 2.5
 
     together(bench.ask(request("a", 5), request("b", 3)), load(), bench.ask(request("c", 1), after=6.0))
@@ -191,8 +187,8 @@ def test_an_engine_that_is_moved_serves_the_other_policy_at_its_costs() -> None:
     bench = Bench(costs_of=lambda policy: EngineCosts(move_s=3.0, decode_s=2.0, decode_request_s=0.0))
 
     async def move() -> None:
-        key, _ = await bench.publish()
-        await bench.engine.load_weights(VERIFIER, Version(4), key)
+        await bench.publish(Version(4), VERIFIER)
+        await bench.engine.load_weights(VERIFIER, Version(4))
 
     together(
         bench.ask(request("a", 9)),

@@ -10,7 +10,7 @@ import torch
 from flexmarl.errors import EngineError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import ObjectKey
+from flexmarl.objects.interface import weights_key
 from flexmarl.records import FinishReason, Generation, PolicyName, Version
 from flexmarl.simulator.virtual_time import DeadlockError, run_virtual
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
@@ -40,9 +40,8 @@ def test_an_engine_that_nothing_befalls_conforms_through_both_wrappers() -> None
     async def make() -> Any:
         return WatchedEngine(faulty(objects=objects))
 
-    async def publish():
-        meta = await objects.set(ObjectKey("weights/solver/7"), {"weight": torch.ones(1)})
-        return meta.key, meta.checksum
+    async def publish(version):
+        return (await objects.set(weights_key(POLICY, version), {"weight": torch.ones(1)})).checksum
 
     run_virtual(check_inference_engine(make, policy=POLICY, publish=publish))
 
@@ -61,7 +60,7 @@ def test_a_mute_engine_answers_to_no_call_not_even_to_be_closed() -> None:
         lambda engine: engine.close(),
         lambda engine: engine.usage(),
         lambda engine: engine.abort(["a"]),
-        lambda engine: engine.load_weights(SOLVER, Version(1), ObjectKey("k")),
+        lambda engine: engine.load_weights(SOLVER, Version(1)),
         lambda engine: ask(engine, request("b")),
     ):
         with pytest.raises(DeadlockError):
@@ -71,15 +70,15 @@ def test_a_mute_engine_answers_to_no_call_not_even_to_be_closed() -> None:
 def test_an_engine_may_refuse_to_load_and_keeps_what_it_has() -> None:
     async def scenario() -> None:
         objects = InlineObjectStore()
-        meta = await objects.set(ObjectKey("weights/solver/1"), {"weight": torch.ones(1)})
+        meta = await objects.set(weights_key(SOLVER, Version(1)), {"weight": torch.ones(1)})
         refusal = Fault(kind=FaultKind.FAILED_PUBLISH, target="solver/0", after=1, how="refused")
         other = Fault(kind=FaultKind.FAILED_PUBLISH, target="solver/0", after=2, how="other_bytes")
         engine = faulty(refusal, other, objects=objects)
         with pytest.raises(EngineError, match="solver/0 refused to load version 1, as planned"):
-            await engine.load_weights(SOLVER, Version(1), meta.key)
+            await engine.load_weights(SOLVER, Version(1))
         assert engine.version == 0
-        assert await engine.load_weights(SOLVER, Version(1), meta.key) == "other bytes"
-        assert await engine.load_weights(SOLVER, Version(1), meta.key) == meta.checksum
+        assert await engine.load_weights(SOLVER, Version(1)) == "other bytes"
+        assert await engine.load_weights(SOLVER, Version(1)) == meta.checksum
 
     run_virtual(scenario())
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flexmarl.experience.divisors import divisors_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,9 +18,10 @@ from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import ObjectStore
+from flexmarl.objects.interface import ObjectStore, weights_key
 from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.training import check_trainer
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends import network
 from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
 from flexmarl.training.backends.network import Adapter
@@ -65,8 +65,9 @@ def published(trainer: SingleProcessTrainer) -> Tensors:
     trainer._objects = objects
 
     async def publish() -> Tensors:
-        key, _ = await trainer.publish(trainer.version)
-        return {name: tensor.clone() for name, tensor in (await objects.get(key)).items()}
+        await trainer.publish(trainer.version)
+        tree = await objects.get(weights_key(SOLVER, trainer.version))
+        return {name: tensor.clone() for name, tensor in tree.items()}
 
     return asyncio.run(publish())
 
@@ -206,7 +207,7 @@ def test_the_engine_serves_what_the_trainer_sees(make_model: Model, make_samples
 async def generated(model: PreTrainedModel, weights: Tensors, samples: Sequence[Sample]) -> list[Any]:
     """What an engine that began with `model` answers to the samples' prompts with the weights."""
     store, thread = InlineObjectStore(), DeviceThread("engine under test")
-    meta = await store.set("weights/solver/3", weights)  # pyright: ignore[reportArgumentType]
+    await store.set(weights_key(SOLVER, Version(3)), weights)
     parts = EngineParts(
         policy=SOLVER, make_model=lambda: model, decode=str, store=store, thread=thread, deterministic=False
     )
@@ -218,7 +219,7 @@ async def generated(model: PreTrainedModel, weights: Tensors, samples: Sequence[
     ]
     try:
         async with make_engine(EmbeddedSettings(slots=8, max_len=64), parts) as engine:
-            await engine.load_weights(SOLVER, Version(3), meta.key)
+            await engine.load_weights(SOLVER, Version(3))
             found = {answer.request_id: answer async for answer in engine.generate(requests)}
     finally:
         thread.close()

@@ -15,9 +15,8 @@ from flexmarl.errors import EngineError, TrainingError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.adapter import PublishedAdapter
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey, TensorTree, checksum, names_checksum
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, names_checksum, weights_key
 from flexmarl.records import Generation, GenerationRequest, MicroBatch, PolicyName, Sample, Sampling, Version
 from flexmarl.testing.inference import check_inference_engine
 from flexmarl.training.aggregation import divisors_of
@@ -49,8 +48,8 @@ async def object_of(trainer: SingleProcessTrainer) -> tuple[TensorTree, Checksum
     """What a trainer publishes, and the checksum that it says."""
     objects = InlineObjectStore()
     trainer._objects = objects
-    key, said = await trainer.publish(trainer.version)
-    return await objects.get(key), said
+    said = await trainer.publish(trainer.version)
+    return await objects.get(weights_key(SOLVER, trainer.version)), said
 
 
 def published(trainer: SingleProcessTrainer) -> tuple[TensorTree, Checksum]:
@@ -244,9 +243,8 @@ def test_the_embedded_engine_keeps_the_contract_with_adapters(make_model: Model,
         store, thread = InlineObjectStore(), DeviceThread("adapter")
         parts = EngineParts(policy=SOLVER, make_model=make_model, decode=str, store=store, thread=thread)
 
-        async def publish() -> tuple[ObjectKey, Checksum]:
-            meta = await store.set(ObjectKey("weights/solver/7"), tree)
-            return meta.key, meta.checksum
+        async def publish(version: Version) -> Checksum:
+            return (await store.set(weights_key(SOLVER, version), tree)).checksum
 
         async def make() -> Any:
             return make_engine(EmbeddedSettings(slots=8, max_len=96), parts)

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from flexmarl.errors import EngineError, StoreError
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -90,13 +90,13 @@ class FaultyEngine(Around[ModelledEngine]):
         await self._until_heard()
         return await self.inner.usage()
 
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+    async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Loads weights. A load that the plan fails raises EngineError, or returns the checksum of other bytes."""
         await self._until_heard()
         fault = self._injection.occurs(FaultKind.FAILED_PUBLISH, self._name)
         if fault and fault.how == "refused":
             raise EngineError(f"{self._name} refused to load version {version}, as planned")
-        held = await self.inner.load_weights(policy, version, key)
+        held = await self.inner.load_weights(policy, version)
         return Checksum("other bytes") if fault else held
 
     async def sleep(self) -> None:

@@ -14,7 +14,7 @@ from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.window import Taken, Window
 from flexmarl.inference.pool import InferencePool
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.orchestrator.parts import PRODUCTION, Rules
 from flexmarl.orchestrator.publish import Gate
 from flexmarl.records import (
@@ -96,9 +96,9 @@ class _LosesReusedIds(WatchedCache):
 
 class _PublishesWithoutWaiting(InferencePool):
     async def load_weights(
-        self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
+        self, policy: PolicyName, version: Version, expected: Checksum | None = None
     ) -> dict[InstanceId, Checksum]:
-        loading = asyncio.create_task(super().load_weights(policy, version, key, expected), name="load-unheeded")
+        loading = asyncio.create_task(super().load_weights(policy, version, expected), name="load-unheeded")
         _unheeded.add(loading)
         loading.add_done_callback(_unheeded.discard)
         return {}
@@ -110,9 +110,9 @@ _unheeded = set["asyncio.Task[dict[InstanceId, Checksum]]"]()
 
 class _ServesUnchecked(InferencePool):
     async def load_weights(
-        self, policy: PolicyName, version: Version, key: ObjectKey, expected: Checksum | None = None
+        self, policy: PolicyName, version: Version, expected: Checksum | None = None
     ) -> dict[InstanceId, Checksum]:
-        return await super().load_weights(policy, version, key, None)
+        return await super().load_weights(policy, version, None)
 
 
 class _PassesFailuresOff(InferencePool):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flexmarl.events.event import Event
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.objects.interface import Checksum, ObjectKey
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -104,9 +104,9 @@ class WatchedEngine(Around[Any]):
         finally:
             self._given.difference_update(request.request_id for request in requests)
 
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
+    async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Loads weights, and remembers the checksum."""
-        held = await self.inner.load_weights(policy, version, key)
+        held = await self.inner.load_weights(policy, version)
         self.loads.append((asyncio.get_running_loop().time(), policy, version, held))
         return held
 
@@ -187,11 +187,11 @@ class WatchedTrainer(AroundTrainer):
         self.updates[update.version] = self.cache.taken
         return update
 
-    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
+    async def publish(self, version: Version) -> Checksum:
         """Publishes, and remembers the checksum."""
-        key, checksum = await self.inner.publish(version)
+        checksum = await self.inner.publish(version)
         self.published[version] = checksum
-        return key, checksum
+        return checksum
 
     async def load(self, path: Path) -> Version:
         """Reads the trainer's state from `path`, and remembers its version."""

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place
 from flexmarl.errors import ConfigError, boundary
-from flexmarl.objects.adapter import PublishedAdapter
-from flexmarl.objects.interface import Checksum, checksum
+from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import (
     DTYPES,

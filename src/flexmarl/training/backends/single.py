@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -173,15 +173,14 @@ class SingleProcessTrainer:
         async with self._turn:
             return await self._run(self._step, divisors)
 
-    async def publish(self, version: Version) -> tuple[ObjectKey, Checksum]:
-        """Sets `weights/{policy}/{version}`: the model's state dict by its own names, without tied duplicates."""
+    async def publish(self, version: Version) -> Checksum:
+        """Sets `weights_key(policy, version)`: the model's state dict by its own names, without tied duplicates."""
         async with self._turn:
             if version != self._version:
                 raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
             self._require_sound()
             tensors = await self._run(self._published)
-        meta = await self._objects.set(ObjectKey(f"weights/{self._policy}/{version}"), tensors)
-        return meta.key, meta.checksum
+        return (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""

@@ -1,6 +1,5 @@
 """Continuous batching over any full-attention Hugging Face causal LM, in this process.
 
-prefixes   rule: which conversations' keys and values are kept
 kv_slots   the cache and the attention that reads it
 sampler    logits -> tokens and logprobs, from a counter-based random stream; whether a response has ended
 weights    the in-place swap of weights or adapter, and its checksum

@@ -24,8 +24,7 @@ from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_we
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.prefixes import KeptPrefixes
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.adapter import PublishedAdapter
-from flexmarl.objects.interface import Checksum, TensorTree
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree
 from flexmarl.objects.settings import Verify
 from flexmarl.records import (
     EngineUse,

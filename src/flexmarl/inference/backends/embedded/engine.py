@@ -23,7 +23,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, EngineParts
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
+from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
@@ -133,11 +133,12 @@ class EmbeddedEngine:
         """Claims everything; `deterministic` as it was made."""
         return self._capabilities
 
-    async def load_weights(self, policy: PolicyName, version: Version, key: ObjectKey) -> Checksum:
-        """Gets the object and swaps the weights between two turns; returns the checksum of what is served."""
+    async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
+        """Gets the version and swaps the weights between two turns; returns the checksum of what is served."""
         if policy != self._policy:
             raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
         core = self._open_core()
+        key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             tree = await self._store.get(key)
             held = await self._thread.run(core.load, version, tree)

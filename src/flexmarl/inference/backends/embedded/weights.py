@@ -8,8 +8,7 @@ An adapter's base is kept, and every version is merged from it anew:
 import torch
 
 from flexmarl.errors import EngineError
-from flexmarl.objects.adapter import PublishedAdapter, merged
-from flexmarl.objects.interface import Checksum, TensorTree, checksum, names_checksum, vouches
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, names_checksum, vouches
 from flexmarl.objects.settings import Verify
 
 
@@ -118,6 +117,14 @@ class AdaptedWeights:
                 seen.add(id(tensor))
                 found[name] = self._base.get(name, tensor)
         return found
+
+
+@torch.no_grad()
+def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Computes W + scaling B A as peft does, so that trainer and engine get the same bits on the same device."""
+    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+        return base + ((b.float() @ a.float()) * scaling).to(a.dtype)
+    return base + (b @ a) * scaling
 
 
 def _check(name: str, weight: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> None:
