@@ -24,7 +24,7 @@ from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
 from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
-from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
+from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId, split_sample_id
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws_of_serving import (
@@ -265,7 +265,7 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
         for answered in engine.answered
         if (generation := answered.generation).finish in GOOD
     }
-    failed_episodes = {row.sample_id.rpartition("_")[2] for row in story.rows if row.state is RowState.FAILED}
+    failed_episodes = {split_sample_id(row.sample_id)[2] for row in story.rows if row.state is RowState.FAILED}
     for row in story.rows:
         if row.state is RowState.FAILED and ("reward" in row.values or not row.reason):
             yield f"{row.sample_id} failed, with reward {row.values.get('reward')} and reason {row.reason!r}"
@@ -275,7 +275,7 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
             yield f"{row.sample_id} was trained, but no engine ended it well"
         if "reward" not in row.values:
             yield f"{row.sample_id} was trained without a reward"
-        if row.sample_id.rpartition("_")[2] in failed_episodes:
+        if split_sample_id(row.sample_id)[2] in failed_episodes:
             yield f"{row.sample_id} was trained, of an episode that failed"
         if row.policy not in story.trained_policies:
             yield f"{row.sample_id} was trained, of a frozen policy"
