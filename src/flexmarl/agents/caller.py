@@ -126,6 +126,8 @@ class Caller:
             prompt_ids=prompt_ids,
             sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
             seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
+            agent=agent.name,
+            purpose=context.purpose,
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
         turn_of = partial(self._turn, request, tags, conversation.parent)

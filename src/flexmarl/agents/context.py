@@ -22,6 +22,7 @@ from flexmarl.records import (
     GroupId,
     IntArray,
     PolicyName,
+    Purpose,
     SampleId,
     Scalar,
     Task,
@@ -197,9 +198,8 @@ class EpisodeContext:
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
     """Tags that every turn gets, e.g. {"greedy": True}."""
-    trains: bool = True
-    """False in evaluations and greedy plays: nothing is trained on, so no candidates are sampled for comparison."""
-
+    purpose: Purpose = Purpose.TRAINING
+    """Why it is played. Candidates are sampled only to be compared in training."""
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment that the task is played in, if there is one."""
     node: Node | None = None

@@ -26,7 +26,7 @@ from flexmarl.agents.context import Node, task_seed
 from flexmarl.agents.seat import Reply
 from flexmarl.agents.team import WORKFLOWS, Team, Workflow
 from flexmarl.errors import EpisodeError
-from flexmarl.records import Task
+from flexmarl.records import Purpose, Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.registry import Registry
 
@@ -210,7 +210,7 @@ class Turns(Pattern):
             turn,
             task,
             team,
-            candidates=self.candidates if team.context.trains else 1,
+            candidates=self.candidates if team.context.purpose is Purpose.TRAINING else 1,
             keep=self.keep,
             max_turns=self.max_turns,
         )

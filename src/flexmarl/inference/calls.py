@@ -129,6 +129,7 @@ class Call:
             reused_tokens=generation.reused_tokens,
             version=whole.versions[0].version,
             finish=whole.finish,
+            purpose=self.request.purpose,
         )
 
 

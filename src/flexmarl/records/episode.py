@@ -53,6 +53,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Purpose(StrEnum):
+    """Why an episode is played."""
+
+    TRAINING = "training"
+    """To be trained on."""
+    GREEDY = "greedy"
+    """To be compared with the episodes of its group. It is played at temperature 0 and never trained on."""
+    EVALUATION = "evaluation"
+    """To see how the team does on a held-out task. None of its rows is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionRun:
     """From offset `start` on, the tokens of a response were sampled by policy version `version`."""
@@ -217,6 +228,8 @@ class GroupRecord:
     task: Task
     step: int
     attempt: int = 0
+    purpose: Purpose = Purpose.TRAINING
+    """Why its episodes are played; the play `greedy` has a purpose of its own."""
     episodes: tuple[Episode, ...] = ()
     greedy: Episode | None = None
     """One more play, at temperature 0, with which credit compares the episodes. Never trained on, never counted."""

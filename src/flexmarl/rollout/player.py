@@ -22,6 +22,7 @@ from flexmarl.records import (
     Episode,
     EpisodeStatus,
     GroupRecord,
+    Purpose,
     RowState,
     make_trajectory_id,
 )
@@ -120,7 +121,7 @@ class Player:
             recorder=recorder or NoRecorder(),
             sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
             tags={"greedy": True} if greedy else {},
-            trains=recorder is not None and not greedy,
+            purpose=Purpose.GREEDY if greedy else group.purpose,
             environment=self._team.environment,
         )
         team = self._team.seat(context)

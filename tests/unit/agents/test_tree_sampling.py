@@ -12,7 +12,7 @@ from flexmarl.agents.context import Node
 from flexmarl.agents.patterns import Branch, best
 from flexmarl.credit import CreditSettings, credit_rows
 from flexmarl.errors import EpisodeError, boundary
-from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, split_sample_id
+from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, Purpose, split_sample_id
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import StepResult
 from flexmarl.testing.agents import check_turns
@@ -83,7 +83,7 @@ def grown(
     delays=0,
     name="lattice",
     script=digits,
-    trains=True,
+    purpose=Purpose.TRAINING,
     episode=0,
     **more,
 ):
@@ -96,7 +96,7 @@ def grown(
         script,
         delay_s=lambda request: random_delay.random(),
         environment=Lattice,
-        trains=trains,
+        purpose=purpose,
         trajectory_id=f"g0e{episode}a0",
     )
     team = team_spec.seat(played)
@@ -243,8 +243,9 @@ def test_one_candidate_is_a_plain_episode():
     assert [turn.agent for turn in team.turns] == ["red", "blue", "red"]
 
 
-def test_an_evaluation_plays_one_candidate():
-    team = grown(3, max_turns=2, trains=False)
+@pytest.mark.parametrize("purpose", [Purpose.EVALUATION, Purpose.GREEDY])
+def test_what_is_not_trained_on_plays_one_candidate(purpose):
+    team = grown(3, max_turns=2, purpose=purpose)
     assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0"]
 
 

@@ -23,8 +23,16 @@ from flexmarl.events.group_events import GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
-from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
-from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId, split_sample_id
+from flexmarl.records import (
+    ROW_TERMINAL,
+    FinishReason,
+    IntArray,
+    PolicyName,
+    Purpose,
+    RowState,
+    SampleId,
+    split_sample_id,
+)
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws_of_serving import (
@@ -295,7 +303,7 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
     for name, engine in last.engines.items():
         for _, request, generation in engine.answered if name not in lost else ():
             end = request.offset + len(generation.response_ids)
-            if not len(generation.response_ids) or group_of(request.request_id) >= EVALUATION_GROUPS:
+            if not len(generation.response_ids) or request.purpose is Purpose.EVALUATION:
                 continue
             row = rows.get(SampleId(request.request_id))
             if row is None or row.state not in ROW_TERMINAL:
