@@ -292,7 +292,7 @@ def _check_context(siblings: Sequence[Branch]) -> None:
     """Raises EpisodeError if siblings saw different contexts: their rewards could not be compared."""
     first = [branch.team.turns[0] for branch in siblings]
     for branch, turn in zip(siblings, first, strict=True):
-        if turn.tags["context_hash"] != first[0].tags["context_hash"]:
+        if turn.context_hash != first[0].context_hash:
             raise EpisodeError(
                 f"candidates {Node(siblings[0].path).name} and {Node(branch.path).name} of a turn have different "
                 "contexts; what an agent is shown may depend on the task and on the state of the team alone"

@@ -237,19 +237,20 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
-    """Tags name the task of the row's group, equal context hashes mean equal contexts, and advantages fit the group."""
+    """A row is of the task of its group, equal context hashes mean equal contexts, and advantages fit the group."""
     contexts: dict[tuple[str, str], bytes] = {}
     compared: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in story.rows:
         if row.version is None:
             continue
-        tags, prompt = row.values["tags"], row.values["prompt_ids"]
+        (task, *_), hashed = split_sample_id(row.sample_id), row.values["context_hash"]
+        prompt = row.values["prompt_ids"]
         admitted = [event.task for event in story.groups[group_of(row.sample_id)].admitted]
-        if tags["task"] not in admitted or not row.sample_id.startswith(tags["task"] + "_"):
-            yield f"{row.sample_id} is of task {tags['task']}, its group of {admitted}"
-        if tags["context_hash"] != context_hash(row.policy, prompt):
+        if task not in admitted:
+            yield f"{row.sample_id} is of task {task}, its group of {admitted}"
+        if hashed != context_hash(row.policy, prompt):
             yield f"{row.sample_id}: its context hash is not that of its prompt"
-        if contexts.setdefault((row.policy, tags["context_hash"]), prompt.tobytes()) != prompt.tobytes():
+        if contexts.setdefault((row.policy, hashed), prompt.tobytes()) != prompt.tobytes():
             yield f"{row.sample_id}: another context has the same hash"
         if "advantage" in row.values:
             compared[group_of(row.sample_id), row.agent].append(row)
