@@ -49,7 +49,7 @@ def test_two_steps_of_a_tree_compare_calls_with_one_prompt(trained):
     with read_store(folder / "experience.sqlite") as store:
         for agent in store.agents:
             for row in store.rows(agent):
-                prompts[agent, row.sample_id.split("_")[0], row.values["tags"]["turn"]].append(
+                prompts[agent, row.sample_id.split("_")[0], row.values["turn"]].append(
                     row.values["prompt_ids"].tobytes()
                 )
     assert prompts

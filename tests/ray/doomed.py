@@ -14,6 +14,7 @@ from flexmarl.cluster.backends.ray import ray_cluster
 from flexmarl.cluster.interface import ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.records import WorkerId
 
 
 class Sleeps(Protocol):
@@ -33,7 +34,7 @@ async def main(address: str, root: Path) -> None:
         (shared / "weights").write_bytes(bytes(4096))
         async with ray_cluster(settings, leases=leases, residents=2) as cluster:
             make = partial(import_module, "time")  # to sleep keeps a process and its event loop busy, as torch does
-            names = [f"engine/{number}" for number in range(2)]
+            names = [WorkerId("engine", "sleeper", number) for number in range(2)]
             specs = [ResidentSpec(name=n, kind=ResidentKind.ENGINE, contract=Sleeps, make=make) for n in names]
             residents = await cluster.spawn(specs)
             processes = [process.pid for process in psutil.Process().children(recursive=True)]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.records import AgentName, MicroBatch, PolicyName, RowState, SampleId, Version
+from flexmarl.records import AgentName, InstanceId, MicroBatch, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.__main__ import main
@@ -39,7 +39,8 @@ from flexmarl.training.aggregation import divisors_of
 from tests.unit.training.conftest import random_samples
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
-TARGETS = Targets(instances=("solver/0", "solver/1", "frozen/0"), trained=("solver",), groups=2, steps=3)
+INSTANCES = (InstanceId("solver", 0), InstanceId("solver", 1), InstanceId("frozen", 0))
+TARGETS = Targets(instances=INSTANCES, trained=(PolicyName("solver"),), groups=2, steps=3)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from flexmarl.events.journal import read_run
 from flexmarl.events.run_events import CheckpointSaved, Resumed, RunFailed, StepEnded, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced, Loaded
+from flexmarl.records import InstanceId
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
@@ -57,7 +58,7 @@ def of(events: list[Event], kind: type[Any]) -> list[Any]:
 
 
 def test_a_lost_instance_is_noticed_through_its_process_and_replaced(tmp_path: Path) -> None:
-    lost = Fault(kind=FaultKind.LOST_INSTANCE, target="solver/0", after=1.0, how="at_once")
+    lost = Fault(kind=FaultKind.LOST_INSTANCE, target=InstanceId("solver", 0), after=1.0, how="at_once")
     events = played(tmp_path, lost)
     assert of(events, WorkerLost)[0].process == "engine/solver/0"
     assert of(events, InstanceReplaced)[0].replaces == "solver/0"
@@ -92,10 +93,10 @@ def test_a_run_that_loses_a_node_loses_all_that_lived_there_and_goes_on_on_the_o
 
 def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
     faults = (
-        Fault(kind=FaultKind.SLOW_INSTANCE, target="solver/1", after=1.0, amount=10.0),
-        Fault(kind=FaultKind.ENGINE_SILENCE, target="verifier/1", after=2.0),
+        Fault(kind=FaultKind.SLOW_INSTANCE, target=InstanceId("solver", 1), after=1.0, amount=10.0),
+        Fault(kind=FaultKind.ENGINE_SILENCE, target=InstanceId("verifier", 1), after=2.0),
         Fault(kind=FaultKind.ENGINE_ERRORS, target="solver", after=5, amount=1.0),
-        Fault(kind=FaultKind.FAILED_PUBLISH, target="verifier/0", after=2, how="refused"),
+        Fault(kind=FaultKind.FAILED_PUBLISH, target=InstanceId("verifier", 0), after=2, how="refused"),
         Fault(kind=FaultKind.STORE_FAILURE, after=60),
         Fault(kind=FaultKind.LOST_CONTROLLER, after=200, how="store_calls"),
         Fault(kind=FaultKind.TORN_CHECKPOINT, how="flipped"),
@@ -144,6 +145,7 @@ def test_weights_take_their_time_on_the_way(tmp_path: Path) -> None:
         ),
         ("- {kind: clock_skew, target: solver}", r"amount is missing: 'clock_skew' needs the seconds by which"),
         ("- {kind: lost_instance}", r"faults\[0\]\.target is missing: 'lost_instance' needs an instance, as in"),
+        ("- {kind: lost_instance, target: solver}", r"faults\[0\]\.target: an instance must look like 'solver/0', got"),
         ("- {kind: lost_instance, target: solver/0, how: x}", r"faults\[0\]\.how: 'lost_instance' has no 'x'; use"),
         ("- {kind: lost_trainer, target: judge, after: 1}", r"faults\[0\]\.target: there is no policy 'judge'"),
         ("- {kind: lost_node, target: node-7}", r"faults\[0\]\.target: there is no node 'node-7'; simulation.nodes"),

@@ -8,16 +8,19 @@ from flexmarl.cluster.inproc import InprocResident, inproc_cluster
 from flexmarl.cluster.interface import ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.inference.interface import WeightedEngine
+from flexmarl.records import WorkerId
 from flexmarl.training.interface import Trainer
 
 RESUME = "go on from the last checkpoint with --resume"
 
 
-def engine_spec(make: Callable[[], Any], name: str = "engine/solver/0") -> ResidentSpec[WeightedEngine]:
+def engine_spec(make: Callable[[], Any], number: int = 0) -> ResidentSpec[WeightedEngine]:
+    name = WorkerId("engine", "solver", number)
     return ResidentSpec(name=name, kind=ResidentKind.ENGINE, contract=WeightedEngine, make=make, error=EngineError)
 
 
-def trainer_spec(make: Callable[[], Any], name: str = "trainer/solver") -> ResidentSpec[Trainer]:
+def trainer_spec(make: Callable[[], Any], policy: str = "solver") -> ResidentSpec[Trainer]:
+    name = WorkerId.trainer(policy)
     return ResidentSpec(
         name=name, kind=ResidentKind.TRAINER, contract=Trainer, make=make, error=TrainingError, advice=RESUME
     )

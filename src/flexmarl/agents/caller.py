@@ -20,9 +20,9 @@ from flexmarl.records import (
     Generation,
     GenerationRequest,
     PolicyName,
-    SampleId,
     Sampling,
     Scalar,
+    SentCall,
     Turn,
     make_sample_id,
     split_sample_id,
@@ -30,13 +30,6 @@ from flexmarl.records import (
 from flexmarl.tools import Tool
 from flexmarl.tools.syntax import Syntax
 
-OURS = frozenset(
-    {
-        *("task", "episode", "agent", "policy", "group", "hop", "call", "act"),
-        *("context_hash", "valid", "greedy", "after", "tool_s"),
-    }
-)
-"""Tags that a workflow cannot give. It can give `turn` and `branch`."""
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
 
 
@@ -69,11 +62,24 @@ class AgentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Act:
+    """An act under way, as its next call needs it."""
+
+    turn: int
+    """Number of the act, or the one that the workflow gave."""
+    tags: Mapping[str, Scalar]
+    hop: int | None = None
+    """Hop of its first call, once there is one."""
+    tool_s: float = 0.0
+    """Seconds taken by the tool whose result the next call hears."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentCall:
     """A call that was answered but is not yet recorded."""
 
+    sent: SentCall
     request: GenerationRequest
-    tags: dict[str, Scalar]
     generation: Generation
     text: str
 
@@ -92,109 +98,99 @@ class Caller:
         # Made at the first act: in a large team, most seats never act in an episode.
         return self._agent.full_sampling(self._context.sampling)
 
-    async def call(self, conversation: Conversation, tags: Mapping[str, Scalar], max_tokens: int) -> AgentCall:
-        """Makes one call, from the conversation's prompt to the engine's answer.
+    async def call(self, conversation: Conversation, act: Act, max_tokens: int) -> AgentCall:
+        """Makes one call of an act, from the conversation's prompt to the engine's answer.
 
-        `tags` hold `act`, the hop of the act's first call, unless this is the first call. Raises EngineError for an
-        answer with an error and EpisodeError for an aborted one, after recording the tokens sampled until then.
+        Raises EngineError for an answer with an error and EpisodeError for an aborted one, after recording the tokens
+        sampled until then.
         """
         agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
         hashed = context_hash(agent.policy, prompt_ids)
         # Numbered before anything is awaited, so that numbers follow the order in which the workflow sends.
         numbers = self._ledger.next_call(agent.name, hashed)
-        tags = {
-            "task": context.task.input_id,
-            "episode": context.episode,
-            "agent": agent.name,
-            "policy": agent.policy,
-            "group": context.group,
-            "hop": numbers.hop,
-            "call": numbers.call,
-            "act": numbers.hop,
-            "branch": conversation.branch,
-            "context_hash": hashed,
-            "after": ",".join(map(str, self._ledger.graph.sent(numbers.hop, _hop_of(conversation.parent)))),
-            **context.tags,
-            **tags,
-            **(context.node.tags(numbers.of_fork) if context.node else {}),
-        }
-        sample_id = make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id)
+        node, parent = context.node, conversation.parent
+        sent = SentCall(
+            sample_id=make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id),
+            episode=context.episode,
+            agent=agent.name,
+            policy=agent.policy,
+            parent=parent,
+            call=numbers.call,
+            act_hop=numbers.hop if act.hop is None else act.hop,
+            turn=len(node.path) - 1 if node else act.turn,
+            branch=node.branch(numbers.of_fork) if node else str(conversation.branch),
+            path=node.path if node else (),
+            context_hash=hashed,
+            after=self._ledger.graph.sent(numbers.hop, None if parent is None else split_sample_id(parent)[1]),
+            tool_s=act.tool_s,
+            purpose=context.purpose,
+            tags=act.tags,
+        )
         full = self.sampling
         request = GenerationRequest(
-            request_id=sample_id,
+            request_id=sent.sample_id,
             policy=agent.policy,
             prompt_ids=prompt_ids,
             sampling=full if max_tokens == full.max_tokens else replace(full, max_tokens=max_tokens),
             seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
+            agent=agent.name,
+            purpose=context.purpose,
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
-        turn_of = partial(self._turn, request, tags, conversation.parent)
+        turn_of = partial(self._turn, sent, request)
         with outside():
-            await context.recorder.prompt(
-                sample_id=sample_id,
-                agent=agent.name,
-                policy=agent.policy,
-                prompt_ids=prompt_ids,
-                parent=conversation.parent,
-                tags=tags,
-            )
+            await context.recorder.prompt(sent, prompt_ids)
             generation = await context.generate(
-                request, interrupted=partial(context.recorder.interrupted, sample_id, turn_of=turn_of)
+                request, interrupted=partial(context.recorder.interrupted, sent.sample_id, turn_of=turn_of)
             )
         if generation.finish in _FAILURES:
             kind, ended = _FAILURES[generation.finish]
-            because = f"call {sample_id} of agent {agent.name!r} {ended}: {generation.error or 'no reason was given'}"
+            said = generation.error or "no reason was given"
+            because = f"call {sent.sample_id} of agent {agent.name!r} {ended}: {said}"
             with outside():
                 await context.recorder.failed(turn_of(generation), because)
             raise kind(because)
-        return AgentCall(request, tags, generation, agent.renderer.decode(generation.response_ids))
+        return AgentCall(sent, request, generation, agent.renderer.decode(generation.response_ids))
 
-    async def record(self, call: AgentCall, conversation: Conversation, valid: bool) -> Turn:
+    async def record(self, call: AgentCall, valid: bool) -> Turn:
         """Records an answered call in the ledger and in the recorder; returns its turn."""
-        turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text, valid=valid)
-        self._ledger.add(int(call.tags["hop"]), turn)
+        turn = self._turn(call.sent, call.request, call.generation, text=call.text, valid=valid)
+        self._ledger.add(turn)
         with outside():
             await self._context.recorder.turn(turn)
         return turn
 
-    async def record_failure(self, call: AgentCall, conversation: Conversation, error: Exception) -> None:
+    async def record_failure(self, call: AgentCall, error: Exception) -> None:
         """Records an answer that raised `error` when it was read: its tokens are kept, but not as a turn."""
-        turn = self._turn(call.request, call.tags, conversation.parent, call.generation, text=call.text)
+        turn = self._turn(call.sent, call.request, call.generation, text=call.text)
         with outside():
             await self._context.recorder.failed(turn, described(error))
 
     def _turn(
         self,
+        sent: SentCall,
         request: GenerationRequest,
-        tags: Mapping[str, Scalar],
-        parent: SampleId | None,
         generation: Generation,
         *,
         text: str | None = None,
         valid: bool = False,
     ) -> Turn:
         return Turn(
-            sample_id=SampleId(request.request_id),
-            episode=self._context.episode,
-            agent=self._agent.name,
-            policy=self._agent.policy,
+            **sent.shared(),
             prompt_ids=request.prompt_ids,
             response_ids=generation.response_ids,
             logprobs=generation.logprobs,
             raw_logprobs=generation.raw_logprobs,
             versions=generation.versions,
             finish=generation.finish,
+            valid=valid,
             text=self._agent.renderer.decode(generation.response_ids) if text is None else text,
-            parent=parent,
-            tags={**tags, "valid": valid},
         )
 
 
 def check_tags(tags: Mapping[str, Scalar]) -> None:
     """Raises EpisodeError for a tag that a workflow cannot give."""
     for name, value in tags.items():
-        if name in OURS:
-            raise EpisodeError(f"the tag {name!r} is set by the seat; give yours another name")
         if not isinstance(value, str | int | float | bool):
             raise EpisodeError(f"the tag {name!r} must be a string, number or bool, got {type(value).__name__}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -203,7 +199,3 @@ def check_tags(tags: Mapping[str, Scalar]) -> None:
             raise EpisodeError(f"the tag {name!r} must be a number of at most 64 bits; give it as a string")
         if not (is_unicode(name) and (not isinstance(value, str) or is_unicode(value))):
             raise EpisodeError(f"the tag {writable(name)!r} holds half a surrogate pair, which UTF-8 cannot encode")
-
-
-def _hop_of(call: SampleId | None) -> int | None:
-    return None if call is None else split_sample_id(call)[1]

@@ -15,15 +15,14 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from flexmarl.records import (
-    AgentName,
     EpisodeId,
     Generation,
     GenerationRequest,
     GroupId,
     IntArray,
-    PolicyName,
+    Purpose,
     SampleId,
-    Scalar,
+    SentCall,
     Task,
     Turn,
 )
@@ -88,19 +87,8 @@ class Recorder(Protocol):
     so that every token that an engine sampled is accounted for. An error that a recorder raises ends the episode.
     """
 
-    async def prompt(
-        self,
-        *,
-        sample_id: SampleId,
-        agent: AgentName,
-        policy: PolicyName,
-        prompt_ids: IntArray,
-        parent: SampleId | None,
-        tags: Mapping[str, Scalar],
-    ) -> None:
-        """Called before a call is sent, which must not wait for a disk. The call's prompt begins with prompt and
-        response of the turn `parent`, if there is one.
-        """
+    async def prompt(self, call: SentCall, prompt_ids: IntArray) -> None:
+        """Called before a call is sent, which must not wait for a disk."""
         ...
 
     async def turn(self, turn: Turn) -> None:
@@ -119,16 +107,7 @@ class Recorder(Protocol):
 class NoRecorder:
     """Recorder that keeps nothing."""
 
-    async def prompt(
-        self,
-        *,
-        sample_id: SampleId,
-        agent: AgentName,
-        policy: PolicyName,
-        prompt_ids: IntArray,
-        parent: SampleId | None,
-        tags: Mapping[str, Scalar],
-    ) -> None:
+    async def prompt(self, call: SentCall, prompt_ids: IntArray) -> None:
         """Does nothing."""
 
     async def turn(self, turn: Turn) -> None:
@@ -170,16 +149,13 @@ class Node:
         """The path as text, e.g. `0.3.1`."""
         return ".".join(map(str, self.path))
 
-    def tags(self, nth: int) -> dict[str, Scalar]:
-        """Tags of its nth call. `branch` names the place it was sampled from: calls with one branch have one context.
+    def branch(self, nth: int) -> str:
+        """The place that its nth call is sampled from: calls with one branch have one context.
 
-        >>> Node((0, 3, 1)).tags(0)
-        {'turn': 2, 'path': '0.3.1', 'branch': '0.3'}
-        >>> Node((0, 3, 1)).tags(1)["branch"]
-        '0.3.1:1'
+        >>> Node((0, 3, 1)).branch(0), Node((0, 3, 1)).branch(1)
+        ('0.3', '0.3.1:1')
         """
-        branch = Node(self.path[:-1]).name if nth == 0 else f"{self.name}:{nth}"
-        return {"turn": len(self.path) - 1, "path": self.name, "branch": branch}
+        return Node(self.path[:-1]).name if nth == 0 else f"{self.name}:{nth}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +171,8 @@ class EpisodeContext:
     recorder: Recorder = field(default_factory=NoRecorder)
     sampling: Mapping[str, int | float] = field(default_factory=dict)
     """Fields of `Sampling` that override every agent's own, e.g. {"temperature": 0.0} in an evaluation."""
-    tags: Mapping[str, Scalar] = field(default_factory=dict)
-    """Tags that every turn gets, e.g. {"greedy": True}."""
-    trains: bool = True
-    """False in evaluations and greedy plays: nothing is trained on, so no candidates are sampled for comparison."""
-
+    purpose: Purpose = Purpose.TRAINING
+    """Why it is played. Candidates are sampled only to be compared in training."""
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment that the task is played in, if there is one."""
     node: Node | None = None

@@ -144,10 +144,10 @@ class Ledger:
         self._sent += 1
         return numbers
 
-    def add(self, hop: int, turn: Turn) -> None:
-        """Keeps `turn`, the answer to the call `hop`, and makes the call known to the task that sent it."""
-        self._turns[hop] = turn
-        self.graph.answered(hop)
+    def add(self, turn: Turn) -> None:
+        """Keeps the answer to a call, and makes the call known to the task that sent it."""
+        self._turns[turn.hop] = turn
+        self.graph.answered(turn.hop)
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
         """Adds `reward` to the reward of each of these turns, under the name `part`."""
@@ -178,7 +178,7 @@ class Ledger:
     def total_reward(self) -> float:
         """Sum of the rewards given here, without forks: to the team, to agents with turns here, to acts; each once."""
         hops = sorted(self._turns.items(), reverse=True)
-        first_calls = {(turn.agent, turn.tags.get("act", hop)): turn for hop, turn in hops}
+        first_calls = {(turn.agent, hop if turn.act_hop is None else turn.act_hop): turn for hop, turn in hops}
         given = [self._call_rewards.get(turn.sample_id, {}) for turn in first_calls.values()]
         given += [self._agent_rewards.get(agent, {}) for agent in {agent for agent, _ in first_calls}]
         return math.fsum(reward for parts in (self._team_rewards, *given) for reward in parts.values())

@@ -26,7 +26,7 @@ from flexmarl.agents.context import Node, task_seed
 from flexmarl.agents.seat import Reply
 from flexmarl.agents.team import WORKFLOWS, Team, Workflow
 from flexmarl.errors import EpisodeError
-from flexmarl.records import Task
+from flexmarl.records import Purpose, Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.registry import Registry
 
@@ -210,7 +210,7 @@ class Turns(Pattern):
             turn,
             task,
             team,
-            candidates=self.candidates if team.context.trains else 1,
+            candidates=self.candidates if team.context.purpose is Purpose.TRAINING else 1,
             keep=self.keep,
             max_turns=self.max_turns,
         )
@@ -292,7 +292,7 @@ def _check_context(siblings: Sequence[Branch]) -> None:
     """Raises EpisodeError if siblings saw different contexts: their rewards could not be compared."""
     first = [branch.team.turns[0] for branch in siblings]
     for branch, turn in zip(siblings, first, strict=True):
-        if turn.tags["context_hash"] != first[0].tags["context_hash"]:
+        if turn.context_hash != first[0].context_hash:
             raise EpisodeError(
                 f"candidates {Node(siblings[0].path).name} and {Node(branch.path).name} of a turn have different "
                 "contexts; what an agent is shown may depend on the task and on the state of the team alone"

@@ -10,12 +10,12 @@ The tool-integrated loop of an act, with a budget of `max_tool_calls`:
 import asyncio
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from flexmarl.agents.caller import AgentCall, AgentSpec, Caller, check_tags
+from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller, check_tags
 from flexmarl.agents.chat import Conversation, Message
 from flexmarl.agents.context import EpisodeContext, recall
 from flexmarl.agents.episode_log import Ledger
@@ -103,15 +103,19 @@ class Seat:
         self._branches = 0
         self._acting = False
 
-    async def act(self, observation: str, **tags: Scalar) -> Reply:
+    async def act(self, observation: str, *, turn: int | None = None, **tags: Scalar) -> Reply:
         """Answers an observation, with as many tool calls as the agent makes and the budget allows.
 
-        The turns get these `tags`. Acts of one seat may overlap only if it has no memory. Raises EngineError if a call
-        could not be served, EpisodeError if it was aborted, a tool broke or the act was not allowed.
+        The turns get these `tags`, and the number `turn`; without it, acts are numbered as they begin. Acts with one
+        number are simultaneous where turns are compared. Acts of one seat may overlap only if it has no memory. Raises
+        EngineError if a call could not be served, EpisodeError if it was aborted, a tool broke or the act was not
+        allowed.
         """
-        check_tags(tags)
+        if turn is not None and type(turn) is not int:
+            raise EpisodeError(f"turn must be a whole number, got {turn!r}; give another name to a tag of your own")
+        check_tags(tags if turn is None else {"turn": turn, **tags})
         if self._agent.memory == "none":
-            self.last = await self._answer(self._open(), observation, tags)
+            self.last = await self._answer(self._open(), observation, turn, tags)
             return self.last
         if self._acting:
             raise EpisodeError(
@@ -121,7 +125,7 @@ class Seat:
         conversation, self._conversation, self._acting = self._open(), None, True
         before = len(conversation.messages)
         try:
-            self.last = await self._answer(conversation, observation, tags)
+            self.last = await self._answer(conversation, observation, turn, tags)
         finally:
             self._acting = False
         # Only now, so that a failed act leaves nothing in the memory.
@@ -154,26 +158,27 @@ class Seat:
         self._branches += 1
         return self._branches - 1
 
-    async def _answer(self, conversation: Conversation, observation: str, tags: Mapping[str, Scalar]) -> Reply:
+    async def _answer(
+        self, conversation: Conversation, observation: str, turn: int | None, tags: Mapping[str, Scalar]
+    ) -> Reply:
         """Runs the loop of the picture above."""
-        tags = {"turn": self._ledger.next_act(), **tags}
+        number = self._ledger.next_act()
+        act = Act(number if turn is None else turn, tags)
         turns: list[Turn] = []
         uses: list[ToolUse] = []
         transcript: list[str] = []
         conversation.hear(Message("user", observation))
         clock = asyncio.get_running_loop().time
-        heard: Mapping[str, Scalar] = {}
         while True:
             may_call = len(uses) < self._agent.max_tool_calls
-            said = await self._speak(conversation, tags, may_call=may_call, first_tags=heard)
+            said = await self._speak(conversation, act, may_call=may_call)
             turns += said.turns
-            tags = {"act": turns[0].tags["act"], **tags}
             transcript.append(said.text)
             if said.follows is Next.STAND:
                 break
             began = clock()
             uses.append(await self._use_tool(said))
-            heard = {"tool_s": clock() - began}
+            act = replace(act, hop=turns[0].hop, tool_s=clock() - began)
             self._ledger.note(turns[-1], found(tool_error=is_refusal(uses[-1].result)))
             transcript.append(uses[-1].result)
             conversation.hear(Message("tool", uses[-1].result))
@@ -188,34 +193,26 @@ class Seat:
             give=self._ledger.reward_turns,
         )
 
-    async def _speak(
-        self,
-        conversation: Conversation,
-        tags: Mapping[str, Scalar],
-        *,
-        may_call: bool,
-        first_tags: Mapping[str, Scalar],
-    ) -> _Message:
+    async def _speak(self, conversation: Conversation, act: Act, *, may_call: bool) -> _Message:
         """Samples one message of at most `max_tokens`.
 
-        If a stop string of the syntax ended no tool call, another call continues the message. `first_tags` are for the
-        first call only.
+        If a stop string of the syntax ended no tool call, another call continues the message.
         """
         turns: list[Turn] = []
         left = self._caller.sampling.max_tokens
         while True:
-            call = await self._caller.call(conversation, tags if turns else {**tags, **first_tags}, left)
+            call = await self._caller.call(conversation, act, left)
             left -= len(call.generation.response_ids)
             try:
                 text, use, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)
             except Exception as error:  # The parser may be the user's own and raise anything.
-                await self._caller.record_failure(call, conversation, error)
+                await self._caller.record_failure(call, error)
                 raise
-            turn = await self._caller.record(call, conversation, valid)
+            turn = await self._caller.record(call, valid)
             mix = language_mix(turn.text, self._context.task.prompt)
             self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
             turns.append(turn)
-            tags = {"act": turn.tags["act"], **tags}
+            act = replace(act, hop=turn.act_hop, tool_s=0.0)
             conversation.answer(turn)
             if follows is not Next.GO_ON:
                 conversation.end_message(text)

@@ -13,8 +13,7 @@ from flexmarl.events.overlap import Interval, intersection, seconds, union
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueuesSeen
 from flexmarl.events.training_events import MicroBatchDone, Published, Swapped, Updated
-from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
-from flexmarl.records import InstanceId, PolicyName
+from flexmarl.records import InstanceId, PolicyName, Purpose
 
 Who = TypeVar("Who")
 
@@ -95,7 +94,7 @@ def _sort(facts: Facts, event: Event) -> None:
             before = facts.steps[-1].ended if facts.steps else 0.0
             facts.steps.append(replace(event, began=max(event.began, before)))
         case Called():
-            if event.group < EVALUATION_GROUPS:
+            if event.purpose is not Purpose.EVALUATION:
                 facts.calls.append(event)
         case MicroBatchDone():
             facts.micro_batches.append(event)

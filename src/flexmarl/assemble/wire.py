@@ -40,7 +40,7 @@ from flexmarl.orchestrator.run import Orchestrator, Pipeline
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.orchestrator.synchronous import Synchronous
 from flexmarl.orchestrator.versions import Versions, law_of
-from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version, WorkerId
+from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.rollout import Rollout
@@ -322,7 +322,7 @@ def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
     here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
     events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=here))
     for name, place in places.items():
-        events.emit(ProcessStarted(process=WorkerId.parse(name), pid=place.pid, node=place.node))
+        events.emit(ProcessStarted(process=name, pid=place.pid, node=place.node))
 
 
 def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":

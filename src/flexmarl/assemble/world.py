@@ -43,7 +43,7 @@ class Residents(Protocol):
         ...
 
     def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[InferenceEngine]:
-        """Specifies one inference instance, named `{policy}/{number}`."""
+        """Specifies one inference instance."""
         ...
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
@@ -63,7 +63,7 @@ class Residents(Protocol):
 class Processes:
     """Every process that the run has had, by its name."""
 
-    places: dict[str, ResidentPlace] = field(default_factory=dict)
+    places: dict[WorkerId, ResidentPlace] = field(default_factory=dict)
 
     def add(self, resident: Resident[Any]) -> None:
         """Adds the process of a resident that has started."""
@@ -124,7 +124,7 @@ async def world_of(
     trainers = [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers), events))
-        processes, remotes = Processes(), dict[str, Any]()
+        processes, remotes = Processes(), dict[WorkerId, Any]()
         for resident in await cluster.spawn([*engines, *trainers]):
             remotes[resident.name] = resident.remote
             if cluster.has_processes:

@@ -50,7 +50,7 @@ class InprocResident(Generic[T]):
         self._work_under_way: set[asyncio.Task[bytes]] = set()
 
     @property
-    def name(self) -> str:
+    def name(self) -> WorkerId:
         """The name in its spec."""
         return self.spec.name
 
@@ -224,12 +224,12 @@ class InprocCluster:
         for resident in reversed(self.residents):
             await resident.stop()
 
-    def kill(self, name: str, because: str = "was killed") -> None:
+    def kill(self, name: WorkerId, because: str = "was killed") -> None:
         """A fault: the live resident with this name dies. Raises KeyError if there is none."""
         live = {resident.name: resident for resident in self.residents if resident.alive}
         live[name].die(because)
 
-    def kill_node(self, node: str, because: str = "its node was lost") -> list[str]:
+    def kill_node(self, node: str, because: str = "its node was lost") -> list[WorkerId]:
         """A fault: every live resident on a node dies, and nothing starts there any more. Returns their names."""
         self._free.pop(node, None)
         dying = [resident for resident in self.residents if resident.alive and resident.place.node == node]
@@ -248,6 +248,4 @@ class InprocCluster:
         if place.node in self._free:
             self._free[place.node] += 1
         if because:
-            self.events.emit(
-                WorkerLost(process=WorkerId.parse(resident.name), node=place.node, pid=place.pid, because=because)
-            )
+            self.events.emit(WorkerLost(process=resident.name, node=place.node, pid=place.pid, because=because))

@@ -3,7 +3,7 @@
 A resident is one object that lives outside the controller: an engine replica, a trainer, and later the store's service,
 a rollout worker, a node agent, a rank of a place, a sandbox pool. The controller has one handle of each.
 
-    spec = ResidentSpec(name="trainer/solver", kind=ResidentKind.TRAINER, contract=Trainer, make=make_trainer)
+    spec = ResidentSpec(name=WorkerId.trainer("solver"), kind=ResidentKind.TRAINER, contract=Trainer, make=make_trainer)
     (resident,) = await cluster.spawn([spec])
     await resident.remote.publish(version)      # a method of `Trainer`, wherever the trainer lives
 """
@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
 from flexmarl.events.event import Events
+from flexmarl.records import WorkerId
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -32,8 +33,8 @@ class ResidentKind(StrEnum):
 class ResidentSpec(Generic[T_co]):
     """Describes one resident to start."""
 
-    name: str
-    """Unique while it lives; also its row on the timeline: `engine/solver/0`, `trainer/solver`."""
+    name: WorkerId
+    """Unique while it lives. It is also the resident's row on the timeline."""
     kind: ResidentKind
     contract: type
     """The Protocol of the hosted object. Its methods, all of them async, can be called from the controller."""
@@ -68,7 +69,7 @@ class Resident(Protocol[T_co]):
     """The controller's handle of one live resident. Used from one event loop."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> WorkerId:
         """The name in its spec."""
         ...
 

@@ -19,7 +19,15 @@ Tokens = tuple[float, ...]
 """One number per sampled token of a row."""
 
 GroupKey = tuple[str, ...] | Mapping[str, tuple[str, ...]]
-"""Tags; or tags per agent, where `*` is every other: {"proposer": ("episode", "agent"), "*": ("task", "agent")}."""
+"""Names of columns and tags (see `CreditRow.tag`). Or such names per agent, where `*` is every other:
+{"proposer": ("episode", "agent"), "*": ("task", "agent")}."""
+
+
+COLUMNS = (
+    *("task", "group", "episode", "agent", "policy", "policy_version", "hop", "call", "act", "turn", "branch", "path"),
+    *("context_hash", "valid", "greedy"),
+)
+"""Columns of a CreditRow that a key may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +90,39 @@ class CreditRow:
     """True for a row of a play at temperature 0, which serves as a baseline and is never trained."""
     calls: tuple[GraphCall, ...] = ()
     """All calls of its episode in hop order, including those of frozen policies."""
+    group: int = 0
+    """Its `GroupId`."""
+    call: int = 0
+    """Number of the call among its agent's calls in the episode."""
+    act_hop: int | None = None
+    """The hop of the first call of its act; None: it is an act by itself."""
+    turn: int = 0
+    """Number of its act in the episode, unless the workflow gave another; in a tree of turns, its depth."""
+    branch: str = ""
+    """The conversation that it belongs to; in a tree of turns, the path that it was sampled from."""
+    path: tuple[int, ...] = ()
+    """Index of the candidate at each turn, from the root of a tree of turns to its own; empty outside trees."""
+    context_hash: str = ""
+    """Equal for calls of one policy with equal prompts."""
+    policy_version: int = 0
+    """Version that sampled its first token."""
     tags: Mapping[str, Scalar] = field(default_factory=dict)
+    """The workflow's own tags."""
 
     @property
     def act(self) -> Scalar:
-        """Name of its act in its episode: the hop of the act's first call. Without that tag the call is its own act."""
-        return self.tags.get("act", self.sample_id)
+        """Name of its act in its episode: the hop of the act's first call, or its own sample id."""
+        return self.sample_id if self.act_hop is None else self.act_hop
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """Its path in a tree of turns. Raises CreditError if it was not sampled in one."""
+        if not self.path:
+            raise CreditError(
+                f"sample {self.sample_id} of agent {self.agent} has no path, because no tree of turns was sampled; use "
+                f"team.workflow.type=turns with candidates above 1"
+            )
+        return self.path
 
     @property
     def shared_reward(self) -> float:
@@ -109,14 +144,19 @@ class CreditRow:
         )
 
     def tag(self, name: str) -> Scalar:
-        """Value of a field or tag that rows may be grouped by. Raises CreditError for an unknown name."""
-        if name in ("task", "episode", "agent", "policy", "hop"):
-            return getattr(self, name)
+        """Value of a column or of a tag of the workflow, by which rows may be grouped.
+
+        A name in COLUMNS is a column; `tags.turn` is the workflow's own tag `turn`. Raises CreditError for an unknown
+        name, and for `path` outside trees of turns.
+        """
+        if name in COLUMNS:
+            return ".".join(map(str, self.node)) if name == "path" else getattr(self, name)
+        name = name.removeprefix("tags.")
         if name not in self.tags:
-            known = ", ".join(sorted({"task", "episode", "agent", "policy", "hop", *self.tags}))
+            known = ", ".join(sorted({*COLUMNS, *self.tags}))
             raise CreditError(
                 f"unknown tag '{name}': sample {self.sample_id} of agent {self.agent} carries {known}; a workflow "
-                f"gives its own with `seat.act(text, {name}=...)`, a tree of turns gives `path`"
+                f"gives its own with `seat.act(text, {name}=...)`"
             )
         return self.tags[name]
 

@@ -3,10 +3,10 @@
 `credit_rows`     makes a row of every turn of a group that takes part
 `led`             gives the later calls of an act the context of its first call
 `means_of_acts`   averages over the calls of each act
-`group_rows`      groups rows with equal values of the tags in a key
+`group_rows`      groups rows with equal values of the columns and tags in a key
 
 An act is one `seat.act`: a call, and those that continue it after a tool or a stop string. The prompts of the later
-calls are unique, so their own tags would compare them with no other row:
+calls are unique, so their own contexts would compare them with no other row:
 
     act 0   call 0   branch 0   context of the turn          act 3   call 3   branch 0   context of the turn
             call 1   branch 0:1 with the tool's output               call 4   branch 0:2 with the tool's output
@@ -29,10 +29,10 @@ from flexmarl.records import (
     FinishReason,
     GroupRecord,
     PolicyName,
+    Purpose,
     SampleId,
     Scalar,
     Task,
-    split_sample_id,
 )
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
@@ -59,7 +59,7 @@ def credit_rows(
 
 
 def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[GraphCall, ...], *, trains: bool) -> CreditRow:
-    reward, parts, tags = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {}), turn.tags
+    reward, parts = episode.rewards.get(turn.sample_id), episode.parts.get(turn.sample_id, {})
     own = episode.call_rewards.get(turn.sample_id, {})
     act_reward, several = sum(own.values(), 0.0), len(parts) > 1 and "outcome" in parts
     return CreditRow(
@@ -68,7 +68,7 @@ def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[GraphCall, ..
         episode=episode.episode,
         agent=turn.agent,
         policy=turn.policy,
-        hop=split_sample_id(turn.sample_id)[1],
+        hop=turn.hop,
         reward=reward,
         num_tokens=turn.num_tokens,
         outcome=parts["outcome"] if several else None,
@@ -77,11 +77,19 @@ def _row(task: Task, episode: Episode, turn: AnyTurn, calls: tuple[GraphCall, ..
         parts=parts,
         objectives=parts,
         signals=episode.signals.get(turn.sample_id, {}),
-        valid=bool(tags.get("valid", True)),
+        valid=turn.valid,
         trains=trains,
-        greedy=bool(tags.get("greedy", False)),
+        greedy=turn.purpose is Purpose.GREEDY,
         calls=calls,
-        tags={"policy_version": turn.version, **tags},
+        group=episode.group,
+        call=turn.call,
+        act_hop=turn.act_hop,
+        turn=turn.turn,
+        branch=turn.branch,
+        path=turn.path,
+        context_hash=turn.context_hash,
+        policy_version=turn.version,
+        tags=turn.tags,
     )
 
 
@@ -89,26 +97,21 @@ def _call(turn: AnyTurn, turns: Mapping[SampleId, AnyTurn]) -> GraphCall:
     parent = turns.get(turn.parent) if turn.parent else None
     held = parent.num_prompt_tokens + parent.num_tokens if parent else 0
     return GraphCall(
-        hop=split_sample_id(turn.sample_id)[1],
-        after=tuple(int(hop) for hop in str(turn.tags.get("after", "")).split(",") if hop),
+        hop=turn.hop,
+        after=turn.after,
         new_prompt_tokens=turn.num_prompt_tokens - held,
         num_tokens=turn.num_tokens,
-        tool_s=float(turn.tags.get("tool_s", 0.0)),
+        tool_s=turn.tool_s,
     )
 
 
-OF_CONTEXT = ("branch", "context_hash")
-"""Tags that describe the context that a call was sampled from."""
-
-
 def led(rows: Sequence[CreditRow]) -> list[CreditRow]:
-    """The rows, where later calls of an act have the context tags of its first call, if that is among the rows."""
+    """The rows, where later calls of an act have branch and context of its first call, if that is among the rows."""
     first = {_act_of(row): row for row in rows if row.act == row.hop}
     found: list[CreditRow] = []
     for row in rows:
         lead = first.get(_act_of(row), row)
-        tags = {name: lead.tags[name] for name in OF_CONTEXT if name in lead.tags}
-        found.append(row if lead is row else replace(row, tags={**row.tags, **tags}))
+        found.append(row if lead is row else replace(row, branch=lead.branch, context_hash=lead.context_hash))
     return found
 
 
@@ -135,11 +138,11 @@ def _act_of(row: CreditRow) -> tuple[EpisodeId, Scalar]:
 
 
 Requirement = Literal["one_task", "one_policy", "one_context"]
-REQUIRED_TAG: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}
-"""The tag that must have one value in every group, for each requirement."""
+REQUIRED: Mapping[Requirement, str] = {"one_task": "task", "one_policy": "policy", "one_context": "context_hash"}
+"""The column that must have one value in every group, for each requirement."""
 
 Group = tuple[tuple[str, Scalar], ...]
-"""The tags of a group and their values, e.g. (("task", "u0"), ("agent", "solver"))."""
+"""The columns and tags of a group and their values, e.g. (("task", "u0"), ("agent", "solver"))."""
 
 
 def group_name(group: Group) -> str:
@@ -159,12 +162,12 @@ def group_rows(
         groups.setdefault(tuple((tag, row.tag(tag)) for tag in tags_for(row.agent, key)), []).append(row)
     for group, members in groups.items():
         for requirement in require:
-            values = {row.tag(REQUIRED_TAG[requirement]) for row in members}
+            values = {row.tag(REQUIRED[requirement]) for row in members}
             if len(values) > 1:
                 shown = ", ".join(sorted(map(str, values))[:4])
                 raise CreditError(
                     f"group ({group_name(group)}) breaks {requirement}: its rows have {len(values)} values of "
-                    f"'{REQUIRED_TAG[requirement]}' ({shown}); add '{REQUIRED_TAG[requirement]}' to the key"
+                    f"'{REQUIRED[requirement]}' ({shown}); add '{REQUIRED[requirement]}' to the key"
                 )
     return groups
 

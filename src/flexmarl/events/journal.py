@@ -1,6 +1,6 @@
 """Journal on a JSON Lines file: every event of a run, one line each (event.py makes the line).
 
-    {"t":0.0,"event":"journal","format":2}                                         the first line
+    {"t":0.0,"event":"journal","format":3}                                         the first line
     {"t":12.25,"event":"group_admitted","because":"2 of 4 slots free","group":3,"step":1,"task":"add-3"}
 
 The journal is a listener like any other: `events.listen(Event, journal.write)`. It is not read during the run.
@@ -63,7 +63,7 @@ def _cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-FORMAT = 2
+FORMAT = 3
 """Format of the journal's lines. It rises when older readers can no longer read them. Format 1 had no first line."""
 _FIRST = "journal"
 """The first line's value of `event`, which is no event's name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flexmarl.events.event import Event, Timed
-from flexmarl.records.episode import FinishReason
+from flexmarl.records.episode import FinishReason, Purpose
 from flexmarl.records.ids import (
     GroupId,
     InstanceId,
@@ -38,6 +38,8 @@ class Called(Timed):
     """Number of tokens of the answer."""
     finish: FinishReason
     """Why the answer ended."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why the call's episode was played."""
     kept_tokens: int = 0
     """Number of tokens of the answer that earlier instances sampled, before they were moved."""
     waited_s: float = 0.0

@@ -11,13 +11,15 @@ from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId,
 
 
 class ColumnKind(StrEnum):
-    """Type of a data column. Numbers are stored by value in the row, other values by reference in the payload table."""
+    """Type of a data column. Numbers and words are stored by value in the row, others by reference, as payloads."""
 
     __hash__ = str.__hash__  # the hash of Enum is slow, and every value written or read looks up its kind
 
     INT = "int"
     FLOAT = "float"
     BOOL = "bool"
+    WORD = "word"
+    """A short string: a name or an id. It is stored by value."""
     TEXT = "text"
     JSON = "json"
     """Lists and mappings of plain values."""

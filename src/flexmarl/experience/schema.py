@@ -1,7 +1,7 @@
 """Decides how a value is stored, and which names tables and columns may have (FlexMARL section 4.2).
 
-    numbers                   INT, FLOAT, BOOL      by value, in the row of the agent's table
-    strings, lists, tensors   TEXT, JSON, TENSOR    by reference: the row holds a key, the table `payloads` the value
+    numbers, short strings    INT, FLOAT, BOOL, WORD  by value, in the row of the agent's table
+    strings, lists, tensors   TEXT, JSON, TENSOR      by reference: the row holds a key, the table `payloads` the value
 
 Every stored value is read back equal to the last bit. None is not a value: a column without a value is left out.
 """
@@ -217,6 +217,7 @@ CODECS: Mapping[ColumnKind, Codec] = {
     ColumnKind.INT: Codec("INTEGER", False, "an integer of at most 64 bits", _encode_int, int),
     ColumnKind.FLOAT: Codec("REAL", False, "a number that is not NaN", _encode_float, float),
     ColumnKind.BOOL: Codec("BOOLEAN", False, "True or False", _encode_bool, bool),
+    ColumnKind.WORD: Codec("TEXT", False, "a string that UTF-8 can encode", _encode_text, str),
     ColumnKind.TEXT: Codec("INTEGER", True, "a string that UTF-8 can encode", _encode_text, str),
     ColumnKind.JSON: Codec(
         "INTEGER",

@@ -27,7 +27,7 @@ from flexmarl.experience.transactions import Tables, connect, query, transaction
 from flexmarl.records import AgentName
 
 APPLICATION_ID = int.from_bytes(b"flxm")
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 PAGE_BYTES = 16384
 """A usual tensor takes two kilobytes: seven of them fill a page, while a page of 8192 bytes wastes a quarter. Larger
 pages cost puts of one row more than they save."""

@@ -17,6 +17,7 @@ from flexmarl.records import (
     FinishReason,
     IntArray,
     PolicyName,
+    Purpose,
     Sample,
     SampleId,
     Turn,
@@ -27,7 +28,17 @@ from flexmarl.records import (
 
 TURN_COLUMNS = (
     Column("prompt_ids", ColumnKind.TENSOR),
-    Column("tags", ColumnKind.JSON),
+    Column("call", ColumnKind.INT),  # from here on to `tags`: fields of records.SentCall
+    Column("act_hop", ColumnKind.INT),
+    Column("turn", ColumnKind.INT),
+    Column("branch", ColumnKind.WORD),
+    Column("path", ColumnKind.JSON),  # only in a tree of turns
+    Column("context_hash", ColumnKind.WORD),
+    Column("after", ColumnKind.JSON),  # only after other calls
+    Column("tool_s", ColumnKind.FLOAT),
+    Column("purpose", ColumnKind.WORD),
+    Column("tags", ColumnKind.JSON),  # the workflow's own
+    Column("valid", ColumnKind.BOOL),
     Column("parent", ColumnKind.TEXT),  # "" for a turn that extends no other
     Column("response_ids", ColumnKind.TENSOR),
     Column("logprobs", ColumnKind.TENSOR),
@@ -47,6 +58,9 @@ TURN_COLUMNS = (
 )
 """The data columns of every agent's table; a run may add its own."""
 
+BY_VALUE = ("call", "act_hop", "turn", "branch", "context_hash", "tool_s", "purpose", "valid")
+LISTS = ("path", "after")
+"""Fields of a Turn that are tuples. The column of an empty one is missing."""
 PER_TOKEN = ("advantages", "returns", "values")
 """Fields of a Sample with one value per token; few estimators give them."""
 
@@ -64,6 +78,8 @@ def response_row(turn: Turn) -> PartialRow:
         raise StoreError(f"turn {turn.sample_id!r} says it is of episode {turn.episode!r}; its id names another")
     values = {
         "prompt_ids": _prompt(turn.prompt_ids, turn.parent),
+        **{name: getattr(turn, name) for name in BY_VALUE if getattr(turn, name) is not None},
+        **{name: list(getattr(turn, name)) for name in LISTS if getattr(turn, name)},
         "tags": dict(turn.tags),
         "parent": turn.parent or "",
         "response_ids": turn.response_ids,
@@ -115,7 +131,17 @@ def turn_from_row(row: Row) -> Turn:
         finish=FinishReason(_value(row, "finish")),
         text=_value(row, "text"),
         parent=_value(row, "parent") or None,
+        call=_value(row, "call"),
+        act_hop=row.values.get("act_hop"),
+        turn=_value(row, "turn"),
+        branch=_value(row, "branch"),
+        path=tuple(row.values.get("path", ())),
+        context_hash=_value(row, "context_hash"),
+        after=tuple(row.values.get("after", ())),
+        tool_s=_value(row, "tool_s"),
+        purpose=Purpose(_value(row, "purpose")),
         tags=_value(row, "tags"),
+        valid=_value(row, "valid"),
     )
 
 

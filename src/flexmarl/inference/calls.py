@@ -128,6 +128,7 @@ class Call:
             reused_tokens=generation.reused_tokens,
             version=whole.versions[0].version,
             finish=whole.finish,
+            purpose=self.request.purpose,
         )
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from flexmarl.errors import TrainingError
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Task, Version
+from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Purpose, Task, Version
 from flexmarl.rollout.player import Player
 
-EVALUATION_GROUPS = 1_000_000_000
-"""Group ids of evaluations start here, so that their calls never share a seed with those of training."""
+_FIRST_GROUP = 1_000_000_000
+"""Group ids of evaluations have a range of their own, so that their calls never share a seed with those of training.
+Nothing compares an id with this number: `GroupRecord.purpose` says what a group is played for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Evaluator:
 
         async def play(number: int, task: Task, index: int) -> Episode:
             async with slots:
-                group = GroupRecord(group=GroupId(EVALUATION_GROUPS + number), task=task, step=-1)
+                id = GroupId(_FIRST_GROUP + number)
+                group = GroupRecord(group=id, task=task, step=-1, purpose=Purpose.EVALUATION)
                 return (await self._player.play(group, index)).without_tokens()
 
         async with asyncio.TaskGroup() as tasks:

@@ -7,14 +7,14 @@ GroupRecord  all episodes of one task in one step
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, SampleId, Scalar, Version
+from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, SampleId, Scalar, Version, split_sample_id
 
 
 def exact_match(answer: str, reference: str) -> float:
@@ -53,6 +53,17 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Purpose(StrEnum):
+    """Why an episode is played."""
+
+    TRAINING = "training"
+    """To be trained on."""
+    GREEDY = "greedy"
+    """To be compared with the episodes of its group. It is played at temperature 0 and never trained on."""
+    EVALUATION = "evaluation"
+    """To see how the team does on a held-out task. None of its rows is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionRun:
     """From offset `start` on, the tokens of a response were sampled by policy version `version`."""
@@ -62,20 +73,58 @@ class VersionRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedTurn:
-    """A turn without tokens, log-probabilities and text, which the store has. Credit and scheduling need no more."""
+class SentCall:
+    """One LLM call when it is sent: who asks, and its place in the episode. Each field but `tags` can be a column."""
 
     sample_id: SampleId
     episode: EpisodeId
     agent: AgentName
     policy: PolicyName
+    parent: SampleId | None = None
+    """The turn whose tokens (prompt and response) this prompt extends, if any."""
+    call: int = 0
+    """Number of the call among its agent's calls in the episode."""
+    act_hop: int | None = None
+    """The hop of the first call of its act; None: it is an act by itself."""
+    turn: int = 0
+    """Number of its act in the episode, unless the workflow gave another; in a tree of turns, its depth."""
+    branch: str = ""
+    """The conversation that it belongs to; in a tree of turns, the path that it was sampled from (its own, with a
+    number, for later calls of a candidate). Equal branches of an agent or a tree begin with the same context."""
+    path: tuple[int, ...] = ()
+    """Index of the candidate at each turn, from the root of a tree of turns to its own; empty outside trees."""
+    context_hash: str = ""
+    """16 hex digits; equal for calls of one policy with equal prompts."""
+    after: tuple[int, ...] = ()
+    """Hops of the calls that it directly depends on."""
+    tool_s: float = 0.0
+    """Seconds that the tool took whose result is new in its prompt."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why its episode is played."""
+    tags: Mapping[str, Scalar] = field(default_factory=dict)
+    """The workflow's own tags, by which credit may group: `seat.act(text, anchor="room 3")`."""
+
+    @property
+    def hop(self) -> int:
+        """Number of the call among all calls of the episode."""
+        return split_sample_id(self.sample_id)[1]
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of a SentCall by name, to make a turn of it."""
+        return {each.name: getattr(self, each.name) for each in fields(SentCall)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedTurn(SentCall):
+    """A turn without tokens, log-probabilities and text, which the store has. Credit and scheduling need no more."""
+
     num_prompt_tokens: int
     num_tokens: int
     """Number of sampled tokens."""
     versions: tuple[VersionRun, ...]
     finish: FinishReason
-    parent: SampleId | None = None
-    tags: Mapping[str, Scalar] = field(default_factory=dict)
+    valid: bool = True
+    """True if the reply could be parsed and its tool call run."""
 
     @property
     def version(self) -> Version:
@@ -84,13 +133,9 @@ class PlayedTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(SentCall):
     """One LLM call. Its ids are never re-tokenised: training sees what the engine saw and sampled."""
 
-    sample_id: SampleId
-    episode: EpisodeId
-    agent: AgentName
-    policy: PolicyName
     prompt_ids: IntArray
     """[P] int32, the exact ids the engine was given."""
     response_ids: IntArray
@@ -102,12 +147,10 @@ class Turn:
     versions: tuple[VersionRun, ...]
     """One run unless the weights changed mid-turn; the first starts at 0."""
     finish: FinishReason
+    valid: bool = True
+    """True if the reply could be parsed and its tool call run."""
     text: str = ""
     """The decoded response without special tokens; for people and parsers, never for training."""
-    parent: SampleId | None = None
-    """The turn whose tokens (prompt and response) this prompt extends, if any."""
-    tags: Mapping[str, Scalar] = field(default_factory=dict)
-    """Tags that credit may group by: task, group, hop, call, turn, branch, env_step, anchor, context_hash ..."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for arrays of different lengths, or version runs that do not start at offset 0."""
@@ -130,16 +173,12 @@ class Turn:
     def without_tokens(self) -> PlayedTurn:
         """A copy without tokens, log-probabilities and text, to keep in memory once the store has the row."""
         return PlayedTurn(
-            sample_id=self.sample_id,
-            episode=self.episode,
-            agent=self.agent,
-            policy=self.policy,
+            **self.shared(),
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_tokens,
             versions=self.versions,
             finish=self.finish,
-            parent=self.parent,
-            tags=self.tags,
+            valid=self.valid,
         )
 
     @property
@@ -217,6 +256,8 @@ class GroupRecord:
     task: Task
     step: int
     attempt: int = 0
+    purpose: Purpose = Purpose.TRAINING
+    """Why its episodes are played; the play `greedy` has a purpose of its own."""
     episodes: tuple[Episode, ...] = ()
     greedy: Episode | None = None
     """One more play, at temperature 0, with which credit compares the episodes. Never trained on, never counted."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flexmarl.records.episode import FinishReason, FloatArray, IntArray, VersionRun
-from flexmarl.records.ids import PolicyName, Version
+from flexmarl.records.episode import FinishReason, FloatArray, IntArray, Purpose, VersionRun
+from flexmarl.records.ids import AgentName, PolicyName, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,10 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     """Random stream of this call: token t depends on (seed, t) and the distribution alone, never on the batch."""
+    agent: AgentName | None = None
+    """The agent that asks, if one does. An engine with weights does not read it."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why the call's episode is played. Engines do not read it."""
     conversation: str | None = None
     """Calls with the same value tend to extend one another; an engine may keep their prefix."""
     offset: int = 0

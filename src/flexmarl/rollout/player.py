@@ -22,6 +22,7 @@ from flexmarl.records import (
     Episode,
     EpisodeStatus,
     GroupRecord,
+    Purpose,
     RowState,
     make_trajectory_id,
 )
@@ -104,7 +105,7 @@ class Player:
         """Plays episode `index` of the group. Raises only StoreError, KeyboardInterrupt and CancelledError.
 
         `generate` replaces the player's own, e.g. by that of a Lockstep. If `stop` ends the episode, its rows become
-        EXPIRED. A `greedy` episode is played at temperature 0 and tagged `greedy`; its rows become FILTERED at its
+        EXPIRED. A `greedy` episode is played at temperature 0, with purpose GREEDY; its rows become FILTERED at its
         end. The turns of the result have no tokens if a store has them.
         """
         stop = stop or Stop()
@@ -119,8 +120,7 @@ class Player:
             generate=calls.send,
             recorder=recorder or NoRecorder(),
             sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
-            tags={"greedy": True} if greedy else {},
-            trains=recorder is not None and not greedy,
+            purpose=Purpose.GREEDY if greedy else group.purpose,
             environment=self._team.environment,
         )
         team = self._team.seat(context)

@@ -8,31 +8,16 @@ row holds the tokens that were sampled for it; the row is never trained on.
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from flexmarl.agents.context import TurnOf
 from flexmarl.errors import EngineError, StoreError
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.turn_rows import closing_row, prompt_row, response_row
-from flexmarl.records import AgentName, Episode, Generation, IntArray, PolicyName, RowState, SampleId, Scalar, Turn
+from flexmarl.records import AgentName, Episode, Generation, IntArray, RowState, SampleId, SentCall, Turn
 from flexmarl.rollout.episode_calls import refuse_late
 
 UNENDED = "the call did not end"
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A call that has no row in the store yet."""
-
-    agent: AgentName
-    policy: PolicyName
-    prompt_ids: IntArray
-    parent: SampleId | None
-
-    def row(self, sample_id: SampleId) -> PartialRow:
-        """The call's row if it is never answered: its prompt."""
-        return prompt_row(sample_id, self.policy, self.prompt_ids, parent=self.parent)
 
 
 class StoreRecorder:
@@ -47,8 +32,8 @@ class StoreRecorder:
         self._agents = tuple(agents)
         self._calls: list[SampleId] = []
         """All calls of the episode, in the order in which they were sent."""
-        self._unwritten: dict[SampleId, _Sent] = {}
-        """The calls that have no row in the store."""
+        self._unwritten: dict[SampleId, tuple[SentCall, IntArray]] = {}
+        """The calls that have no row in the store, and their prompts."""
         self._writing: dict[SampleId, tuple[AgentName, PartialRow]] = {}
         """Rows that are being written, or whose writing was interrupted."""
         self._failed: dict[SampleId, str] = {}
@@ -58,21 +43,12 @@ class StoreRecorder:
         self.lost: StoreError | None = None
         """The store's error, if it raised one. It ends the run, even if the workflow catches it."""
 
-    async def prompt(
-        self,
-        *,
-        sample_id: SampleId,
-        agent: AgentName,
-        policy: PolicyName,
-        prompt_ids: IntArray,
-        parent: SampleId | None,
-        tags: Mapping[str, Scalar],
-    ) -> None:
+    async def prompt(self, call: SentCall, prompt_ids: IntArray) -> None:
         """Notes a call that is about to be sent. Raises EpisodeError if the episode has ended."""
         if self._ended:
-            await refuse_late(sample_id)
-        self._calls.append(sample_id)
-        self._unwritten[sample_id] = _Sent(agent, policy, prompt_ids, parent)
+            await refuse_late(call.sample_id)
+        self._calls.append(call.sample_id)
+        self._unwritten[call.sample_id] = (call, prompt_ids)
 
     async def turn(self, turn: Turn) -> None:
         """Writes the row, durably: prompt, response and version. Raises EpisodeError if the episode has ended."""
@@ -127,7 +103,10 @@ class StoreRecorder:
 
     async def _left_over(self) -> Mapping[AgentName, Sequence[PartialRow]]:
         """Rows that the store may lack: their writing was interrupted, or their answers came late or never."""
-        found = {sample_id: (one.agent, one.row(sample_id)) for sample_id, one in self._unwritten.items()}
+        found = {
+            sample_id: (call.agent, prompt_row(sample_id, call.policy, prompt_ids, parent=call.parent))
+            for sample_id, (call, prompt_ids) in self._unwritten.items()
+        }
         found |= {row.sample_id: (agent, row) for agent, row in await self._late_answers()}
         found |= self._writing  # The store may have these already; it allows putting a row twice.
         rows: dict[AgentName, list[PartialRow]] = defaultdict(list)

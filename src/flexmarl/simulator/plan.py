@@ -35,8 +35,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import Called
-from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
-from flexmarl.records import split_sample_id, split_trajectory_id
+from flexmarl.records import Purpose, split_sample_id, split_trajectory_id
 from flexmarl.settings import Settings
 from flexmarl.tasks import Split
 
@@ -232,11 +231,12 @@ def plans_in(events: Iterable[Event]) -> tuple[RecordedPlan, ...]:
     """Returns the plan of each training group, in order of admission; of a repeated group, that of the last attempt."""
     groups: dict[int, dict[tuple[int, int], dict[int, Called]]] = defaultdict(lambda: defaultdict(dict))
     for event in events:
-        if isinstance(event, Called) and event.finish in COMPLETE and event.sampled_tokens:
+        if not isinstance(event, Called) or event.purpose is Purpose.EVALUATION:
+            continue
+        if event.finish in COMPLETE and event.sampled_tokens:
             _, hop, trajectory = split_sample_id(event.request)
             group, index, attempt = split_trajectory_id(trajectory)
-            if group < EVALUATION_GROUPS:
-                groups[group][attempt, index][hop] = event
+            groups[group][attempt, index][hop] = event
     return tuple(_plan(groups[group]) for group in sorted(groups))
 
 

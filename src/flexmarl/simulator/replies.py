@@ -194,7 +194,7 @@ DEFAULT = "default"
 
 
 def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: Path | None = None) -> Responder:
-    """Makes one responder for all engines of a run. A request's conversation names the agent that asks.
+    """Makes one responder for all engines of a run. A request names the agent that asks.
 
     Raises ConfigError for an agent without replies, and for replies of an unknown agent.
     """
@@ -212,7 +212,13 @@ def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded:
     speaks = {agent: _responder(agent, kind, team.agents[agent].renderer) for agent, kind in kinds.items() if kind}
     if silent and recorded is not None:
         speaks |= recorded_responders(recorded, silent)
-    return lambda request: speaks[_agent_of(request)](request)
+
+    def respond(request: GenerationRequest) -> IntArray:
+        if request.agent is None:
+            raise EngineError(f"request '{request.request_id}' must name the agent that asks, in `agent`")
+        return speaks[request.agent](request)
+
+    return respond
 
 
 def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, FinishReason]:
@@ -234,17 +240,6 @@ def _responder(agent: AgentName, kind: AnyReplies, renderer: ChatRenderer) -> Re
         return kind.responder(renderer)
     except ConfigError as error:
         raise ConfigError(f"simulation.replies.{agent}.{error}") from None
-
-
-def _agent_of(request: GenerationRequest) -> AgentName:
-    """Returns the agent in the conversation's name, `{trajectory}/{agent}/{branch}`."""
-    parts = (request.conversation or "").split("/")
-    if len(parts) != 3:
-        raise EngineError(
-            f"request '{request.request_id}' must say in `conversation` which agent asks, as trajectory/agent/branch; "
-            f"got {request.conversation!r}"
-        )
-    return AgentName(parts[1])
 
 
 def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:

@@ -61,9 +61,9 @@ class ScriptedModel:
 
 
 def _in_its_branch(turn: Turn, parent: Turn) -> bool:
-    if "path" in turn.tags:  # A candidate in a tree of turns extends the turns on its own path.
-        return f"{turn.tags['path']}.".startswith(f"{parent.tags['path']}.")
-    return parent.tags["branch"] == turn.tags["branch"]
+    if turn.path:  # A candidate in a tree of turns extends the turns on its own path.
+        return turn.path[: len(parent.path)] == parent.path
+    return parent.branch == turn.branch
 
 
 def check_turns(turns: Iterable[Turn]) -> None:
@@ -72,16 +72,16 @@ def check_turns(turns: Iterable[Turn]) -> None:
     Hops are distinct. The call numbers of each agent increase. A turn with a parent extends the parent's exact ids. The
     context hash is that of policy and prompt. No failed call is among them.
     """
-    turns = sorted(turns, key=lambda turn: int(turn.tags["hop"]))
+    turns = sorted(turns, key=lambda turn: turn.hop)
     by_id: dict[SampleId, Turn] = {turn.sample_id: turn for turn in turns}
     assert len(by_id) == len(turns), "two turns have one sample id"
-    assert len({turn.tags["hop"] for turn in turns}) == len(turns), "two turns have one hop"
+    assert len({turn.hop for turn in turns}) == len(turns), "two turns have one hop"
     for agent in {turn.agent for turn in turns}:
-        calls = [turn.tags["call"] for turn in turns if turn.agent == agent]
+        calls = [turn.call for turn in turns if turn.agent == agent]
         assert calls == sorted(set(calls)), f"calls of {agent} do not count up: {calls}"
     for turn in turns:
         assert turn.finish in (FinishReason.STOP, FinishReason.LENGTH), f"{turn.sample_id} is a failed call"
-        assert turn.tags["context_hash"] == context_hash(turn.policy, turn.prompt_ids), f"{turn.sample_id}: wrong hash"
+        assert turn.context_hash == context_hash(turn.policy, turn.prompt_ids), f"{turn.sample_id}: wrong hash"
         if turn.parent is not None:
             parent = by_id[turn.parent]
             history = np.concatenate((parent.prompt_ids, parent.response_ids))

@@ -12,6 +12,7 @@ from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, Resident
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.errors import ConfigError, MissingExtra, WorkerError
 from flexmarl.events.run_events import WorkerLost
+from flexmarl.records import WorkerId
 
 LONGEST_S = 600.0
 """Time limit of a check; beyond it the cluster hangs. A busy machine may take minutes to start a few processes."""
@@ -130,7 +131,11 @@ def make_nothing() -> None:
 def probe(name: str, make: Callable[[], Any] | None = None) -> ResidentSpec[Probing]:
     """Specifies a resident that hosts a Probe."""
     return ResidentSpec(
-        name=name, kind=ResidentKind.ENGINE, contract=Probing, make=make or partial(Probe, name), advice="try again"
+        name=WorkerId(name),
+        kind=ResidentKind.ENGINE,
+        contract=Probing,
+        make=make or partial(Probe, name),
+        advice="try again",
     )
 
 

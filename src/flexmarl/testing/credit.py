@@ -7,13 +7,14 @@ It runs without a test framework.
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from flexmarl.credit import Credit, CreditRow, Estimator
 from flexmarl.credit.rows import places_of_acts
 from flexmarl.errors import CreditError
-from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId, Scalar
+from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId
 
 
 def credit_row(
@@ -26,9 +27,9 @@ def credit_row(
     policy: str | None = None,
     num_tokens: int = 3,
     outcome: float | None = None,
-    tags: Mapping[str, Scalar] | None = None,
+    **columns: Any,
 ) -> CreditRow:
-    """Makes a row. By default its policy has the name of its agent, and its only tag is `turn`, half the hop."""
+    """Makes a row. By default its policy has the name of its agent, and its `turn` is half the hop."""
     trajectory = f"{task}e{episode}"
     return CreditRow(
         sample_id=SampleId(f"{task}_{hop}_{trajectory}"),
@@ -40,7 +41,7 @@ def credit_row(
         reward=reward,
         num_tokens=num_tokens,
         outcome=outcome,
-        tags={"turn": hop // 2} if tags is None else tags,
+        **{"turn": hop // 2, **columns},
     )
 
 
@@ -49,8 +50,8 @@ def random_credit_rows(
 ) -> list[CreditRow]:
     """Makes a ragged batch in random order: several tasks and agents, lone, equal and empty rows, constant groups.
 
-    Solver and verifier share a policy. By their tags, the first calls of all acts of a task have one context, and the
-    calls of an episode form a tree. With `acts` some acts have several calls, as after a tool: all have the reward of
+    Solver and verifier share a policy. The first calls of all acts of a task have one context, and the calls of an
+    episode form a tree. With `acts` some acts have several calls, as after a tool: all have the reward of
     the act, and the later ones have contexts that nobody shares. Without `episodes` a task has one to five episodes.
     """
     draw = random.Random(seed)
@@ -59,11 +60,11 @@ def random_credit_rows(
     for task in range(draw.randint(1, 4)):
         palette = draw.choice(palettes)
         for episode in range(episodes or draw.randint(1, 5)):
-            paths = ["0"]
+            paths: list[tuple[int, ...]] = [(0,)]
             for hop in range(draw.randint(1, 4)):
                 agent = draw.choice(("solver", "verifier", "router"))
                 branch = draw.choice(paths)
-                paths.append(f"{branch}.{hop}")
+                paths.append((*branch, hop))
                 row = credit_row(
                     draw.choice(palette),
                     task=f"t{task}",
@@ -72,7 +73,9 @@ def random_credit_rows(
                     agent=agent,
                     policy="shared" if agent != "router" else None,
                     num_tokens=draw.randint(0 if empty_rows else 1, 5),
-                    tags={"turn": hop // 2, "context_hash": f"t{task}", "branch": branch, "path": paths[-1]},
+                    context_hash=f"t{task}",
+                    branch=".".join(map(str, branch)),
+                    path=paths[-1],
                 )
                 rows.append(replace(row, values=tuple(draw.uniform(-1, 1) for _ in range(row.num_tokens))))
     if acts:
@@ -86,11 +89,12 @@ def _act(row: CreditRow, calls: int) -> list[CreditRow]:
     first = 10 * row.hop
     found: list[CreditRow] = []
     for number in range(calls):
-        own = {"branch": f"{row.tags['path']}:{number}", "context_hash": f"{row.sample_id}:{number}"} if number else {}
-        state = {"anchor": f"state {row.hop}", "env_step": row.hop}
-        hop, tags = first + number, {**row.tags, "act": first, **state, **own}
+        own = {"branch": f"{row.tag('path')}:{number}", "context_hash": f"{row.sample_id}:{number}"} if number else {}
+        tags = {**row.tags, "anchor": f"state {row.hop}", "env_step": row.hop}
+        hop = first + number
         name = SampleId(f"{row.task}_{hop}_{row.episode}")
-        found.append(replace(row, sample_id=name, hop=hop, tags=tags, act_reward=row.reward or 0.0))
+        act = {"sample_id": name, "hop": hop, "act_hop": first, "act_reward": row.reward or 0.0}
+        found.append(replace(row, **act, tags=tags, **own))
     return found
 
 
@@ -134,9 +138,9 @@ def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
 
 def _check_equal_rewards(estimator: Estimator) -> None:
     """Checks two tasks of four episodes with one call each. All calls of a task have the same reward."""
-    tags = {"turn": 0, "context_hash": "c", "branch": "", "path": "0", "anchor": "a", "env_step": 0}
+    tags, place = {"anchor": "a", "env_step": 0}, {"turn": 0, "context_hash": "c", "path": (0,)}
     rows = [
-        credit_row(0.25 + 0.5 * task, task=f"t{task}", episode=episode, tags=tags)
+        credit_row(0.25 + 0.5 * task, task=f"t{task}", episode=episode, tags=tags, **place)
         for task in range(2)
         for episode in range(4)
     ]

@@ -60,7 +60,7 @@ class CountedTasks:
         """Returns training task number `index`. Raises SourceExhausted past the end."""
         if self.num_train is not None and index >= self.num_train:
             raise SourceExhausted(f"tasks: there is no training task at position {index} of {self.num_train}")
-        return Task(input_id=f"task-{index}", prompt=f"task {index}", reference="a")
+        return Task(input_id=f"task-{index}", prompt=f"task {index}", reference="a", data={"position": index})
 
     def held_out(self, n: int) -> tuple[Task, ...]:
         """Returns held-out tasks 0 to n - 1."""
@@ -125,7 +125,7 @@ class ScriptedResidents:
         )
 
     def make_engine(self, policy: PolicyName, instance: InstanceId) -> WeightedEngine:
-        """Returns the engine of an instance, whose name ends with its number."""
+        """Returns the engine of an instance."""
         return self._engines[policy][instance.number]
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:

@@ -24,11 +24,8 @@ def after(workflow, script=lambda *_: "ok", agents=AGENTS, seed=0):
         await WorkflowTasks().start(workflow, team, name="workflow")
 
     run_virtual(play())
-    label_of = {turn.tags["hop"]: turn.tags.get("label", turn.tags["hop"]) for turn in team.turns}
-    return {
-        label_of[turn.tags["hop"]]: {label_of[int(hop)] for hop in str(turn.tags["after"]).split(",") if hop}
-        for turn in team.turns
-    }
+    label_of = {turn.hop: turn.tags.get("label", turn.hop) for turn in team.turns}
+    return {label_of[turn.hop]: {label_of[hop] for hop in turn.after} for turn in team.turns}
 
 
 def test_each_act_of_a_sequence_depends_on_the_one_before():

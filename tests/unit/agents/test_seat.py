@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from flexmarl.agents import ChatRenderer, NoRecorder
+from flexmarl.agents.context import context_hash
 from flexmarl.errors import EngineError, EpisodeError
-from flexmarl.records import FinishReason, Generation, Version, VersionRun, make_trajectory_id
+from flexmarl.records import FinishReason, Generation, Purpose, Version, VersionRun, make_trajectory_id
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import ScriptedModel, check_turns
 from tests.unit.agents import tokenizers_for_tests as samples
@@ -28,21 +29,24 @@ def test_a_reply_has_the_text_and_the_exact_turn():
     assert text(turn.response_ids) == "7<|im_end|>"
     assert turn.sample_id == "sum-1_0_g0e0a0"
     assert turn.parent is None
-    assert {**turn.tags, "context_hash": ""} == {
-        "task": "sum-1",
+    assert turn.shared() == {
+        "sample_id": "sum-1_0_g0e0a0",
         "episode": "g0e0a0",
         "agent": "solver",
         "policy": "p",
-        "group": 0,
-        "hop": 0,
+        "parent": None,
         "call": 0,
-        "act": 0,
+        "act_hop": 0,
         "turn": 0,
-        "branch": 0,
-        "context_hash": "",
-        "after": "",
-        "valid": True,
+        "branch": "0",
+        "path": (),
+        "context_hash": context_hash("p", turn.prompt_ids),
+        "after": (),
+        "tool_s": 0.0,
+        "purpose": Purpose.TRAINING,
+        "tags": {},
     }
+    assert (turn.hop, turn.valid) == (0, True)
     assert team.turns == (turn,)
     check_turns(team.turns)
 
@@ -87,10 +91,10 @@ def test_a_stop_inside_a_call_costs_a_call_more_and_the_message_goes_on():
     assert text(third.prompt_ids) == (
         "<|user|>3*(4+1)<|im_end|><|assistant|>calc(3*(4+1))<|im_end|><|tool|>15<|im_end|><|assistant|>"
     )
-    assert [(turn.parent, turn.tags["call"], turn.tags["branch"]) for turn in reply.turns] == [
-        (None, 0, 0),
-        (first.sample_id, 1, 0),
-        (second.sample_id, 2, 0),
+    assert [(turn.parent, turn.call, turn.branch) for turn in reply.turns] == [
+        (None, 0, "0"),
+        (first.sample_id, 1, "0"),
+        (second.sample_id, 2, "0"),
     ]
     assert reply.transcript == "calc(3*(4+1))\n15\n15"
     assert (reply.text, reply.calls[0].argument, reply.unresolved) == ("15", "3*(4+1)", False)
@@ -122,7 +126,7 @@ def test_a_budget_of_calls_ends_the_loop_and_the_call_stands_as_the_reply(budget
     assert len(reply.calls) == budget
     assert len(reply.turns) == budget + 1
     assert (reply.text, reply.unresolved) == ("calc(1+1)", True)
-    assert [turn.tags["valid"] for turn in reply.turns] == [True] * budget + [False]
+    assert [turn.valid for turn in reply.turns] == [True] * budget + [False]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_a_call_cut_by_the_token_limit_stands_as_the_reply():
     team = spec({"solver": {**CALCULATOR, "sampling": {"max_tokens": 6}}}).seat(context(says("calc(1+1)")))
     (reply,) = acts(team.solver, "1+1")
     assert (reply.text, reply.finish, reply.unresolved) == ("calc(1", FinishReason.LENGTH, True)
-    assert reply.turns[0].tags["valid"] is False
+    assert reply.turns[0].valid is False
 
 
 def test_a_broken_tool_fails_the_episode_with_its_reason():
@@ -183,7 +187,7 @@ def test_an_agent_remembers_what_its_memory_says(memory, seen_third, parents, br
     third = team.turns[2]
     assert text(third.prompt_ids).replace("<|im_end|>", "") == f"<|system|>s{seen_third}<|assistant|>"
     assert [turn.parent is not None for turn in team.turns] == parents
-    assert [turn.tags["branch"] for turn in team.turns] == branches
+    assert [turn.branch for turn in team.turns] == [str(branch) for branch in branches]
     assert [request.conversation for request in ctx.generate.requests] == [f"g0e0a0/solver/{b}" for b in branches]
     check_turns(team.turns)
 
@@ -211,7 +215,7 @@ def test_a_template_that_strips_thoughts_starts_a_new_branch_after_one():
     agents = spec({"solver": {"memory": "full"}}, renderer=ChatRenderer(tokenizer))
     team = agents.seat(context(says("1", "<think>\nhm\n</think>\n\n2", "3", "4"), tokenizer=tokenizer))
     acts(team.solver, "a", "b", "c", "d")
-    assert [turn.tags["branch"] for turn in team.turns] == [0, 0, 1, 2]
+    assert [turn.branch for turn in team.turns] == ["0", "0", "1", "2"]
     assert [turn.parent is not None for turn in team.turns] == [False, True, False, False]
     assert "hm" not in tokenizer.decode(team.turns[2].prompt_ids.tolist())
     check_turns(team.turns)
@@ -227,7 +231,7 @@ def test_what_a_failed_act_said_is_not_remembered():
         await team.solver.act("c")
 
     run_virtual(run())
-    assert [turn.tags["hop"] for turn in team.turns] == [0, 2], "a failed call is never a turn"
+    assert [turn.hop for turn in team.turns] == [0, 2], "a failed call is never a turn"
     assert text(team.turns[1].prompt_ids).count("<|user|>") == 2
     assert team.turns[1].parent is None
     check_turns(team.turns)
@@ -278,9 +282,9 @@ def test_seeds_and_hops_depend_on_the_order_of_sending_alone():
     (seeds, turns), (other_seeds, other_turns) = parallel([1.0, 2.0, 3.0]), parallel([3.0, 2.0, 1.0])
     assert seeds == other_seeds
     assert len(set(seeds.values())) == 3, "the second call with the same prompt has its own seed"
-    assert [turn.tags for turn in turns] == [turn.tags for turn in other_turns]
-    assert [turn.tags["hop"] for turn in turns] == [0, 1, 2]
-    assert turns[1].tags["context_hash"] == turns[2].tags["context_hash"] != turns[0].tags["context_hash"]
+    assert [one.shared() for one in turns] == [one.shared() for one in other_turns]
+    assert [turn.hop for turn in turns] == [0, 1, 2]
+    assert turns[1].context_hash == turns[2].context_hash != turns[0].context_hash
 
 
 def test_another_run_episode_attempt_or_agent_has_other_seeds():
@@ -301,15 +305,16 @@ def test_another_run_episode_attempt_or_agent_has_other_seeds():
     assert all(0 <= value < 2**63 for value in seeds)
 
 
-def test_tags_of_the_workflow_go_onto_the_turns_and_cannot_replace_ours():
+def test_tags_of_the_workflow_go_onto_the_turns_whatever_their_names():
     team = spec({"solver": {}}).seat(context(says("ok")))
 
     async def run():
-        return await team.solver.act("a", env_step=3, anchor="room", turn=9)
+        return await team.solver.act("a", env_step=3, hop=4, valid="maybe", turn=9)
 
     (turn,) = run_virtual(run()).turns
-    assert (turn.tags["env_step"], turn.tags["anchor"], turn.tags["turn"]) == (3, "room", 9)
-    for tags, why in (({"hop": 1}, "set by the seat"), ({"anchor": ["x"]}, "must be a string")):
+    assert turn.tags == {"env_step": 3, "hop": 4, "valid": "maybe"}
+    assert (turn.hop, turn.valid, turn.turn) == (0, True, 9)
+    for tags, why in (({"turn": "x"}, "turn must be a whole number, got 'x'"), ({"anchor": ["x"]}, "must be a string")):
         with pytest.raises(EpisodeError, match=why):
             run_virtual(team.solver.act("a", **tags))
 
@@ -325,10 +330,9 @@ def test_the_recorder_hears_of_the_prompt_before_the_call_and_of_the_turn_after_
     heard: list[tuple[str, str, int]] = []
 
     class Listener(NoRecorder):
-        async def prompt(self, *, sample_id, agent, policy, prompt_ids, parent, tags):
-            assert tags["agent"] == agent
-            assert tags["policy"] == policy
-            heard.append(("prompt", sample_id, len(ctx.generate.requests)))
+        async def prompt(self, call, prompt_ids):
+            assert call.context_hash == context_hash(call.policy, prompt_ids)
+            heard.append(("prompt", call.sample_id, len(ctx.generate.requests)))
 
         async def turn(self, turn):
             heard.append(("turn", turn.sample_id, len(ctx.generate.requests)))

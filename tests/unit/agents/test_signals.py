@@ -86,4 +86,4 @@ def test_the_call_that_reads_a_result_is_tagged_with_the_time_the_tool_took():
     agents.agents["solver"].tools["calculator"] = Slow()
     team = agents.seat(context(says("calc(1)", "(a)", "calc(2)", "2"), task=Task(input_id="x", prompt="1")))
     run_virtual(team.solver.act("1+1"))
-    assert [turn.tags.get("tool_s") for turn in team.turns] == [None, 1.5, None, 1.5]
+    assert [turn.tool_s for turn in team.turns] == [0.0, 1.5, 0.0, 1.5]

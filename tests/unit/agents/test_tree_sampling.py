@@ -12,7 +12,7 @@ from flexmarl.agents.context import Node
 from flexmarl.agents.patterns import Branch, best
 from flexmarl.credit import CreditSettings, credit_rows
 from flexmarl.errors import EpisodeError, boundary
-from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, split_sample_id
+from flexmarl.records import Episode, EpisodeStatus, GroupId, GroupRecord, PolicyName, Purpose, split_sample_id
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import StepResult
 from flexmarl.testing.agents import check_turns
@@ -83,7 +83,7 @@ def grown(
     delays=0,
     name="lattice",
     script=digits,
-    trains=True,
+    purpose=Purpose.TRAINING,
     episode=0,
     **more,
 ):
@@ -96,7 +96,7 @@ def grown(
         script,
         delay_s=lambda request: random_delay.random(),
         environment=Lattice,
-        trains=trains,
+        purpose=purpose,
         trajectory_id=f"g0e{episode}a0",
     )
     team = team_spec.seat(played)
@@ -108,7 +108,7 @@ def by_path(team):
     """path -> (prompt, response, seed-dependent log-probabilities, reward)."""
     rewards = team.rewards()
     return {
-        turn.tags["path"]: (text(turn.prompt_ids), turn.text, turn.logprobs.tolist(), rewards[turn.sample_id])
+        Node(turn.path).name: (text(turn.prompt_ids), turn.text, turn.logprobs.tolist(), rewards[turn.sample_id])
         for turn in team.turns
     }
 
@@ -130,11 +130,11 @@ def test_every_group_of_candidates_has_one_context_hash(**tree):
     check_turns(team.turns)
     groups = defaultdict(list)
     for turn in team.turns:
-        groups[turn.tags["branch"]].append(turn)
+        groups[turn.branch].append(turn)
     for members in groups.values():
         assert len(members) == tree["candidates"]
-        assert len({turn.tags["context_hash"] for turn in members}) == 1
-        assert len({(turn.agent, turn.tags["turn"]) for turn in members}) == 1
+        assert len({turn.context_hash for turn in members}) == 1
+        assert len({(turn.agent, turn.turn) for turn in members}) == 1
     assert len(by_path(team)) == len(team.turns), "no two calls have one path"
 
 
@@ -143,12 +143,12 @@ def test_every_group_of_candidates_has_one_context_hash(**tree):
 def test_the_reward_on_a_row_is_the_one_its_own_action_produced(**tree):
     team = grown(**tree)
     places = {"": None}
-    for turn in sorted(team.turns, key=lambda turn: turn.tags["turn"]):
+    for turn in sorted(team.turns, key=lambda turn: turn.turn):
         seen = int(text(turn.prompt_ids).split("at ")[-1].split("<")[0])
         assert team.rewards()[turn.sample_id] == pay(seen, int(turn.text))
-        before = places[turn.tags["branch"]]
+        before = places[turn.branch]
         assert before is None or seen == before, "a candidate plays on from where its branch was, not its sibling"
-        places[turn.tags["path"]] = leads(seen, int(turn.text))
+        places[Node(turn.path).name] = leads(seen, int(turn.text))
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,7 +173,7 @@ def test_the_branches_with_the_highest_rewards_so_far_go_on(**tree):
 @trees
 def test_each_seat_remembers_what_was_said_on_its_own_path(**tree):
     for turn in grown(**tree).turns:
-        acts = turn.tags["turn"] // tree["agents"]
+        acts = turn.turn // tree["agents"]
         remembered = {"none": 0, "full": acts, 1: min(acts, 1)}[tree["memory"]]
         assert text(turn.prompt_ids).count("<|user|>") == remembered + 1
 
@@ -195,9 +195,9 @@ def test_candidates_have_seeds_of_their_own_also_in_equal_contexts():
     assert len({tuple(turn.logprobs) for turn in team.turns}) == 4
 
 
-def test_the_tags_say_where_in_the_tree_a_call_is():
+def test_the_columns_say_where_in_the_tree_a_call_is():
     team = grown(2, agents=1, max_turns=3, script=lambda prompt, request: "3")
-    places = [(turn.tags["turn"], turn.tags["path"], turn.tags["branch"]) for turn in team.turns]
+    places = [(turn.turn, Node(turn.path).name, turn.branch) for turn in team.turns]
     assert places == [
         *((0, path, "") for path in ("0", "1")),
         *((1, path, "0") for path in ("0.0", "0.1")),
@@ -209,9 +209,9 @@ def test_the_tags_say_where_in_the_tree_a_call_is():
 def test_a_call_after_the_first_of_a_turn_is_sampled_from_a_branch_of_its_own():
     said = lambda prompt, request: "5" if "<|tool|>" in prompt else "calc(2+3)"  # noqa: E731
     team = grown(2, agents=1, max_turns=1, script=said, max_tool_calls=1, **CALCULATOR)
-    places = {turn.tags["path"]: [] for turn in team.turns}
+    places = {Node(turn.path).name: [] for turn in team.turns}
     for turn in team.turns:
-        places[turn.tags["path"]].append(turn.tags["branch"])
+        places[Node(turn.path).name].append(turn.branch)
     assert places == {"0": ["", "0:1"], "1": ["", "1:1"]}
 
 
@@ -234,18 +234,19 @@ async def ends_early(task, team):
 def test_a_branch_that_is_over_stays_among_the_best():
     team = grown(2, keep=2, agents=1, name="ends_early")
     assert team.metrics == {"depth": 1.0}
-    assert {turn.tags["path"].split(".")[0] for turn in team.turns if turn.tags["turn"]} == {"1"}
+    assert {turn.path[0] for turn in team.turns if turn.turn} == {1}
 
 
 def test_one_candidate_is_a_plain_episode():
     team = grown(1, max_turns=3)
-    assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0", "0.0.0"]
+    assert [Node(turn.path).name for turn in team.turns] == ["0", "0.0", "0.0.0"]
     assert [turn.agent for turn in team.turns] == ["red", "blue", "red"]
 
 
-def test_an_evaluation_plays_one_candidate():
-    team = grown(3, max_turns=2, trains=False)
-    assert [turn.tags["path"] for turn in team.turns] == ["0", "0.0"]
+@pytest.mark.parametrize("purpose", [Purpose.EVALUATION, Purpose.GREEDY])
+def test_what_is_not_trained_on_plays_one_candidate(purpose):
+    team = grown(3, max_turns=2, purpose=purpose)
+    assert [Node(turn.path).name for turn in team.turns] == ["0", "0.0"]
 
 
 def test_of_equal_scores_the_lowest_path_goes_on():
@@ -345,12 +346,12 @@ def test_the_candidate_that_goes_on_is_the_one_whose_act_earned_most_and_not_the
         team = grown(6, agents=1, max_turns=3, name="asks_a_tool", script=at_times_a_tool, memory=memory, **CALCULATOR)
         calls = defaultdict(list)
         for turn in team.turns:
-            calls[turn.tags["path"]].append(turn)
+            calls[Node(turn.path).name].append(turn)
         for depth in range(3):
             level = {path: said for path, said in calls.items() if path.count(".") == depth}
             assert {len(said) for said in level.values()} == {1, 2}, "with and without a tool"
             for path, said in level.items():
-                assert {turn.tags["act"] for turn in said} == {said[0].tags["hop"]}
+                assert {turn.act_hop for turn in said} == {said[0].hop}
                 went_on = any(other.startswith(f"{path}.") for other in calls)
                 assert not went_on or len(said) == 1, "0.9 is more than 0.5, though 0.5 stands on two calls"
         assert team.metrics == {"said": 0.9}

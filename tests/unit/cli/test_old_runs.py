@@ -13,10 +13,13 @@ from flexmarl.cli.runs import evaluate, export
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError
+from flexmarl.events.journal import FORMAT
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.simulator.workload import planned_task
 
-OLD = '{"t":0.0,"event":"run_started","seed":0}\n'
+STARTED = '{"t":0.0,"event":"run_started","seed":0}\n'
+OLD = {1: STARTED, FORMAT - 1: f'{{"t":0.0,"event":"journal","format":{FORMAT - 1}}}\n{STARTED}'}
+"""Journals by their format. Format 1 had no first line that says it."""
 SETTINGS = {
     "name": "old",
     "tasks": {"type": "generator", "name": "multiplication"},
@@ -29,11 +32,11 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+@pytest.fixture(params=OLD)
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> RunFolder:
     folder = RunFolder(tmp_path)
     folder.config.write_text(yaml.safe_dump(SETTINGS))
-    folder.journal.write_text(OLD)
+    folder.journal.write_text(OLD[request.param])
     folder.metrics.write_text("")
     return folder
 
@@ -58,6 +61,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_of_an_older_format_is_refused_and_left_as_it_is(folder: RunFolder, command: str) -> None:
-    with pytest.raises(FlexmarlError, match=r"journal\.jsonl is a journal of format 1, .* or begin a new run$"):
+    before = folder.journal.read_text()
+    with pytest.raises(FlexmarlError, match=r"journal\.jsonl is a journal of format [12], .* or begin a new run$"):
         COMMANDS[command](folder)
-    assert folder.journal.read_text() == OLD
+    assert folder.journal.read_text() == before

@@ -10,6 +10,7 @@ from flexmarl.cluster.inproc import InprocResident, inproc_cluster
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S
 from flexmarl.errors import ConfigError, EngineError, WorkerError
+from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.cluster import Losses, check_cluster, make_nothing, probe
 from flexmarl.testing.inference import FrozenEngine
@@ -55,9 +56,9 @@ def test_a_kill_is_told_once_and_ends_the_live_resident_of_that_name() -> None:
         async with inproc_cluster({"a": 2}, crosses=True) as cluster:
             losses = Losses(cluster)
             (first,) = await cluster.spawn([probe("engine/solver/0")])
-            cluster.kill("engine/solver/0", "its node lost power")
+            cluster.kill(WorkerId("engine", "solver", 0), "its node lost power")
             (second,) = await cluster.spawn([probe("engine/solver/0")])
-            cluster.kill("engine/solver/0")
+            cluster.kill(WorkerId("engine", "solver", 0))
             assert [(lost.pid, lost.because) for lost in losses.told] == [
                 (first.place.pid, "its node lost power"),
                 (second.place.pid, "was killed"),
@@ -65,7 +66,7 @@ def test_a_kill_is_told_once_and_ends_the_live_resident_of_that_name() -> None:
             with pytest.raises(WorkerError, match="engine/solver/0 died: its node lost power"):
                 await first.remote.echo(1)
             with pytest.raises(KeyError):
-                cluster.kill("engine/solver/0")
+                cluster.kill(WorkerId("engine", "solver", 0))
 
     run_virtual(scenario())
 
@@ -75,7 +76,7 @@ def test_what_is_hosted_shares_what_it_simulates() -> None:
         shared: list[int] = []
         async with inproc_cluster({"a": 1}) as cluster:
             make = partial(dict, shared=shared)
-            spec = ResidentSpec(name="list", kind=ResidentKind.TRAINER, contract=object, make=make)
+            spec = ResidentSpec(name=WorkerId("list"), kind=ResidentKind.TRAINER, contract=object, make=make)
             (resident,) = await cluster.spawn([spec])
             assert resident.remote["shared"] is shared
 
@@ -90,7 +91,7 @@ def test_a_resident_that_never_closes_keeps_no_other_one_from_ending() -> None:
     async def scenario() -> None:
         engines = [FrozenEngine(lambda request: "a"), Hangs(lambda request: "a")]
         async with inproc_cluster() as cluster:
-            await cluster.spawn([engine_spec(lambda one=one: one, f"engine/{n}") for n, one in enumerate(engines)])
+            await cluster.spawn([engine_spec(lambda one=one: one, n) for n, one in enumerate(engines)])
         assert asyncio.get_running_loop().time() == CLOSE_TIMEOUT_S
         with pytest.raises(EngineError, match="is closed"):
             await anext(engines[0].generate([]))

@@ -12,6 +12,7 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.proxy import alters, restores
 from flexmarl.errors import EngineError, WorkerError
+from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.cluster import probe
 
@@ -73,7 +74,7 @@ class Counter:
 
 
 async def counter_in(cluster: Any) -> Resident[Counting]:
-    spec = ResidentSpec(name="counter", kind=ResidentKind.ENGINE, contract=Counting, make=Counter)
+    spec = ResidentSpec(name=WorkerId("counter"), kind=ResidentKind.ENGINE, contract=Counting, make=Counter)
     (resident,) = await cluster.spawn([spec])
     return resident
 

@@ -33,8 +33,9 @@ def chain(*acts: tuple[float, int], episode: int = 0, shared: float = 0.0, price
         act = len(rows)
         for _ in range(calls):
             hop = len(rows)
-            tags = {"turn": number, "act": act, "anchor": f"state {number}", "env_step": number}
-            row = credit_row(reward + shared - price, episode=episode, hop=hop, num_tokens=1, tags=tags)
+            tags = {"anchor": f"state {number}", "env_step": number}
+            place = {"turn": number, "act_hop": act}
+            row = credit_row(reward + shared - price, episode=episode, hop=hop, num_tokens=1, tags=tags, **place)
             rows.append(replace(row, act_reward=reward, act_outcome=reward, call_reward=-price, values=(0.0,)))
     calls = tuple(GraphCall(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(rows)))
     return [replace(row, calls=calls) for row in rows]
@@ -108,8 +109,8 @@ def candidates(*acts: tuple[float, int], branch: str = "", episode: int = 0, hop
             own = {"branch": branch, "context_hash": f"at {branch}"}
             if call:
                 own = {"branch": f"{path}:{call}", "context_hash": f"{episode} {path}:{call}"}
-            tags = {"turn": path.count("."), "path": path, "act": act, **own}
-            rows.append(credit_row(reward, episode=episode, hop=hop + len(rows), tags=tags))
+            place = {"turn": path.count("."), "path": tuple(map(int, path.split("."))), "act_hop": act, **own}
+            rows.append(credit_row(reward, episode=episode, hop=hop + len(rows), **place))
     return rows
 
 
@@ -143,7 +144,7 @@ def test_several_branches_and_episodes_are_each_compared_with_their_like_by_the_
 def test_candidates_of_one_branch_that_saw_different_things_are_still_an_error():
     rows = candidates((1, 1), (0, 1))
     with pytest.raises(CreditError, match=r"group \(task=t0, episode=t0e0, branch=\) breaks one_context"):
-        AtGrpo().estimate([rows[0], replace(rows[1], tags={**rows[1].tags, "context_hash": "other"})])
+        AtGrpo().estimate([rows[0], replace(rows[1], context_hash="other")])
 
 
 def test_an_act_whose_first_call_does_not_train_is_no_error():

@@ -53,8 +53,8 @@ def with_rewards(rows: list[CreditRow], change: Callable[[float], float]) -> lis
 
 
 def scored(*rewards: float, task: str = "t0") -> list[CreditRow]:
-    tags = {"turn": 0, "context_hash": task, "branch": "", "path": "0"}
-    return [credit_row(reward, task=task, episode=episode, tags=tags) for episode, reward in enumerate(rewards)]
+    place = {"turn": 0, "context_hash": task, "path": (0,)}
+    return [credit_row(reward, task=task, episode=episode, **place) for episode, reward in enumerate(rewards)]
 
 
 def of(*without: str) -> pytest.MarkDecorator:
@@ -95,7 +95,7 @@ def test_g3_a_group_that_breaks_what_it_requires_raises(name: str) -> None:
 def test_g3_presets_for_trees_compare_in_one_context(name: str) -> None:
     rows = [replace(row, episode=EpisodeId("t0e0")) for row in scored(1, 0)]
     CLASSES[name]().estimate(rows)
-    other = replace(rows[1], tags={**rows[1].tags, "context_hash": "other"})
+    other = replace(rows[1], context_hash="other")
     with pytest.raises(CreditError, match="breaks one_context: its rows have 2 values of 'context_hash'"):
         CLASSES[name]().estimate([rows[0], other])
 
@@ -148,7 +148,7 @@ def test_g6_with_the_agent_in_the_key_its_rewards_are_its_own(name: str, rows: l
     estimator = CLASSES[name].model_validate({"key": ["task", "agent"], "singleton": "zero"})
     if isinstance(estimator, C3):
         # What follows a turn is what others do after it: on trees of one agent's turns alone.
-        rows = [replace(row, tags={**row.tags, "path": row.sample_id}) for row in rows]
+        rows = [replace(row, path=(place,)) for place, row in enumerate(rows)]
     changed = [replace(row, reward=(row.reward or 0) * factor) if row.agent == "verifier" else row for row in rows]
     before, after = advantages(estimator, rows), advantages(estimator, changed)
     assert [a for a, row in zip(before, rows, strict=True) if row.agent != "verifier"] == [
@@ -326,7 +326,7 @@ def test_one_policy_can_be_asked_for() -> None:
 
 def test_the_critic_of_a_tree_learns_what_followed() -> None:
     siblings = [
-        replace(row, tags={"path": str(place), "branch": "", "context_hash": "c"}, values=(0.5,) * row.num_tokens)
+        replace(row, path=(place,), context_hash="c", values=(0.5,) * row.num_tokens)
         for place, row in enumerate([credit_row(1, hop=0), credit_row(0, hop=1)])
     ]
     assert C3(signal="value_assisted").estimate(siblings).returns == {

@@ -101,7 +101,7 @@ def test_groups_come_from_tags_whatever_the_order_and_what_they_claim_is_asserte
     assert list(Default().estimate(rows).advantages.values()) == [0.5, -0.5, -0.5, 0.5]
     with pytest.raises(CreditError, match="one_task"):
         GroupRelative(key=("agent",)).estimate(rows)
-    contexts = [credit_row(1.0, tags={"context_hash": "x"}), credit_row(0.0, episode=1, tags={"context_hash": "y"})]
+    contexts = [credit_row(1.0, context_hash="x"), credit_row(0.0, episode=1, context_hash="y")]
     with pytest.raises(CreditError, match="one_context"):
         GroupRelative(require=("one_task", "one_context")).estimate(contexts)
 

@@ -49,7 +49,7 @@ def batch_rows():
                 hop=hop,
                 agent=str(batch["agent"][i]),
                 num_tokens=int(batch["mask"][i].sum()),
-                tags={"turn": int(batch["turn"][i])},
+                turn=int(batch["turn"][i]),
             )
         )
     return batch, rows

@@ -31,8 +31,8 @@ def advantages(estimator: GroupRelative, rows: list[CreditRow]) -> list[float]:
 
 
 def scored(*rewards: float, task: str = "t0") -> list[CreditRow]:
-    tags = {"turn": 0, "context_hash": task}
-    return [credit_row(reward, task=task, episode=episode, tags=tags) for episode, reward in enumerate(rewards)]
+    place = {"turn": 0, "context_hash": task}
+    return [credit_row(reward, task=task, episode=episode, **place) for episode, reward in enumerate(rewards)]
 
 
 @pytest.mark.parametrize("unit", ["row", "trajectory_mean", "trajectory_first"])

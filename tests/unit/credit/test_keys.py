@@ -1,7 +1,5 @@
 """Groups are equal values of tags, and what is required of them is checked."""
 
-from dataclasses import replace
-
 import pytest
 
 from flexmarl.credit.rows import group_name, group_rows
@@ -31,11 +29,18 @@ def test_an_agent_without_a_key_is_an_error() -> None:
 
 def test_an_unknown_tag_is_named_with_those_there_are() -> None:
     with pytest.raises(CreditError) as error:
-        group_rows([replace(credit_row(0.0), tags={"turn": 1, "agent": "solver"})], ("task", "stage"))
+        group_rows([credit_row(0.0, tags={"round": 1, "agent": "x"})], ("task", "stage"))
     assert str(error.value) == (
-        "unknown tag 'stage': sample t0_0_t0e0 of agent solver carries agent, episode, hop, policy, task, turn; a "
-        "workflow gives its own with `seat.act(text, stage=...)`, a tree of turns gives `path`"
+        "unknown tag 'stage': sample t0_0_t0e0 of agent solver carries act, agent, branch, call, context_hash, "
+        "episode, greedy, group, hop, path, policy, policy_version, round, task, turn, valid; a workflow gives its own "
+        "with `seat.act(text, stage=...)`"
     )
+
+
+def test_a_tag_with_the_name_of_a_column_is_named_with_its_prefix() -> None:
+    rows = [credit_row(0.0, turn=3, tags={"turn": "late"}), credit_row(1.0, turn=4, tags={"turn": "late"})]
+    assert list(group_rows(rows, ("turn",))) == [(("turn", 3),), (("turn", 4),)]
+    assert list(group_rows(rows, ("tags.turn",))) == [(("tags.turn", "late"),)]
 
 
 def test_a_group_of_two_tasks_is_an_error_unless_allowed() -> None:
@@ -47,8 +52,8 @@ def test_a_group_of_two_tasks_is_an_error_unless_allowed() -> None:
 
 def test_a_group_of_two_policies_or_contexts_is_an_error_if_required() -> None:
     rows = [
-        credit_row(0.0, tags={"context_hash": "x"}),
-        credit_row(0.0, hop=1, agent="verifier", tags={"context_hash": "y"}),
+        credit_row(0.0, context_hash="x"),
+        credit_row(0.0, hop=1, agent="verifier", context_hash="y"),
     ]
     with pytest.raises(CreditError, match="breaks one_policy"):
         group_rows(rows, ("task",), ("one_policy",))

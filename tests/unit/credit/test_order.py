@@ -75,8 +75,8 @@ def test_a_greedy_play_is_compared_with_nobody_and_not_trained() -> None:
 
 def test_a_filter_looks_at_what_is_compared() -> None:
     def turn(path: str, reward: float) -> CreditRow:
-        tags = {"path": path, "branch": path[:-2], "context_hash": path[:-2]}
-        return credit_row(reward, hop=int(path[-1]) + len(path), tags=tags)
+        place = {"path": tuple(map(int, path.split("."))), "branch": path[:-2], "context_hash": path[:-2]}
+        return credit_row(reward, hop=int(path[-1]) + len(path), **place)
 
     rows = [turn("0", 0.0), turn("1", 0.0), turn("0.0", 1.0), turn("0.1", 1.0)]
     settings = CreditSettings.model_validate({"estimator": {"type": "c3"}})

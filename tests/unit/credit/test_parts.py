@@ -12,9 +12,9 @@ from flexmarl.testing.credit import credit_row
 def test_the_means_of_an_agents_parts_add_up_to_its_mean_reward():
     settings = CreditSettings.model_validate({"shaping": [{"type": "turn_weighted"}, {"type": "process"}]})
     rows = [
-        replace(credit_row(1.5, tags={"turn": 3}, outcome=1.0), parts={"outcome": 1.0, "style": 0.5}),
-        replace(credit_row(0.0, hop=1, tags={"turn": 7}), valid=False, signals={"format_error": 1.0}),
-        credit_row(1.0, hop=2, agent="judge", tags={"turn": 7}),
+        replace(credit_row(1.5, turn=3, outcome=1.0), parts={"outcome": 1.0, "style": 0.5}),
+        replace(credit_row(0.0, hop=1, turn=7), valid=False, signals={"format_error": 1.0}),
+        credit_row(1.0, hop=2, agent="judge", turn=7),
     ]
     shaped = settings.shape(rows)
     found = reward_parts(shaped)

@@ -41,9 +41,16 @@ def rows_of(play: tuple[bool, ...], episode: int, phi: Phi, *, agents: Sequence[
     calls = tuple(GraphCall(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(play)))
     for hop, went in enumerate(play):
         reward = float(went and place + 1 == GOAL)
-        tags = {"turn": hop, "potential": phi[place], "anchor": str(place), "env_step": hop}
+        tags = {"potential": phi[place], "anchor": str(place), "env_step": hop}
         row = credit_row(
-            reward, episode=episode, hop=hop, agent=agents[hop % len(agents)], num_tokens=1, tags=tags, policy="p"
+            reward,
+            episode=episode,
+            hop=hop,
+            agent=agents[hop % len(agents)],
+            num_tokens=1,
+            turn=hop,
+            tags=tags,
+            policy="p",
         )
         rows.append(replace(row, act_reward=reward, act_outcome=reward, calls=calls, values=(0.3 - 0.1 * place,)))
         place += went

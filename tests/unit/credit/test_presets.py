@@ -2,6 +2,7 @@
 
 import pkgutil
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,9 @@ def advantages(estimator: Grouped, rows: list[CreditRow]) -> list[float]:
 
 
 def scored(*rewards: float, task: str = "t0", lengths: tuple[int, ...] = ()) -> list[CreditRow]:
-    tags = {"turn": 0, "context_hash": task, "branch": "", "path": "0"}
+    place: dict[str, Any] = {"turn": 0, "context_hash": task, "path": (0,)}
     return [
-        credit_row(reward, task=task, episode=e, num_tokens=lengths[e] if lengths else 3, tags=tags)
+        credit_row(reward, task=task, episode=e, num_tokens=lengths[e] if lengths else 3, **place)
         for e, reward in enumerate(rewards)
     ]
 
@@ -205,7 +206,9 @@ def tree(rewards: dict[str, float], *, episode: int = 0) -> list[CreditRow]:
             reward,
             episode=episode,
             hop=hop,
-            tags={"path": path, "branch": path.rpartition(".")[0], "context_hash": path.rpartition(".")[0]},
+            path=tuple(map(int, path.split("."))),
+            branch=path.rpartition(".")[0],
+            context_hash=path.rpartition(".")[0],
         )
         for hop, (path, reward) in enumerate(rewards.items())
     ]
@@ -214,7 +217,7 @@ def tree(rewards: dict[str, float], *, episode: int = 0) -> list[CreditRow]:
 def test_on_a_tree_a_turn_is_worth_the_mean_of_the_leaves_below_it() -> None:
     # What the inner turns 0, 1 and 1.1 were given themselves is not terminal.
     rows = tree({"0": 9, "1": 9, "0.0": 1, "0.1": 0, "1.0": 1, "1.1": 9, "1.1.0": 0.5, "1.1.1": 0, "2": 0})
-    found = dict(zip([row.tags["path"] for row in rows], advantages(C3(), rows), strict=True))
+    found = dict(zip([row.tag("path") for row in rows], advantages(C3(), rows), strict=True))
     # q: 0 is 1/2, 1 is (1 + 1/2 + 0) / 3, 1.1 is 1/4, 2 is 0.
     assert found == pytest.approx(
         {"0": 0.25, "1": 0.25, "2": -0.5, "0.0": 1, "0.1": -1, "1.0": 0.75, "1.1": -0.75, "1.1.0": 0.5, "1.1.1": -0.5}
@@ -256,7 +259,7 @@ def test_c3_says_what_it_lacks() -> None:
     assert C3().uses == frozenset()
     with pytest.raises(CreditError, match="has no values, and C3's signal needs a critic's"):
         C3(signal="value_only").estimate(rows)
-    with pytest.raises(CreditError, match="unknown tag 'path'"):
+    with pytest.raises(CreditError, match="has no path"):
         C3().estimate([credit_row(1)])
 
 

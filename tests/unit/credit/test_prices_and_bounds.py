@@ -28,8 +28,8 @@ def configured(**options: Any) -> CreditSettings:
 
 
 def scored(*rewards: float, **fields: Any) -> list[CreditRow]:
-    tags = {"turn": 0, "branch": "", "path": "0", "context_hash": "c", "anchor": "a", "env_step": 0}
-    rows = [credit_row(reward, episode=n, tags=tags, **fields) for n, reward in enumerate(rewards)]
+    tags, place = {"anchor": "a", "env_step": 0}, {"turn": 0, "path": (0,), "context_hash": "c"}
+    rows = [credit_row(reward, episode=n, tags=tags, **place, **fields) for n, reward in enumerate(rewards)]
     return [replace(row, act_reward=row.reward, act_outcome=row.reward, values=(0.1, 0.2, 0.3)) for row in rows]
 
 
@@ -73,10 +73,7 @@ def test_a_thousandth_of_a_price_has_a_thousandth_of_its_effect_whatever_estimat
     if kind == "remax":
         rows.append(replace(rows[0], sample_id="greedy", episode="greedy", greedy=True))  # type: ignore[arg-type]
     if kind == "c3":
-        rows = [
-            replace(row, hop=n, episode=rows[0].episode, tags={**row.tags, "path": str(n)})
-            for n, row in enumerate(rows)
-        ]
+        rows = [replace(row, hop=n, episode=rows[0].episode, path=(n,)) for n, row in enumerate(rows)]
     free = advantages(configured(estimator={"type": kind}), rows)
     effects = [
         advantages(configured(estimator={"type": kind}, **PRICED[term](size)), rows) - free for size in (1e-3, 1e-6)
@@ -186,7 +183,7 @@ def test_every_term_that_has_a_factor_of_its_own_is_tried():
 @FEW
 def test_a_row_counts_with_a_factor_from_0_to_1_however_many_turns_there_are(kind, data, at, reward):
     term = {"type": kind, **{name: data.draw(DRAWN[name]) for name in FACTORS[kind]}}
-    row = credit_row(1.0, hop=at, tags={"turn": at})
+    row = credit_row(1.0, hop=at, turn=at)
     (shaped,) = configured(shaping=[term]).shape([row])
     assert shaped.reward is not None
     assert 0 <= shaped.reward <= 1
@@ -195,7 +192,7 @@ def test_a_row_counts_with_a_factor_from_0_to_1_however_many_turns_there_are(kin
 
 
 def test_a_factor_ends_where_the_turns_do():
-    rows = [credit_row(1.0, hop=turn, tags={"turn": turn}) for turn in (6, 7, 8, 500)]
+    rows = [credit_row(1.0, hop=turn, turn=turn) for turn in (6, 7, 8, 500)]
     for last, factors in ((True, [0.99, 1, 1, 1]), (False, [0.99**2, 0.99, 1, 1])):
         shaped = configured(shaping=[{"type": "turn_discount", "last_undiscounted": last}]).shape(rows)
         assert [row.reward for row in shaped] == pytest.approx(factors, rel=1e-12)

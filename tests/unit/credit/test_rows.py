@@ -15,6 +15,7 @@ from flexmarl.records import (
     GroupId,
     GroupRecord,
     PolicyName,
+    Purpose,
     SampleId,
     Task,
     Turn,
@@ -36,7 +37,8 @@ def turn(episode: str, hop: int, agent: str, finish: FinishReason = FinishReason
         raw_logprobs=np.zeros(3, np.float32),
         versions=(VersionRun(0, Version(4)),),
         finish=finish,
-        tags={"turn": hop // 2},
+        turn=hop // 2,
+        tags={"stage": "draft"},
     )
 
 
@@ -73,7 +75,7 @@ def test_rows_are_the_trained_turns_of_finished_episodes() -> None:
         ("mul_7_1_g0e2a0", 0.0),
     ]
     assert (rows[1].task, rows[1].episode, rows[1].hop, rows[1].num_tokens) == ("mul_7", "g0e0a0", 2, 3)
-    assert rows[1].tags == {"turn": 1, "policy_version": 4}
+    assert (rows[1].turn, rows[1].policy_version, rows[1].tags) == (1, 4, {"stage": "draft"})
 
 
 def only_row(*turns: Turn, untrained: tuple[FinishReason, ...] = (), **fields):
@@ -107,8 +109,8 @@ def test_a_row_knows_what_of_its_outcome_it_was_given_itself() -> None:
     assert only_row(*turns, parts={last: {"outcome": 1.5}}).act_outcome is None
 
 
-def test_a_row_reads_the_tags_that_have_a_meaning() -> None:
-    marked = only_row(replace(turn("g0e0a0", 5, "solver"), tags={"valid": False, "greedy": True}))
+def test_a_row_says_if_its_call_was_valid_and_if_its_play_was_greedy() -> None:
+    marked = only_row(replace(turn("g0e0a0", 5, "solver"), valid=False, purpose=Purpose.GREEDY))
     bare = only_row(turn("g0e0a0", 0, "solver"))
     assert (marked.valid, marked.greedy) == (False, True)
     assert (bare.valid, bare.greedy) == (True, False)
@@ -116,12 +118,13 @@ def test_a_row_reads_the_tags_that_have_a_meaning() -> None:
 
 def test_a_row_has_all_calls_of_its_episode_those_of_frozen_policies_too() -> None:
     first = turn("g0e0a0", 0, "solver")
-    judged = replace(turn("g0e0a0", 1, "judge"), tags={"after": "0"})
+    judged = replace(turn("g0e0a0", 1, "judge"), after=(0,))
     longer = replace(
         turn("g0e0a0", 3, "solver"),
         prompt_ids=np.arange(9, dtype=np.int32),
         parent=first.sample_id,
-        tags={"after": "0,1", "tool_s": 0.5},
+        after=(0, 1),
+        tool_s=0.5,
     )
     assert only_row(first, judged, longer).calls == (
         GraphCall(hop=0, new_prompt_tokens=2, num_tokens=3),

@@ -25,7 +25,7 @@ def terms(*settings):
 def chain(*rewards, agents=("solver",), **fields):
     """An episode of one call per turn, the agents taking turns."""
     return [
-        credit_row(reward, hop=turn, agent=agents[turn % len(agents)], tags={"turn": turn, "path": "0"}, **fields)
+        credit_row(reward, hop=turn, agent=agents[turn % len(agents)], turn=turn, path=(0,), **fields)
         for turn, reward in enumerate(rewards)
     ]
 
@@ -44,21 +44,21 @@ def rewards(rows, *settings):
         ("hop_discount", credit_row(2.0, hop=8), 2.0 * 0.99**2),
         ("hop_discount", credit_row(2.0, hop=12), 2.0),
         ({"type": "hop_discount", "gamma": 0.5, "max_hops": 3}, credit_row(2.0, hop=1), 0.5),
-        ("turn_weighted", credit_row(2.0, tags={"turn": 3}), 1.0),
-        ("turn_weighted", credit_row(2.0, tags={"turn": 11}), 2.0),
-        ({"type": "turn_weighted", "clip": False}, credit_row(2.0, tags={"turn": 11}), 3.0),
-        ("turn_discount", credit_row(2.0, tags={"turn": 7}), 2.0),
-        ("turn_discount", credit_row(2.0, tags={"turn": 5}), 2.0 * 0.99**2),
-        ({"type": "turn_discount", "last_undiscounted": False}, credit_row(2.0, tags={"turn": 7}), 2.0 * 0.99),
+        ("turn_weighted", credit_row(2.0, turn=3), 1.0),
+        ("turn_weighted", credit_row(2.0, turn=11), 2.0),
+        ({"type": "turn_weighted", "clip": False}, credit_row(2.0, turn=11), 3.0),
+        ("turn_discount", credit_row(2.0, turn=7), 2.0),
+        ("turn_discount", credit_row(2.0, turn=5), 2.0 * 0.99**2),
+        ({"type": "turn_discount", "last_undiscounted": False}, credit_row(2.0, turn=7), 2.0 * 0.99),
         ("binary", credit_row(0.5), 0.0),
         ("binary", credit_row(0.500001), 1.0),
         ("normalized", credit_row(-3.0), -1.0),
         ("normalized", credit_row(0.25), 0.25),
-        ("shaped", credit_row(4.0, tags={"turn": 0}), 0.5),
-        ("shaped", credit_row(4.0, tags={"turn": 3}), 1.0),
-        ("shaped", credit_row(-9.0, tags={"turn": 7}), -1.0),
-        ("shaped", credit_row(0.5, tags={"turn": 11}), 0.5),
-        ({"type": "shaped", "clip": False}, credit_row(0.5, tags={"turn": 11}), 0.75),
+        ("shaped", credit_row(4.0, turn=0), 0.5),
+        ("shaped", credit_row(4.0, turn=3), 1.0),
+        ("shaped", credit_row(-9.0, turn=7), -1.0),
+        ("shaped", credit_row(0.5, turn=11), 0.5),
+        ({"type": "shaped", "clip": False}, credit_row(0.5, turn=11), 0.75),
         ({"type": "overlong", "max_tokens": 100, "buffer": 20}, credit_row(1.0, num_tokens=80), 1.0),
         ({"type": "overlong", "max_tokens": 100, "buffer": 20}, credit_row(1.0, num_tokens=90), 0.5),
         ({"type": "overlong", "max_tokens": 100, "buffer": 20}, credit_row(1.0, num_tokens=130), 0.0),
@@ -107,14 +107,14 @@ def test_s1_every_term_that_compares_turns_has_a_scope_and_its_own_share_of_the_
 
 def test_turns_of_one_number_are_not_before_one_another_and_calls_of_one_turn_count_once():
     at_once = [
-        credit_row(reward, hop=hop, agent=agent, tags={"turn": 0})
+        credit_row(reward, hop=hop, agent=agent, turn=0)
         for hop, (agent, reward) in enumerate([("pro", 1.0), ("con", 0.0)])
     ]
     two_calls = [
-        credit_row(1.0, hop=2, agent="pro", tags={"turn": 1}),
-        credit_row(0.0, hop=3, agent="pro", tags={"turn": 1}),
+        credit_row(1.0, hop=2, agent="pro", turn=1),
+        credit_row(0.0, hop=3, agent="pro", turn=1),
     ]
-    last = credit_row(1.0, hop=4, agent="con", tags={"turn": 2})
+    last = credit_row(1.0, hop=4, agent="con", turn=2)
     shaped = rewards([*at_once, *two_calls, last], {"type": "margin", "scope": "team"})
     assert shaped[:2] == [1.0, 0.0]
     assert shaped[4] == pytest.approx(1 + 0.5 * (1 - (1.0 + 0.0 + 0.5) / 3))
@@ -129,7 +129,7 @@ def test_quality_needs_outcomes_between_0_and_1():
 
 def tree(**nodes):
     return [
-        credit_row(reward, hop=hop, tags={"path": path.strip("_").replace("_", ".")})
+        credit_row(reward, hop=hop, path=tuple(map(int, path.strip("_").split("_"))))
         for hop, (path, reward) in enumerate(nodes.items())
     ]
 
@@ -142,34 +142,39 @@ def test_s1_a_candidate_of_a_tree_is_compared_with_its_raw_parent_and_siblings()
 
 
 def test_trees_of_two_episodes_are_two_trees():
-    rows = [credit_row(reward, episode=episode, tags={"path": "0"}) for episode, reward in enumerate((1.0, 0.0))]
+    rows = [credit_row(reward, episode=episode, path=(0,)) for episode, reward in enumerate((1.0, 0.0))]
     assert rewards(rows, "tree") == [1.0, 0.0]
 
 
-def test_without_the_tag_of_a_tree_the_tree_term_says_so():
-    with pytest.raises(CreditError, match="unknown tag 'path'"):
+def test_outside_a_tree_the_tree_term_says_so():
+    with pytest.raises(CreditError, match="sample t0_0_t0e0 of agent solver has no path"):
         rewards([credit_row(1.0)], "tree")
 
 
-@pytest.mark.parametrize(("tag", "term"), [("turn", "turn_discount"), ("turn", "turn_weighted"), ("potential",) * 2])
 @pytest.mark.parametrize("text", ["first", "", "1"])
-def test_a_text_where_a_term_reads_a_number_is_an_error_that_names_tag_and_sample(tag, term, text):
-    row = credit_row(1.0, tags={tag: text})
-    with pytest.raises(CreditError, match=f"the tag '{tag}' of sample {row.sample_id} .* must be a number, got"):
-        rewards([row], term)
+def test_a_text_where_a_term_reads_a_number_is_an_error_that_names_tag_and_sample(text):
+    row = credit_row(1.0, tags={"potential": text})
+    with pytest.raises(CreditError, match=f"the tag 'potential' of sample {row.sample_id} .* must be a number, got"):
+        rewards([row], "potential")
+
+
+@pytest.mark.parametrize("term", ["turn_discount", "turn_weighted"])
+def test_a_workflows_own_tag_turn_moves_no_term(term):
+    row = credit_row(1.0, turn=2)
+    assert rewards([replace(row, tags={"turn": "first"})], term) == rewards([row], term)
 
 
 @pytest.mark.parametrize(("solved", "earned"), [((0, 0), 0.0), ((1, 0), 1.0), ((1, 1), 0.0), ((1, 0, 0, 0), 0.75)])
 def test_s1_a_proposer_earns_most_for_what_is_solved_half_of_the_time(solved, earned):
     proposal = credit_row(0.0, agent="proposer")
-    attempts = [credit_row(float(score), hop=hop + 1, tags={"turn": hop + 1}) for hop, score in enumerate(solved)]
+    attempts = [credit_row(float(score), hop=hop + 1, turn=hop + 1) for hop, score in enumerate(solved)]
     term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
     assert rewards([proposal, *attempts], term) == [earned, *solved], "the solvers keep their own"
 
 
 def test_an_attempt_at_the_threshold_has_not_solved_the_task():
-    proposal = credit_row(0.0, hop=0, agent="proposer", tags={"turn": 0})
-    attempts = [credit_row(reward, hop=hop, tags={"turn": hop}) for hop, reward in ((1, 0.5), (2, 0.75))]
+    proposal = credit_row(0.0, hop=0, agent="proposer", turn=0)
+    attempts = [credit_row(reward, hop=hop, turn=hop) for hop, reward in ((1, 0.5), (2, 0.75))]
     term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
     assert rewards([proposal, *attempts], term) == [1.0, 0.5, 0.75]
 
@@ -182,9 +187,9 @@ def test_a_proposer_whose_task_nobody_tried_is_an_error():
 
 def test_each_candidate_of_a_turn_is_an_attempt():
     term = {"type": "learnability", "agents": ["proposer"], "solvers": ["solver"]}
-    proposal = credit_row(0.0, agent="proposer", tags={"turn": 0, "path": "0"})
+    proposal = credit_row(0.0, agent="proposer", turn=0, path=(0,))
     attempts = [
-        credit_row(outcome, hop=1 + candidate, agent="solver", tags={"turn": 1, "path": f"0.{candidate}"})
+        credit_row(outcome, hop=1 + candidate, agent="solver", turn=1, path=(0, candidate))
         for candidate, outcome in enumerate((1.0, 0.0, 0.0, 0.0))
     ]
     assert rewards([proposal, *attempts], term) == [0.75, 1.0, 0.0, 0.0, 0.0]

@@ -163,13 +163,12 @@ def test_a_line_that_is_no_event_is_an_error_that_names_it(tmp_path, line, wrong
         list(read_journal(path))
 
 
-@pytest.mark.parametrize(
-    "first", ['{"t":0.0,"event":"run_started","seed":1}', '{"t":0.0,"event":"journal","format":3}']
-)
-def test_a_journal_of_another_format_is_neither_read_nor_continued(tmp_path, first):
+@pytest.mark.parametrize("found", [1, FORMAT - 1, FORMAT + 1])
+def test_a_journal_of_another_format_is_neither_read_nor_continued(tmp_path, found):
     path = tmp_path / "journal.jsonl"
+    first = '{"t":0.0,"event":"run_started","seed":1}'  # Format 1 had no line before it.
+    first = first if found == 1 else f'{{"t":0.0,"event":"journal","format":{found}}}'
     path.write_text(first + "\n")
-    found = 3 if "format" in first else 1
     for use in (Journal, lambda path: list(read_journal(path))):
         with pytest.raises(FlexmarlError, match=rf"format {found}, and this version of flexmarl reads format {FORMAT}"):
             use(path)

@@ -10,6 +10,7 @@ from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, Row
 from flexmarl.experience.turn_rows import (
+    LISTS,
     PER_TOKEN,
     TURN_COLUMNS,
     closing_row,
@@ -25,6 +26,7 @@ from flexmarl.records import (
     EpisodeId,
     FinishReason,
     PolicyName,
+    Purpose,
     RowState,
     Sample,
     Turn,
@@ -42,6 +44,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 TOKENS = st.integers(0, 2**31 - 1)
 BITS = st.floats(width=32)
 """Any float32: infinities, NaN and subnormals too."""
+
+NUMBERS = st.lists(NUMBER, max_size=3).map(tuple)
 
 
 @st.composite
@@ -62,6 +66,16 @@ def turns(draw: st.DrawFn) -> Turn:
         finish=draw(st.sampled_from(FinishReason)),
         text=draw(TEXT),
         parent=draw(st.none() | st.just(make_sample_id("t", 0, trajectory))),
+        valid=draw(st.booleans()),
+        call=draw(NUMBER),
+        act_hop=draw(st.none() | NUMBER),
+        turn=draw(NUMBER),
+        branch=draw(TEXT),
+        path=draw(NUMBERS),
+        context_hash=draw(TEXT),
+        after=draw(NUMBERS),
+        tool_s=draw(st.floats(min_value=0, allow_infinity=False)),
+        purpose=draw(st.sampled_from(Purpose)),
         tags=draw(
             st.dictionaries(
                 TEXT,
@@ -115,7 +129,7 @@ A_TURN = Turn(
     raw_logprobs=np.array([-0.3, -0.4], np.float32),
     versions=(VersionRun(0, Version(3)),),
     finish=FinishReason.STOP,
-    tags={"hop": 2},
+    tags={"hop": "the workflow's own"},
 )
 
 
@@ -151,7 +165,11 @@ def row_with(*, without: str = "") -> Row:
     )
 
 
-@pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in (*PER_TOKEN, *OPEN)])
+MAY_LACK = ("act_hop", *LISTS)
+"""Columns that a row lacks where a Turn has None or an empty tuple."""
+
+
+@pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in (*PER_TOKEN, *OPEN, *MAY_LACK)])
 def test_a_row_without_a_value_is_no_sample_and_the_column_is_named(missing):
     assert bits(sample_from_row(row_with()).turn) == bits(A_TURN)
     with pytest.raises(StoreError, match=rf"'mul-7_2_g12e3a0' \(claimed\) has no {missing};"):

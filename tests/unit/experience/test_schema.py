@@ -91,9 +91,9 @@ def test_a_wrong_value_is_refused_with_its_place_and_what_works(kind, value, wor
     assert words in str(refusal.value)
 
 
-def test_numbers_are_by_value_and_the_rest_by_reference():
+def test_numbers_and_words_are_by_value_and_the_rest_by_reference():
     by_value = {kind for kind, codec in CODECS.items() if not codec.by_reference}
-    assert by_value == {ColumnKind.INT, ColumnKind.FLOAT, ColumnKind.BOOL}
+    assert by_value == {ColumnKind.INT, ColumnKind.FLOAT, ColumnKind.BOOL, ColumnKind.WORD}
     assert CODECS.keys() == set(ColumnKind)
 
 

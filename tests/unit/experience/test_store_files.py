@@ -100,14 +100,17 @@ def test_a_store_that_was_killed_while_it_was_made_is_made_anew(tmp_path: Path):
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"{path.name}.owner"]
 
 
-def test_a_store_of_another_layout_is_named(tmp_path: Path):
+@pytest.mark.parametrize("found", [store_file.LAYOUT_VERSION - 1, 99])
+def test_a_store_of_another_layout_is_named(tmp_path: Path, found: int):
     path = tmp_path / "experience.sqlite"
     asyncio.run(new_store(path).close())
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
+    db.execute(f"PRAGMA user_version = {found}")
     db.close()
-    with pytest.raises(StoreError, match=r"layout 99 of the experience store, this flexmarl reads 2"):
-        DurableStore.open(path)
+    said = f"layout {found} of the experience store, this flexmarl reads {store_file.LAYOUT_VERSION}"
+    for use in (DurableStore.open, lambda path: read_store(path).__enter__()):
+        with pytest.raises(StoreError, match=said):
+            use(path)
 
 
 def test_a_new_store_never_takes_the_place_of_an_old_one(tmp_path: Path):

@@ -16,7 +16,7 @@ from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, weights_key
-from flexmarl.records import FinishReason, Version
+from flexmarl.records import FinishReason, Version, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, check_inference_engine, utf8_text
 from tests.unit.hosted import engine_spec, resident_of
@@ -37,8 +37,8 @@ def say(one):
     return "abcdefghijklmnop" * 4
 
 
-def scripted(token_s=1.0, name="engine/solver/0"):
-    return engine_spec(partial(ScriptedEngine, say, latency_s=token_s), name)
+def scripted(token_s=1.0, number=0):
+    return engine_spec(partial(ScriptedEngine, say, latency_s=token_s), number)
 
 
 async def collect(engine, requests):
@@ -66,7 +66,7 @@ def test_an_embedded_engine_conforms_through_its_proxy():
         async with inproc_cluster(crosses=True) as cluster:
 
             async def make():
-                (resident,) = await cluster.spawn([engine_spec(embedded, f"engine/solver/{next(numbers)}")])
+                (resident,) = await cluster.spawn([engine_spec(embedded, next(numbers))])
                 return resident.remote
 
             await check_inference_engine(make, policy=POLICY, stop_text=tiny.letters, publish=publish)
@@ -85,7 +85,7 @@ def test_a_scripted_engine_conforms_through_its_proxy(token_s, latency_s):
         async with inproc_cluster(crosses=True, latency_s=latency_s) as cluster:
 
             async def make():
-                (resident,) = await cluster.spawn([scripted(token_s, f"engine/solver/{next(numbers)}")])
+                (resident,) = await cluster.spawn([scripted(token_s, next(numbers))])
                 return resident.remote
 
             await check_inference_engine(make, policy=POLICY, stop_text=utf8_text, publish=publish)
@@ -260,11 +260,11 @@ def test_closing_does_not_wait_for_ever_for_a_resident_that_hangs():
 def test_the_pool_moves_what_a_dead_resident_left_to_another_instance():
     async def scenario():
         async with inproc_cluster(crosses=True) as cluster:
-            residents = await cluster.spawn([scripted(1.0, f"engine/solver/{n}") for n in range(2)])
+            residents = await cluster.spawn([scripted(1.0, n) for n in range(2)])
             async with InferencePool({POLICY: [resident.remote for resident in residents]}).open() as pool:
                 calls = [asyncio.create_task(pool.generate(request(i, max_tokens=5))) for i in range(6)]
                 await asyncio.sleep(2.5)
-                cluster.kill("engine/solver/0")
+                cluster.kill(WorkerId("engine", "solver", 0))
                 assert {len(one.response_ids) for one in await asyncio.gather(*calls)} == {5}
                 assert "engine/solver/0 died: was killed" in pool.lost["solver/0"]
                 assert len(cluster.residents[1].hosted.requests) == 6

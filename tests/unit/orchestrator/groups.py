@@ -51,7 +51,6 @@ def turn_of(group: int, index: int, hop: int, *, agent: str = "solver", tokens: 
         raw_logprobs=logprobs,
         versions=(VersionRun(0, Version(version)),),
         finish=FinishReason.STOP,
-        tags={"hop": hop},
     )
 
 

@@ -8,7 +8,18 @@ from flexmarl.errors import TrainingError
 from flexmarl.events.run_events import Evaluated
 from flexmarl.orchestrator.evaluation import Evaluator, mean_metrics
 from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupId, PolicyName, Task, Version
+from flexmarl.records import (
+    Episode,
+    EpisodeId,
+    EpisodeStatus,
+    GroupId,
+    PolicyName,
+    Purpose,
+    Task,
+    Version,
+    split_sample_id,
+    split_trajectory_id,
+)
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.rollout.plays import now, player
@@ -53,7 +64,9 @@ def test_two_evaluations_make_the_same_calls_and_share_no_seed_with_training():
         await one.run()
         assert [(request.request_id, request.seed) for request in model.requests[6:]] == first
         assert len(set(first)) == 6
-        assert {request_id.split("_")[2][:11] for request_id, _ in first} == {f"g100000000{i}" for i in range(3)}
+        assert {request.purpose for request in model.requests} == {Purpose.EVALUATION}
+        groups = {split_trajectory_id(split_sample_id(request_id)[2])[0] for request_id, _ in first}
+        assert min(groups) > 10**8, "no run has admitted so many groups"
 
     run_virtual(scenario())
 

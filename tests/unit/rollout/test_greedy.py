@@ -13,6 +13,7 @@ from flexmarl.records import (
     GroupRecord,
     GroupState,
     PolicyName,
+    Purpose,
     SampleId,
     Task,
 )
@@ -72,8 +73,8 @@ def test_it_is_played_at_temperature_0_and_its_turns_say_so() -> None:
     assert group.greedy.finished
     temperatures = {request.request_id: request.sampling.temperature for request in requests}
     assert temperatures == {"sum-1_0_g0e0a0": 1.0, "sum-1_0_g0e1a0": 1.0, "sum-1_0_g0e2a0": 0.0}
-    assert [turn.tags["greedy"] for turn in group.greedy.turns] == [True]
-    assert not any("greedy" in turn.tags for episode in group.episodes for turn in episode.turns)
+    assert [turn.purpose for turn in group.greedy.turns] == [Purpose.GREEDY]
+    assert {turn.purpose for episode in group.episodes for turn in episode.turns} == {Purpose.TRAINING}
 
 
 @pytest.mark.parametrize("order", ["free", "lockstep"])
@@ -150,12 +151,12 @@ def test_a_group_of_which_it_alone_finished_is_played_again() -> None:
     ]
 
 
-def test_a_workflow_cannot_tag_a_turn_as_greedy() -> None:
+def test_a_workflow_that_tags_a_turn_as_greedy_makes_no_greedy_play_of_it() -> None:
     async def cheat(task: Task, team: Team) -> None:
-        await team.solver.act(task.prompt, greedy=True)
+        (await team.solver.act(task.prompt, greedy=True, purpose="greedy")).reward(1.0)
 
-    episode = run_virtual(player(cheat)[0].play(GROUP, 0))
-    assert "'greedy' is set by the seat" in episode.reason
+    (turn,) = run_virtual(player(cheat)[0].play(GROUP, 0)).turns
+    assert (turn.purpose, turn.tags) == (Purpose.TRAINING, {"greedy": True, "purpose": "greedy"})
 
 
 def test_it_ends_when_its_group_is_stopped() -> None:

@@ -1,12 +1,13 @@
 """One episode: what the workflow does becomes a record, whatever it is."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from flexmarl.errors import EpisodeError, StoreError
 from flexmarl.experience.turn_rows import turn_from_row
-from flexmarl.records import EpisodeStatus
+from flexmarl.records import EpisodeStatus, Purpose
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
 from tests.unit.rollout.plays import GROUP, new_store, now, player, rows
@@ -40,21 +41,27 @@ def test_a_finished_episode_has_its_turns_rewards_metrics_and_duration():
 
 
 @pytest.mark.parametrize(
-    ("recorded", "greedy", "trains"), [(True, False, True), (True, True, False), (False, False, False)]
+    ("group", "greedy", "purpose"),
+    [
+        (GROUP, False, Purpose.TRAINING),
+        (GROUP, True, Purpose.GREEDY),
+        (replace(GROUP, purpose=Purpose.EVALUATION), False, Purpose.EVALUATION),
+    ],
 )
-def test_the_team_knows_whether_its_play_can_be_trained_on(recorded, greedy, trains):
+def test_the_team_and_every_request_know_why_the_episode_is_played(group, greedy, purpose):
     told = []
 
     async def look(task, team):
-        told.append(team.context.trains)
+        told.append(team.context.purpose)
         await solve_and_verify(task, team)
 
     async def scenario():
-        one, _ = player(look, store=new_store() if recorded else None)
-        await one.play(GROUP, 0, greedy=greedy)
+        one, model = player(look, store=new_store())
+        await one.play(group, 0, greedy=greedy)
+        told.extend(request.purpose for request in model.requests)
 
     run_virtual(scenario())
-    assert told == [trains]
+    assert set(told) == {purpose}
 
 
 async def broken(task, team):

@@ -32,14 +32,7 @@ def played():
 
 
 async def opened(recorder, turn):
-    await recorder.prompt(
-        sample_id=turn.sample_id,
-        agent=turn.agent,
-        policy=turn.policy,
-        prompt_ids=turn.prompt_ids,
-        parent=turn.parent,
-        tags=turn.tags,
-    )
+    await recorder.prompt(turn, turn.prompt_ids)
 
 
 def test_a_call_under_way_has_no_row_then_comes_the_whole_turn_then_the_reward():

@@ -59,7 +59,7 @@ def request(
         prompt_ids=np.asarray(RENDERER.encode(prompt), np.int32),
         sampling=sampling,
         seed=seed,
-        conversation=f"g0e0a0/{agent}/0",
+        agent=AgentName(agent),
     )
 
 
@@ -157,7 +157,7 @@ def test_a_continued_request_is_answered_as_the_original_was() -> None:
         prompt_ids=np.concatenate((original.prompt_ids, whole[:3])),
         sampling=Sampling(max_tokens=10_000 - 3),
         seed=5,
-        conversation=original.conversation,
+        agent=original.agent,
         offset=3,
     )
     assert reply_to(begun, ECHO)[0].tolist() == whole[3:].tolist()

@@ -13,7 +13,7 @@ from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.events.catalogue import CATALOGUE
 from flexmarl.events.event import Event, from_json
 from flexmarl.events.training_events import Updated
-from flexmarl.records import RowState, Version
+from flexmarl.records import Purpose, RowState, Version
 from flexmarl.testing.events import a_call
 from flexmarl.testing.scripted_run import ScriptedRun
 from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
@@ -132,7 +132,7 @@ def test_groups_that_were_left_out_make_a_bias() -> None:
 
 
 def test_evaluations_count_nowhere() -> None:
-    held_out = call(40.0, began=20.0, group=1_000_000_003)
+    held_out = replace(call(40.0, began=20.0, group=7), purpose=Purpose.EVALUATION)
     between = call(40.0, began=20.0, group=7)
     assert read_facts([held_out]).calls == []
     assert report([*ONE_STEP, between]).rollout_utilisation == pytest.approx(0.7)

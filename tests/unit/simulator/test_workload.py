@@ -17,7 +17,7 @@ from flexmarl.events.journal import Journal
 from flexmarl.events.run_events import RunFailed
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import Called
-from flexmarl.records import FinishReason
+from flexmarl.records import FinishReason, Purpose, split_sample_id
 from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan, plans_in
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks
@@ -123,8 +123,8 @@ class Words:
     def __call__(self, prompt: str, request: Any) -> str:
         found = re.search(r"write (\d+) tokens", prompt)
         assert found
-        trajectory, agent, _ = request.conversation.split("/")
-        self.asked.append((trajectory, agent, int(found[1])))
+        trajectory = split_sample_id(request.request_id)[2]
+        self.asked.append((trajectory, request.agent, int(found[1])))
         return "x" * (int(found[1]) - 1)
 
 
@@ -188,7 +188,7 @@ def test_of_a_journal_only_answered_calls_of_training_count_and_of_each_group_th
         call("task_1_1_g3e0a1", 2.5, 9.0, policy="verifier"),
         call("task_1_2_g3e0a1", 11.0, 12.0),
         call("task_1_3_g3e0a1", 13.0, 14.0, finish=FinishReason.ERROR),
-        call("test_1_0_g1000000000e0a0", 5.0, 6.0),
+        call("test_1_0_g1000000000e0a0", 5.0, 6.0, purpose=Purpose.EVALUATION),
         call("task_0_0_g1e0a0", 20.0, 21.0),
     ]
     first, second = plans_in(events)

@@ -11,7 +11,7 @@ from flexmarl.errors import EngineError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import weights_key
-from flexmarl.records import FinishReason, Generation, PolicyName, Version
+from flexmarl.records import FinishReason, Generation, InstanceId, PolicyName, Version
 from flexmarl.simulator.virtual_time import DeadlockError, run_virtual
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 from flexmarl.testing.faults.faulty import FaultyEngine, SlowStore
@@ -27,7 +27,7 @@ def faulty(*faults: Fault, objects: InlineObjectStore | None = None) -> FaultyEn
     engine = ScriptedEngine(lambda one: "abcdefghijklmnop" * 4, latency_s=1.0, objects=objects)
     injection = Injection(FaultPlan(faults=faults))
     injection.begin(RememberedEvents(lambda: 0.0), lambda: None)
-    return FaultyEngine("solver/0", engine, injection)
+    return FaultyEngine(InstanceId("solver", 0), engine, injection)
 
 
 async def ask(engine, *requests) -> dict[str, Generation]:
@@ -71,8 +71,8 @@ def test_an_engine_may_refuse_to_load_and_keeps_what_it_has() -> None:
     async def scenario() -> None:
         objects = InlineObjectStore()
         meta = await objects.set(weights_key(SOLVER, Version(1)), {"weight": torch.ones(1)})
-        refusal = Fault(kind=FaultKind.FAILED_PUBLISH, target="solver/0", after=1, how="refused")
-        other = Fault(kind=FaultKind.FAILED_PUBLISH, target="solver/0", after=2, how="other_bytes")
+        refusal = Fault(kind=FaultKind.FAILED_PUBLISH, target=InstanceId("solver", 0), after=1, how="refused")
+        other = Fault(kind=FaultKind.FAILED_PUBLISH, target=InstanceId("solver", 0), after=2, how="other_bytes")
         engine = faulty(refusal, other, objects=objects)
         with pytest.raises(EngineError, match="solver/0 refused to load version 1, as planned"):
             await engine.load_weights(SOLVER, Version(1))

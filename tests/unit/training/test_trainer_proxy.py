@@ -88,7 +88,7 @@ def test_a_real_trainer_conforms_through_its_worker(make_samples: Samples, tmp_p
 
             async def make_trainer(objects: ObjectStore, rows: RowReader) -> Trainer:
                 make = partial(SingleProcessTrainer, SOLVER, tiny_model(), DOUBLE, objects, thread=thread, rows=rows)
-                (resident,) = await cluster.spawn([trainer_spec(make, f"trainer/{next(numbers)}")])
+                (resident,) = await cluster.spawn([trainer_spec(make, str(next(numbers)))])
                 return resident.remote
 
             await check_trainer(make_trainer, micro_batches(samples[:3], samples[3:]), tmp_path)

@@ -77,7 +77,7 @@ class RayResident(Generic[T]):
         self._actor = start_actor(spec, slot)
 
     @property
-    def name(self) -> str:
+    def name(self) -> WorkerId:
         return self._spec.name
 
     @property
@@ -282,7 +282,7 @@ class RayCluster:
         self._free.append(resident.slot)
         if lost is not None:
             place = resident.place
-            event = WorkerLost(process=WorkerId.parse(resident.name), node=place.node, pid=place.pid, because=lost)
+            event = WorkerLost(process=resident.name, node=place.node, pid=place.pid, because=lost)
             asyncio.get_running_loop().call_soon(self.events.emit, event)
 
     async def _watch_ray(self) -> None:

@@ -111,10 +111,10 @@ Scores = NDArray[np.float64]
 
 
 class Grouped(EstimatorBase):
-    """Base of estimators that compare rows with equal tags with one another, and with no others."""
+    """Base of estimators that compare rows with an equal key with one another, and with no others."""
 
     key: GroupKey = ("task", "agent")
-    """Tags whose equal values form a group, or such tags per agent ("*": every other agent)."""
+    """Columns and tags whose equal values form a group, or such names per agent ("*": every other agent)."""
     require: tuple[Requirement, ...] = ("one_task",)
     """Facts that every group must satisfy; a violation is an error."""
     singleton: Singleton = "zero"
@@ -173,7 +173,7 @@ class Grouped(EstimatorBase):
         return group_rows(led([row for row in rows if row.num_tokens]), self.grouping, self.require)
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows, where later calls of an act have the context tags of its first call."""
+        """The rows, where later calls of an act have branch and context of its first call."""
         return led(rows)
 
     def num_observations(self, members: Sequence[CreditRow]) -> int:

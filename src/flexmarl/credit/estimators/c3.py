@@ -24,15 +24,15 @@ class C3(Grouped):
 
     All calls of an act get its advantage. The critic learns to expect q at every token of the turn.
 
-    Rows carry two tags: `branch`, the node that they were sampled from, and `path`, the number of the candidate at each
-    turn from the root to the row, e.g. "0.3.1".
+    It reads two columns: `branch`, the node that a row was sampled from, and `path`, the number of the candidate at
+    each turn from the root to the row.
     """
 
     type: Literal["c3"] = "c3"
     key: GroupKey = ("task", "episode", "branch")
     require: tuple[Requirement, ...] = ("one_task", "one_context")
     tree: tuple[str, ...] = ("task", "episode")
-    """Tags that identify the tree of a path."""
+    """Columns that identify the tree of a path."""
     signal: Literal["reward_only", "value_only", "value_assisted"] = "reward_only"
     """Formula of the advantage; those with values need a critic."""
     alpha: float = Field(default=1.0, ge=0, le=1)
@@ -87,10 +87,9 @@ class C3(Grouped):
         return (q - ((1 - self.alpha) * _others(q) + self.alpha * _others(values)))[act_of_row]
 
     def _means_below(self, rows: Sequence[CreditRow], of: Callable[[CreditRow], float]) -> dict[SampleId, float]:
-        trees: dict[tuple[Scalar, ...], list[tuple[tuple[str, ...], CreditRow]]] = {}
+        trees: dict[tuple[Scalar, ...], list[tuple[tuple[int, ...], CreditRow]]] = {}
         for row in rows:
-            path = tuple(str(row.tag("path")).split("."))
-            trees.setdefault(tuple(row.tag(tag) for tag in self.tree), []).append((path, row))
+            trees.setdefault(tuple(row.tag(tag) for tag in self.tree), []).append((row.node, row))
         means: dict[SampleId, float] = {}
         for tree in trees.values():
             inner = {path[:length] for path, _ in tree for length in range(len(path))}

@@ -191,7 +191,7 @@ class AtGrpo(GroupRelative):
 
     def groups(self, rows: Sequence[CreditRow]) -> dict[Group, list[CreditRow]]:
         """The groups. Raises CreditError if candidates of one branch have different contexts."""
-        branched = led([row for row in rows if row.num_tokens and "path" in row.tags])
+        branched = led([row for row in rows if row.num_tokens and row.path])
         group_rows(branched, ("task", "episode", "branch"), [each for each in self.require if each == "one_context"])
         return super().groups(rows)
 

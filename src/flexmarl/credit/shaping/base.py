@@ -108,8 +108,3 @@ def by_episode(rows: Sequence[CreditRow]) -> Mapping[str, list[CreditRow]]:
     for row in rows:
         episodes.setdefault(row.episode, []).append(row)
     return episodes
-
-
-def turn_of(row: CreditRow) -> int:
-    """k: index of the turn, from 0 (the tag `turn`)."""
-    return int(row.number("turn"))

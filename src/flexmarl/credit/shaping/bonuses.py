@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from flexmarl.credit.interface import CreditRow, GraphCall
-from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, Sees, by_episode, given, turn_of
+from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, Sees, by_episode, given
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 
@@ -146,9 +146,9 @@ class Learnability(OutcomeTerm):
         return earned
 
 
-def _attempt(row: CreditRow) -> tuple[AgentName, int, str]:
+def _attempt(row: CreditRow) -> tuple[AgentName, int, tuple[int, ...]]:
     """Key of the attempt that a call belongs to. In a tree of turns, each candidate is an attempt."""
-    return row.agent, turn_of(row), str(row.tags.get("path", ""))
+    return row.agent, row.turn, row.path
 
 
 class Overlong(AddedTerm):

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from flexmarl.credit.interface import CreditRow
-from flexmarl.credit.shaping.base import OutcomeTerm, Sees, given, turn_of
+from flexmarl.credit.shaping.base import OutcomeTerm, Sees, given
 from flexmarl.errors import CreditError
 from flexmarl.records import SampleId
 
@@ -40,11 +40,11 @@ def compared(rows: Sequence[CreditRow], scope: Scope) -> Mapping[SampleId, Befor
     for chain in chains_of(rows, scope):
         turns: dict[tuple[int, str], list[float]] = {}
         for row in chain:
-            turns.setdefault((turn_of(row), row.agent), []).append(given(row))
+            turns.setdefault((row.turn, row.agent), []).append(given(row))
         outcomes = [(turn, _mean(calls)) for (turn, _), calls in sorted(turns.items())]
         last = _mean([outcome for turn, outcome in outcomes if turn == outcomes[-1][0]])
         for row in chain:
-            before = [outcome for turn, outcome in outcomes if turn < turn_of(row)]
+            before = [outcome for turn, outcome in outcomes if turn < row.turn]
             found[row.sample_id] = Before(_mean(before) if before else None, last)
     return found
 
@@ -84,7 +84,7 @@ class Margin(Comparison):
     type: Literal["margin"] = "margin"
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The shaped outcomes. The tag `turn` orders the turns."""
+        """The shaped outcomes. `turn` orders the turns."""
         before = compared(rows, self.scope)
         return {row.sample_id: margin(given(row), before[row.sample_id].mean, self.alpha) for row in rows}
 
@@ -106,7 +106,7 @@ class MarginWithOutcome(Comparison):
     """b: weight of the chain's last outcome."""
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The shaped outcomes. The tag `turn` orders the turns."""
+        """The shaped outcomes. `turn` orders the turns."""
         chain = compared(rows, self.scope)
         return {
             row.sample_id: margin(given(row), chain[row.sample_id].mean, self.alpha)
@@ -124,7 +124,7 @@ class Quality(Comparison):
     type: Literal["quality"] = "quality"
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
+        """The shaped outcomes. `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
         before = compared(rows, self.scope)
         return {row.sample_id: quality(row, before[row.sample_id].mean, self.alpha) for row in rows}
 
@@ -148,7 +148,7 @@ class QualityWithOutcome(Comparison):
     """b: weight of the chain's last outcome."""
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The shaped outcomes. The tag `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
+        """The shaped outcomes. `turn` orders the turns. Raises CreditError for an outcome outside [0, 1]."""
         chain = compared(rows, self.scope)
         return {
             row.sample_id: quality(row, chain[row.sample_id].mean, self.alpha) + self.beta * chain[row.sample_id].last
@@ -156,8 +156,8 @@ class QualityWithOutcome(Comparison):
         }
 
 
-Node = tuple[str, str]
-"""A candidate: its episode, and its path from the root, e.g. `0.3.1`."""
+Node = tuple[str, tuple[int, ...]]
+"""A candidate: its episode, and its path from the root."""
 
 
 class Tree(OutcomeTerm):
@@ -181,7 +181,7 @@ class Tree(OutcomeTerm):
         return self.gain > 0
 
     def outcomes(self, rows: Sequence[CreditRow]) -> Mapping[SampleId, float]:
-        """The shaped outcomes. A candidate's outcome is the mean over its calls. Tree sampling gives the tag `path`."""
+        """The shaped outcomes. A candidate's outcome is the mean over its calls. Tree sampling gives rows a `path`."""
         calls: dict[Node, list[float]] = {}
         for row in rows:
             calls.setdefault(_node(row), []).append(given(row))
@@ -206,10 +206,10 @@ class Tree(OutcomeTerm):
 
 
 def _node(row: CreditRow) -> Node:
-    return row.episode, str(row.tag("path"))
+    return row.episode, row.node
 
 
 def _parent(node: Node) -> Node:
-    """`0.3.1` -> `0.3`. The parent of a first candidate is the root, which nobody played."""
+    """The parent of a first candidate is the root, which nobody played."""
     episode, path = node
-    return episode, path.rpartition(".")[0]
+    return episode, path[:-1]

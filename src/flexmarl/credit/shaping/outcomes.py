@@ -17,7 +17,7 @@ from pydantic import Field
 
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.returns import own_rewards
-from flexmarl.credit.shaping.base import AddedTerm, RowOutcome, Sees, by_episode, turn_of
+from flexmarl.credit.shaping.base import AddedTerm, RowOutcome, Sees, by_episode
 from flexmarl.credit.shaping.bonuses import descendants
 from flexmarl.credit.shaping.cancelling import misfits_of
 from flexmarl.credit.shaping.chains import Scope, chains_of
@@ -81,7 +81,7 @@ class TurnWeighted(RowOutcome):
 
 def turn_weight(row: CreditRow, max_turns: int, *, clip: bool) -> float:
     """(k + 1) / K, at most 1 with `clip`."""
-    weight = (turn_of(row) + 1) / max_turns
+    weight = (row.turn + 1) / max_turns
     return min(weight, 1.0) if clip else weight
 
 
@@ -103,7 +103,7 @@ class TurnDiscount(RowOutcome):
 
     def outcome(self, reward: float, row: CreditRow) -> float:
         """`reward`, weighted by the tag `turn`."""
-        return reward * self.gamma ** max(0, self.max_turns - self.last_undiscounted - turn_of(row))
+        return reward * self.gamma ** max(0, self.max_turns - self.last_undiscounted - row.turn)
 
 
 class HopWeighted(RowOutcome):

@@ -1,6 +1,6 @@
 """Decides what goes wrong in a run: a plan of faults, drawn at random or read from a file.
 
-    targets = Targets(instances=("solver/0", "solver/1"), trained=("solver",), groups=2, steps=3)
+    targets = Targets(instances=(InstanceId("solver", 0),), trained=("solver",), groups=2, steps=3)
     draw_plan(random.Random(7), targets).faults  # a slow instance and a poisoned task, say
 
 A plan is data; `injection.py` carries it out. Each fault strikes once, in the first life of the run in which it comes
@@ -17,6 +17,7 @@ from typing import Any
 
 from flexmarl.config.load import parse_yaml
 from flexmarl.errors import ConfigError, boundary
+from flexmarl.records import InstanceId, PolicyName
 
 
 class FaultKind(StrEnum):
@@ -62,13 +63,20 @@ class Fault:
 
     kind: FaultKind
     target: str = ""
-    """The name of an instance, a policy or a node, or the input id of a task; empty where there is only one target."""
+    """A policy or a node by name, the input id of a task, or an InstanceId; empty where there is only one target."""
     after: float = 0.0
     """When the fault comes due, as the kind says: seconds, a count from 1, or a position or number of tasks."""
     amount: float = 0.0
     """How strong or how long the fault is, where the kind says so."""
     how: str = ""
     """The variety, where a kind has several: one of `HOW`."""
+
+    @property
+    def instance(self) -> InstanceId:
+        """The instance that it strikes. Raises ValueError if its target is not an instance."""
+        if not isinstance(self.target, InstanceId):
+            raise ValueError(f"'{self.kind}' strikes {self.target!r}, which is no InstanceId")
+        return self.target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +94,8 @@ class FaultPlan:
 class Targets:
     """The parts and sizes of a run, from which faults are drawn."""
 
-    instances: tuple[str, ...]
-    """Names of instances, as in the pool: `solver/0`."""
-    trained: tuple[str, ...]
+    instances: tuple[InstanceId, ...]
+    trained: tuple[PolicyName, ...]
     """Policies with a trainer."""
     groups: int
     """Groups in a step."""
@@ -131,12 +138,12 @@ def _of_a_loss(random: Random, targets: Targets, kind: FaultKind) -> Fault:
 
 
 def _of_requests(random: Random, targets: Targets, kind: FaultKind) -> Fault:
-    policy = random.choice(targets.instances).rpartition("/")[0]
+    policy = random.choice(targets.instances).policy
     return Fault(kind=kind, target=policy, after=random.randint(1, 20), amount=random.choice([1.0, 3.0, 12.0]))
 
 
 def _of_loads(random: Random, targets: Targets, kind: FaultKind) -> Fault:
-    mine = [name for name in targets.instances if name.rpartition("/")[0] in targets.trained]
+    mine = [instance for instance in targets.instances if instance.policy in targets.trained]
     how = random.choice(["refused", "other_bytes"])
     return Fault(kind=kind, target=random.choice(mine), after=random.randint(1, targets.steps), how=how)
 
@@ -237,6 +244,11 @@ def _fault(where: str, said: Any) -> Fault:
         raise ConfigError(f"{where}.amount is missing: '{kind}' needs {MEASURED[kind]}")
     if kind is FaultKind.SLOW_INSTANCE and values["amount"] <= 1:
         raise ConfigError(f"{where}.amount must be more than 1, got {values['amount']:g}: it needs {MEASURED[kind]}")
+    if kind in BY_INSTANCE:
+        try:
+            values["target"] = InstanceId.parse(values["target"])
+        except ValueError as error:
+            raise ConfigError(f"{where}.target: {error}") from None
     return Fault(**values)
 
 

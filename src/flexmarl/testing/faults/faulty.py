@@ -21,6 +21,7 @@ from flexmarl.records import (
     FinishReason,
     Generation,
     GenerationRequest,
+    InstanceId,
     LossReport,
     PolicyName,
     SampleId,
@@ -54,10 +55,9 @@ class Around(Generic[T]):
 class FaultyEngine(Around[ModelledEngine]):
     """An engine that falls silent, refuses or spoils loads, and fails requests, as an injection says."""
 
-    def __init__(self, name: str, inner: ModelledEngine, injection: Injection) -> None:
-        """`name` is the instance's name in the pool."""
+    def __init__(self, instance: InstanceId, inner: ModelledEngine, injection: Injection) -> None:
         super().__init__(inner)
-        self._name, self._injection = name, injection
+        self._instance, self._injection = instance, injection
         self._silent = False
 
     def mute(self) -> None:
@@ -93,9 +93,9 @@ class FaultyEngine(Around[ModelledEngine]):
     async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Loads weights. A load that the plan fails raises EngineError, or returns the checksum of other bytes."""
         await self._until_heard()
-        fault = self._injection.occurs(FaultKind.FAILED_PUBLISH, self._name)
+        fault = self._injection.occurs(FaultKind.FAILED_PUBLISH, self._instance)
         if fault and fault.how == "refused":
-            raise EngineError(f"{self._name} refused to load version {version}, as planned")
+            raise EngineError(f"{self._instance} refused to load version {version}, as planned")
         held = await self.inner.load_weights(policy, version)
         return Checksum("other bytes") if fault else held
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import FaultStruck
+from flexmarl.records import InstanceId
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
@@ -55,8 +56,8 @@ class Injection:
 
     async def watch(
         self,
-        engines: Callable[[], Mapping[str, Switches]],
-        lose: Callable[[str, str], None],
+        engines: Callable[[], Mapping[InstanceId, Switches]],
+        lose: Callable[[InstanceId, str], None],
         lose_node: Callable[[str, str], object] = lambda node, because: None,
     ) -> None:
         """Strikes by time until no such fault is left or the controller dies. Skips instances that no longer exist.
@@ -76,12 +77,12 @@ class Injection:
                 self._strike(fault)
                 lose_node(fault.target, LOST)
                 continue
-            engine = engines().get(fault.target)
+            engine = engines().get(fault.instance)
             if engine is not None:
                 self._strike(fault)
                 _throw(engine, fault)
                 if fault.how == "at_once":
-                    lose(fault.target, LOST)
+                    lose(fault.instance, LOST)
 
     def occurs(self, kind: FaultKind, target: str = "") -> Fault | None:
         """Counts one more occurrence for this kind and target. Returns the fault that comes due with it, or None."""

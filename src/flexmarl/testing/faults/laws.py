@@ -23,8 +23,16 @@ from flexmarl.events.group_events import GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
-from flexmarl.orchestrator.evaluation import EVALUATION_GROUPS
-from flexmarl.records import ROW_TERMINAL, FinishReason, IntArray, PolicyName, RowState, SampleId
+from flexmarl.records import (
+    ROW_TERMINAL,
+    FinishReason,
+    IntArray,
+    PolicyName,
+    Purpose,
+    RowState,
+    SampleId,
+    split_sample_id,
+)
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.laws_of_serving import (
@@ -229,19 +237,20 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
-    """Tags name the task of the row's group, equal context hashes mean equal contexts, and advantages fit the group."""
+    """A row is of the task of its group, equal context hashes mean equal contexts, and advantages fit the group."""
     contexts: dict[tuple[str, str], bytes] = {}
     compared: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in story.rows:
         if row.version is None:
             continue
-        tags, prompt = row.values["tags"], row.values["prompt_ids"]
+        (task, *_), hashed = split_sample_id(row.sample_id), row.values["context_hash"]
+        prompt = row.values["prompt_ids"]
         admitted = [event.task for event in story.groups[group_of(row.sample_id)].admitted]
-        if tags["task"] not in admitted or not row.sample_id.startswith(tags["task"] + "_"):
-            yield f"{row.sample_id} is of task {tags['task']}, its group of {admitted}"
-        if tags["context_hash"] != context_hash(row.policy, prompt):
+        if task not in admitted:
+            yield f"{row.sample_id} is of task {task}, its group of {admitted}"
+        if hashed != context_hash(row.policy, prompt):
             yield f"{row.sample_id}: its context hash is not that of its prompt"
-        if contexts.setdefault((row.policy, tags["context_hash"]), prompt.tobytes()) != prompt.tobytes():
+        if contexts.setdefault((row.policy, hashed), prompt.tobytes()) != prompt.tobytes():
             yield f"{row.sample_id}: another context has the same hash"
         if "advantage" in row.values:
             compared[group_of(row.sample_id), row.agent].append(row)
@@ -265,7 +274,7 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
         for answered in engine.answered
         if (generation := answered.generation).finish in GOOD
     }
-    failed_episodes = {row.sample_id.rpartition("_")[2] for row in story.rows if row.state is RowState.FAILED}
+    failed_episodes = {split_sample_id(row.sample_id)[2] for row in story.rows if row.state is RowState.FAILED}
     for row in story.rows:
         if row.state is RowState.FAILED and ("reward" in row.values or not row.reason):
             yield f"{row.sample_id} failed, with reward {row.values.get('reward')} and reason {row.reason!r}"
@@ -275,7 +284,7 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
             yield f"{row.sample_id} was trained, but no engine ended it well"
         if "reward" not in row.values:
             yield f"{row.sample_id} was trained without a reward"
-        if row.sample_id.rpartition("_")[2] in failed_episodes:
+        if split_sample_id(row.sample_id)[2] in failed_episodes:
             yield f"{row.sample_id} was trained, of an episode that failed"
         if row.policy not in story.trained_policies:
             yield f"{row.sample_id} was trained, of a frozen policy"
@@ -295,7 +304,7 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
     for name, engine in last.engines.items():
         for _, request, generation in engine.answered if name not in lost else ():
             end = request.offset + len(generation.response_ids)
-            if not len(generation.response_ids) or group_of(request.request_id) >= EVALUATION_GROUPS:
+            if not len(generation.response_ids) or request.purpose is Purpose.EVALUATION:
                 continue
             row = rows.get(SampleId(request.request_id))
             if row is None or row.state not in ROW_TERMINAL:

@@ -28,7 +28,7 @@ from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.sealed_folder import MANIFEST
-from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task
+from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, split_trajectory_id
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import DeadlockError
@@ -161,7 +161,7 @@ class MortalRun(ScriptedRun):
         """The store without its wrappers. It outlives this life."""
         self.events = MortalEvents(self._pulse)
         self.rules = mutation.rules
-        self.watched: dict[str, WatchedEngine] = {}
+        self.watched: dict[InstanceId, WatchedEngine] = {}
         """Engines by instance name."""
         self.made = {policy: self._trainer(policy) for policy in self.trainers}
         self.trainers |= self.made
@@ -199,7 +199,7 @@ class MortalRun(ScriptedRun):
         """Runs the faults that come by time."""
         await self._injection.watch(
             lambda: cast(Any, self.watched),
-            lambda instance, because: self.world.pool.lose(InstanceId.parse(instance), because),
+            lambda instance, because: self.world.pool.lose(instance, because),
         )
 
     async def _play(self, beside: Any) -> None:
@@ -229,7 +229,7 @@ class MortalRun(ScriptedRun):
         """Makes the pool, in which a mutation may break a rule."""
         return self._mutation.pool(*instances, **how)
 
-    def make_engine(self, name: str) -> WatchedEngine:
+    def make_engine(self, instance: InstanceId) -> WatchedEngine:
         """Makes an engine that breaks as planned."""
         schedule, renderer = self._schedule, character_renderer()
         engine = ModelledEngine(
@@ -240,7 +240,7 @@ class MortalRun(ScriptedRun):
             objects=self.objects,
             logprobs=scripted_logprobs,
         )
-        self.watched[name] = watched = WatchedEngine(FaultyEngine(name, engine, self._injection))
+        self.watched[instance] = watched = WatchedEngine(FaultyEngine(instance, engine, self._injection))
         return watched
 
     def _trainer(self, policy: PolicyName) -> WatchedTrainer:
@@ -256,8 +256,8 @@ class MortalResidents(ScriptedResidents):
         super().__init__(run.objects, {}, run.trainers)
         self._run = run
 
-    def make_engine(self, policy: PolicyName, instance: str) -> Any:
-        """Makes a new engine under the name `instance`."""
+    def make_engine(self, policy: PolicyName, instance: InstanceId) -> Any:
+        """Makes a new engine for an instance."""
         return self._run.make_engine(instance)
 
     def replacement_s(self, policy: PolicyName) -> float | None:
@@ -276,14 +276,14 @@ async def _strike(run: ScriptedRun) -> None:
 
 async def play(task: Task, team: Team, schedule: Schedule, injection: Injection) -> None:
     """Plays a task: every agent speaks `rounds` times and is rewarded for its own words, unless a fault strikes."""
-    flat = task.input_id.startswith("task-") and injection.flattens(int(task.input_id.rpartition("-")[2]))
+    flat = "position" in task.data and injection.flattens(task.data["position"])
     if injection.befalls(FaultKind.POISON_TASK, task.input_id):
         raise ValueError("the task is poisoned, as planned")
-    said = task.prompt
+    said, first_attempt = task.prompt, split_trajectory_id(team.context.trajectory_id)[2] == 0
     first, *others = tuple(team)
     for _ in range(schedule.rounds):
         replies = [await first.act(said)]
-        if replies[0].turns[0].episode.endswith("a0") and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
+        if first_attempt and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
             await asyncio.Event().wait()
         if schedule.parallel:
             replies += await asyncio.gather(*(seat.act(replies[0].text) for seat in others))

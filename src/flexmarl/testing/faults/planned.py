@@ -39,7 +39,7 @@ class PlannedFaults:
 
     def __init__(self, plan: FaultPlan) -> None:
         self._injection = Injection(plan)
-        self._engines: dict[str, FaultyEngine] = {}
+        self._engines: dict[InstanceId, FaultyEngine] = {}
 
     def blueprint(self, blueprint: Blueprint) -> Blueprint:
         """Returns the run with poisoned and hung tasks, and a source that may end early."""
@@ -76,12 +76,12 @@ class PlannedFaults:
         cluster = cast(InprocCluster, world.cluster)
         live = {resident.name for resident in cluster.residents if resident.alive}
 
-        def lose(instance: str, because: str) -> None:
-            engine = WorkerId.engine(InstanceId.parse(instance))
+        def lose(instance: InstanceId, because: str) -> None:
+            engine = WorkerId.engine(instance)
             if engine in live:
                 cluster.kill(engine, because)
             else:
-                world.pool.lose(engine.instance, because)
+                world.pool.lose(instance, because)
 
         await self._injection.watch(lambda: cast(Any, self._engines), lose, cluster.kill_node)
 
@@ -89,7 +89,7 @@ class PlannedFaults:
 class FaultyResidents:
     """Residents whose engines and trainers fail as an injection says."""
 
-    def __init__(self, inner: Residents, injection: Injection, engines: dict[str, FaultyEngine]) -> None:
+    def __init__(self, inner: Residents, injection: Injection, engines: dict[InstanceId, FaultyEngine]) -> None:
         """Enters every engine that is made into `engines`, under its instance."""
         self._inner, self._injection, self._engines = inner, injection, engines
 
@@ -130,7 +130,7 @@ def check_fits(plan: FaultPlan, settings: RunSettings, where: str) -> None:
     """Raises ConfigError for a fault that cannot strike in this run; `where` is the plan's file."""
     nodes = [NODE] if settings.simulation.nodes == 1 else [f"{NODE}-{n}" for n in range(settings.simulation.nodes)]
     for place, fault in enumerate(plan.faults):
-        policy = fault.target.rpartition("/")[0] if fault.kind in BY_INSTANCE else fault.target
+        policy = fault.instance.policy if fault.kind in BY_INSTANCE else fault.target
         of_policy = fault.kind in (*BY_INSTANCE, *BY_POLICY)
         if fault.kind is FaultKind.ALL_FILTERED:
             problem = "kind: a simulated run has its own workflow's rewards; plan this kind in the campaign only"

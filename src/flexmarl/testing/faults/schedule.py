@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from flexmarl.orchestrator.settings import Mode
+from flexmarl.records import InstanceId, PolicyName
 from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
 
 PER_POLICY = "per_policy"
@@ -66,9 +67,9 @@ class Schedule:
         return tuple(sorted({policy for policy in self.agents.values() if policy != "frozen"}))
 
     @property
-    def initial(self) -> tuple[str, ...]:
-        """The names, as in the pool, of the instances with which a life begins."""
-        return tuple(f"{policy}/{n}" for policy, count in self.instances.items() for n in range(count))
+    def initial(self) -> tuple[InstanceId, ...]:
+        """The instances with which a life begins."""
+        return _instances(self.instances)
 
 
 def draw(seed: int, *, mode: str | None = None) -> Schedule:
@@ -108,13 +109,17 @@ def _losing_while_streaming(seed: int) -> Schedule:
 
 def _targets(instances: Mapping[str, int], *, groups: int, steps: int, agents: int) -> Targets:
     return Targets(
-        instances=tuple(f"{policy}/{n}" for policy, count in instances.items() for n in range(count)),
-        trained=tuple(policy for policy in instances if policy != "frozen"),
+        instances=_instances(instances),
+        trained=tuple(PolicyName(policy) for policy in instances if policy != "frozen"),
         groups=groups,
         steps=steps,
         step_s=1.0 + 0.7 * groups,
         step_calls=12 * groups * agents,
     )
+
+
+def _instances(numbers: Mapping[str, int]) -> tuple[InstanceId, ...]:
+    return tuple(InstanceId(policy, n) for policy, count in numbers.items() for n in range(count))
 
 
 def _drawn(seed: int, mode: str | None) -> Schedule:

@@ -27,7 +27,7 @@ class Life:
     """The error that ended this life; None after a kill or a normal end."""
     killed: bool
     hung: bool
-    engines: Mapping[str, WatchedEngine]
+    engines: Mapping[InstanceId, WatchedEngine]
     """Engines by instance name."""
     trainers: Mapping[PolicyName, WatchedTrainer]
 

@@ -15,7 +15,6 @@ from flexmarl.events.run_events import (
 )
 from flexmarl.events.serving_events import Called, InstanceLost
 from flexmarl.events.training_events import MicroBatchDone, Swapped
-from flexmarl.records import InstanceId, WorkerId
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
 from flexmarl.testing.faults.story import Story
@@ -74,7 +73,7 @@ def _lost(fault: FaultStruck, event: Event) -> bool:
 
 def _late(fault: FaultStruck, event: Event) -> bool:
     """A call counts if it took as long as the slowed engine needs, or was aborted."""
-    if not isinstance(event, Called) or event.process != WorkerId.engine(InstanceId.parse(fault.target)):
+    if not isinstance(event, Called) or event.instance != fault.target:
         return "was aborted" in event.because
     slow_s = fault.amount * SECONDS_PER_TOKEN * event.sampled_tokens
     return event.finish == "abort" or event.t - event.began > 0.9 * slow_s > 0
