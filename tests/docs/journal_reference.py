@@ -36,7 +36,8 @@ began; a resumed run continues the file, and its clock begins again at 0. In Pyt
 [`events/journal.py`](../../src/flexmarl/events/journal.py) yields the events as the types below, all on one clock.
 
 What the parts of a run say, they say by emitting these events; the journal, the balancer and whoever else wants to know
-listen to a type: `events.listen(Called, heard)`. See [`events/event.py`](../../src/flexmarl/events/event.py).
+listen to a type: `events.listen(Called, heard)`. See [`events/event.py`](../../src/flexmarl/events/event.py). A
+`Notice` ([`events/notices.py`](../../src/flexmarl/events/notices.py)) reaches listeners likewise, and has no line here.
 """
 
 

@@ -10,6 +10,8 @@ A field that has its default value is left out of the line. Moments are rounded 
     events.listen(Called, demand.answered)
     events.emit(Called(...))                 part ──► events ──► journal, monitor, balance
 
+What the journal does not hold is a `Notice` (notices.py): it has neither a name nor a time.
+
 `emit` calls the listeners itself, so they must be quick. All listeners get the events in the same order. A listener
 must not depend on being called before or after another one.
 """
@@ -34,7 +36,16 @@ MOMENTS = ("t", "began", "ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Notice:
+    """Something that happened in a run, for listeners only. An `Event` also has a line in the journal."""
+
+    def at(self, t: float) -> Self:
+        """Returns the notice as emitted at time `t`. It does not keep the time."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Notice):
     """Something that happened in a run."""
 
     name: ClassVar[str] = ""
@@ -137,7 +148,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-E = TypeVar("E", bound=Event)
+N = TypeVar("N", bound=Notice)
 Hear = Callable[[Any], None]
 
 
@@ -147,9 +158,9 @@ class Events:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives the run's time in seconds. Without it, the event loop's time is used."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._listeners: list[tuple[type[Event], Hear]] = []
-        self._hearing: dict[type[Event], list[Hear]] = {}
-        self._unheard: deque[Event] = deque()
+        self._listeners: list[tuple[type[Notice], Hear]] = []
+        self._hearing: dict[type[Notice], list[Hear]] = {}
+        self._unheard: deque[Notice] = deque()
 
     def now(self) -> float:
         """The present moment on the run's clock."""
@@ -159,12 +170,12 @@ class Events:
         """Converts a moment of the event loop's clock into one of the run's clock."""
         return loop_time + (self._clock() - asyncio.get_running_loop().time())
 
-    def listen(self, kind: type[E], hear: Callable[[E], None]) -> None:
+    def listen(self, kind: type[N], hear: Callable[[N], None]) -> None:
         """Calls `hear` from now on with every event of type `kind`. The event has its time."""
         self._listeners.append((kind, hear))
         self._hearing.clear()
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Notice) -> None:
         """Sets the event's time to now and passes it to its listeners.
 
         An event that a listener emits is passed on after all listeners got the present one.
@@ -181,7 +192,7 @@ class Events:
         finally:
             self._unheard.clear()
 
-    def _hearing_of(self, kind: type[Event]) -> list[Hear]:
+    def _hearing_of(self, kind: type[Notice]) -> list[Hear]:
         if kind not in self._hearing:
             self._hearing[kind] = [hear for wanted, hear in self._listeners if issubclass(kind, wanted)]
         return self._hearing[kind]

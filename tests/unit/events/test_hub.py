@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.events.catalogue import CATALOGUE, PAGES, events_in
-from flexmarl.events.event import NOW, Event, Events, Timed
+from flexmarl.events.event import NOW, Event, Events, Notice, Timed
 from flexmarl.events.group_events import GroupFailed, GroupFiltered
 from flexmarl.events.journal import Journal, RememberedEvents, read_journal
+from flexmarl.events.notices import RowsReady
 from flexmarl.events.run_events import RunFailed, StepEnded
 from flexmarl.records import CONTROLLER, InstanceId, WorkerId
 
@@ -92,6 +93,16 @@ def test_all_hear_events_in_one_order_also_those_that_a_listener_emits(turned):
         events.listen(kind, hear)
     events.emit(GroupFailed(group=1))
     assert heard == ["group_failed", "run_failed"]
+
+
+def test_a_notice_reaches_who_listens_to_it_and_is_no_line_of_the_journal():
+    events, heard = RememberedEvents(), []
+    events.listen(Notice, lambda any: heard.append(type(any)))
+    events.listen(RowsReady, lambda rows: heard.append(rows.policy))
+    events.emit(RowsReady(policy="solver"))
+    events.emit(GroupFailed(group=1))
+    assert heard == [RowsReady, "solver", GroupFailed]
+    assert [event.name for event in events.all] == ["group_failed"]
 
 
 def test_after_a_listener_that_fails_the_next_event_is_heard():
