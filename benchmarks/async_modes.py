@@ -41,8 +41,7 @@ from flexmarl.events.group_events import GroupAdmitted, GroupExpired
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.staleness import LengthBias, length_bias
-from flexmarl.orchestrator.settings import Mode, PipelineSettings
-from flexmarl.orchestrator.versions import law_of
+from flexmarl.orchestrator.settings import Mode, PipelineSettings, law_of
 from flexmarl.rollout.admission import AdmissionLaw
 from flexmarl.simulator.workload import plan_of
 

@@ -28,10 +28,9 @@ from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.collect import Collector, Release
+from flexmarl.orchestrator.collect import Release, StepCollector
 from flexmarl.orchestrator.crediting import Crediting
-from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.records import AgentName, GroupRecord, GroupState, PolicyName, Task, Version
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.player import Player
@@ -91,10 +90,10 @@ class Learner:
         self.model = tiny_model()
         options = TrainingSettings.model_validate({"optimizer": {"learning_rate": LEARNING_RATE}, **training})
         self.trainer = SingleProcessTrainer(SOLVER, self.model, options, self.objects, rows=StoreRows(self.store))
-        self.session = TrainingSession(
-            SOLVER, self.store, self.trainer, micro_batch=options.micro_batch, version=Version(0)
-        )
         events = RememberedEvents()
+        self.session = TrainingSession(
+            SOLVER, self.store, self.trainer, micro_batch=options.micro_batch, version=Version(0), events=events
+        )
         crediting = Crediting(
             store=self.store,
             credit=CreditSettings.model_validate({"filter": None, "estimator": {"type": estimator}}),
@@ -102,12 +101,11 @@ class Learner:
             admission=self.admission,
             events=events,
         )
-        self.collector = Collector(
+        self.collector = StepCollector(
             crediting=crediting,
             admission=self.admission,
             versions=self.versions,
             release=release,
-            on_ready=lambda policy: self.session.notify_ready(),
             events=events,
         )
 

@@ -18,8 +18,8 @@ from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.residents import settle_memory
-from flexmarl.assemble.wire import initial_versions, make_evaluator, tell_start, watch_workers, wire
-from flexmarl.assemble.world import World, open_world
+from flexmarl.assemble.wire import tell_start, wire
+from flexmarl.assemble.world import World, initial_versions, make_evaluator, open_world, watch_workers
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
@@ -35,12 +35,11 @@ from flexmarl.events.safe_json import is_secret_key, parse_json
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
-from flexmarl.orchestrator.checkpoint import Checkpoints
+from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.orchestrator.evaluation import Evaluation
-from flexmarl.orchestrator.publish import Publisher
+from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
-from flexmarl.orchestrator.saving import resume
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.saving import Checkpoints, resume
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
@@ -167,9 +166,9 @@ def failure_told(events: Events) -> Iterator[None]:
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
     """Returns the newest checkpoint of a run that has all its files in their recorded sizes, or None."""
-    checkpoints = Checkpoints(folder.checkpoints, keep=1)
+    checkpoints = CheckpointFolder(folder.checkpoints)
     intact = [one.step for one in checkpoints.held() if not one.damage]
-    return folder.checkpoints / checkpoints.path(intact[-1]).name if intact else None
+    return folder.checkpoints / checkpoints.of_step(intact[-1]).name if intact else None
 
 
 def finished(folder: RunFolder) -> Summary | None:

@@ -16,8 +16,8 @@ from flexmarl.agents import TeamSpec
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.commands import failure_told, new_run_folder, until_lost
-from flexmarl.assemble.wire import tell_start, watch_workers, wire
-from flexmarl.assemble.world import Residents, World, world_of
+from flexmarl.assemble.wire import tell_start, wire
+from flexmarl.assemble.world import Residents, World, watch_workers, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
 from flexmarl.events.event import Event, Events
@@ -28,8 +28,7 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.saving import resume
+from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore

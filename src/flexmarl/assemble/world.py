@@ -4,6 +4,7 @@ residents     what lives outside the controller, and in which cluster: inline or
               in `simulation.py`, scripts in `testing/scripted_run.py`
 world_of      spawns them and puts the pool, the residency and the watch for losses around them
 open_world    the same for residents that compute
+player_of     plays the run's team on them, in training and in evaluation
 """
 
 import asyncio
@@ -16,16 +17,21 @@ from typing import Any, Protocol
 
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.residents import open_inline, open_ray
-from flexmarl.cluster.interface import Cluster, Resident, ResidentPlace, ResidentSpec
+from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
+from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
-from flexmarl.events.run_events import ProcessStarted
+from flexmarl.events.run_events import ProcessStarted, WorkerLost
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import InstanceId, PolicyName, WorkerId
+from flexmarl.orchestrator.checkpoint import RunState
+from flexmarl.orchestrator.evaluation import Evaluator
+from flexmarl.orchestrator.publish import Versions
+from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
+from flexmarl.rollout.player import Player
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
@@ -163,3 +169,54 @@ async def respawn(
         place = resident.place
         cluster.events.emit(ProcessStarted(process=WorkerId.engine(instance), pid=place.pid, node=place.node))
     return resident.remote
+
+
+def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
+    """Returns a player of the run's team on the world's engines. Training and evaluation add their own arguments."""
+    settings = blueprint.settings
+    return partial(
+        Player,
+        team=blueprint.team,
+        generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
+        run_seed=settings.seed,
+        timeout_s=settings.rollout.episode_timeout_s,
+        grace_s=settings.rollout.cancel_grace_s,
+    )
+
+
+def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Evaluator:
+    """Makes the evaluator of a run, for its held-out tasks."""
+    settings = blueprint.settings
+    return Evaluator(
+        player=player_of(blueprint, world)(temperature=settings.evaluate.temperature),
+        versions=versions,
+        tasks=blueprint.source.held_out(settings.evaluate.tasks),
+        episodes=settings.evaluate.episodes,
+        parallel=settings.rollout.inter_query * settings.rollout.intra_query,
+    )
+
+
+def initial_versions(settings: RunSettings, start: RunState | None) -> dict[PolicyName, Version]:
+    """Returns the version that each policy serves at the start: that of the checkpoint, else 0."""
+    versions = start.versions if start else {}
+    return {name: versions.get(name, Version(0)) for name in map(PolicyName, settings.policies)}
+
+
+def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
+    """Makes the pool give up engines that die. Returns a future that fails if a trainer dies, with its gradients."""
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def lost(worker: WorkerLost) -> None:
+        world.processes.places.pop(worker.process, None)
+        if worker.process.kind == ResidentKind.ENGINE:
+            world.pool.lose(worker.process.instance, worker.because)
+        elif not failed.done():
+            failed.set_exception(
+                TrainingError(
+                    f"policy '{worker.process.policy}': the trainer's process (pid {worker.pid} on {worker.node}) "
+                    f"died: {worker.because}; go on from the last checkpoint with --resume"
+                )
+            )
+
+    events.listen(WorkerLost, lost)
+    return failed

@@ -1,9 +1,10 @@
-"""Decides which turns take part in credit, which calls form an act, and which rows form a group.
+"""Decides which turns take part in credit, which calls form an act, which rows form a group, and which are samples.
 
 `credit_rows`     makes a row of every turn of a group that takes part
 `led`             gives the later calls of an act the context of its first call
 `means_of_acts`   averages over the calls of each act
 `group_rows`      groups rows with equal values of the columns and tags in a key
+`samples_of`      makes a sample of every turn to which credit gave a weight
 
 An act is one `seat.act`: a call, and those that continue it after a tool or a stop string. The prompts of the later
 calls are unique, so their own contexts would compare them with no other row:
@@ -12,6 +13,7 @@ calls are unique, so their own contexts would compare them with no other row:
             call 1   branch 0:1 with the tool's output               call 4   branch 0:2 with the tool's output
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -19,11 +21,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.credit.interface import CreditRow, GraphCall, GroupKey
+from flexmarl.credit.interface import Credit, CreditRow, GraphCall, GroupKey, Tokens
 from flexmarl.errors import CreditError
 from flexmarl.records import (
     AgentName,
     AnyTurn,
+    CreditedTurn,
     Episode,
     EpisodeId,
     FinishReason,
@@ -37,6 +40,8 @@ from flexmarl.records import (
 
 FAILED = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 """Finish reasons of calls that the system ended, not the policy."""
+NO_WEIGHT = "weight 0: nothing was sampled, or there is nothing to compare with"
+"""Why a row that was credited is not trained on."""
 
 
 def credit_rows(
@@ -187,3 +192,42 @@ def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
     if tags is None:
         raise CreditError(f"no key for agent {agent}: there are keys for {', '.join(sorted(key))}; add it, or '*'")
     return tags
+
+
+def samples_of(
+    group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
+) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
+    """The group's samples by policy, and the ids of its other turns by the reason why they are no samples.
+
+    `values` are the critic's, if there is one.
+    """
+    samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
+    left_out: dict[str, list[SampleId]] = defaultdict(list)
+    for episode in group.finished:
+        weights = {turn.sample_id: credit.weights.get(turn.sample_id) for turn in episode.turns}
+        tokens: dict[PolicyName, float] = defaultdict(float)
+        for turn in episode.turns:
+            tokens[turn.policy] += (weights[turn.sample_id] or 0.0) * turn.num_tokens
+        for turn in episode.turns:
+            weight, reward = weights[turn.sample_id], episode.rewards[turn.sample_id]
+            if weight is None:
+                left_out["not a trained policy's turn"].append(turn.sample_id)
+            elif not weight or reward is None:
+                left_out[NO_WEIGHT].append(turn.sample_id)
+            else:
+                sample = CreditedTurn(
+                    turn=turn,
+                    advantage=credit.advantages[turn.sample_id],
+                    advantages=_per_token(credit.token_advantages, turn.sample_id),
+                    returns=_per_token(credit.returns, turn.sample_id),
+                    values=_per_token(values, turn.sample_id),
+                    weight=weight,
+                    reward=reward,
+                    episode_tokens=tokens[turn.policy],
+                )
+                samples[turn.policy].append(sample)
+    return samples, left_out
+
+
+def _per_token(found: Mapping[SampleId, Tokens], sample_id: SampleId) -> NDArray[np.float64] | None:
+    return np.array(found[sample_id], np.float64) if sample_id in found else None

@@ -28,8 +28,7 @@ Names are paths. Curves, tables and the live screen select metrics by the first 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -116,23 +115,23 @@ class Metrics:
         self._claim(name, "gauge")
         self._gauges[name] = float(value)
 
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        """Times the block as `time/{phase}_s`.
+    def begin(self, phase: str) -> None:
+        """Begins to time a phase as `time/{phase}_s`, until `end`.
 
-        Overlapping blocks of one phase count once, so a phase never takes longer than the step. Blocks of different
-        phases are independent. A block that is open at a flush is split between the two steps.
+        A phase that is begun several times at once counts once, so it never takes longer than the step. Different
+        phases are independent. A phase that goes on at a flush is split between the two steps.
         """
         clocked = self._phases.setdefault(phase, _Phase())
         if clocked.inside == 0:
             clocked.since = self._clock()
         clocked.inside += 1
-        try:
-            yield
-        finally:
-            clocked.inside -= 1
-            if clocked.inside == 0:
-                self.add(f"time/{phase}_s", self._clock() - clocked.since)
+
+    def end(self, phase: str) -> None:
+        """Ends a phase that was begun."""
+        clocked = self._phases[phase]
+        clocked.inside -= 1
+        if clocked.inside == 0:
+            self.add(f"time/{phase}_s", self._clock() - clocked.since)
 
     def flush(self, step: int) -> dict[str, float]:
         """Ends the step: writes its values to the sinks, returns them, and starts over."""

@@ -45,8 +45,10 @@ class PublishLag:
         """Notes that the update that makes the version ended at time `at`."""
         self._made[policy] = version, at
 
-    def served(self, policy: PolicyName, version: Version, at: float) -> float:
-        """Seconds from making the version to `at`, when every live instance serves it."""
+    def served(self, policy: PolicyName, version: Version, at: float) -> float | None:
+        """Seconds from making the version to `at`, when every live instance serves it; None if nothing was made yet."""
+        if policy not in self._made:
+            return None
         newest, made_at = self._made[policy]
         assert version == newest, f"version {version} of '{policy}' is served, but {newest} was made last"
         return at - made_at

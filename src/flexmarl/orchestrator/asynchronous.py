@@ -16,7 +16,7 @@ Loop of `Asynchronous`: one step trains on a batch of groups while other groups 
   stream ──► credit ──► per policy: accumulate ──► update ──► serve ──► slots free
   (never waits)
 
-At most S + ceil((W - 1) / P) versions lie between sampling and training (docs/math.md, section 9), and `collector.add`
+At most S + ceil((W - 1) / P) versions lie between sampling and training (docs/math.md, section 9), and `Collector.take`
 checks it.
 
 consumes    kept groups, in the order of the window
@@ -31,18 +31,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken
+from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken, RolloutEnded
+from flexmarl.events.notices import EpisodesTaken, StepPlayed, TurnsTaken, phase
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
+from flexmarl.orchestrator.collect import Collector
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.feed import Feed
-from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.publish import Updates
 from flexmarl.orchestrator.settings import PipelineSettings
-from flexmarl.records import Divisors, GroupId, GroupRecord, PolicyName, RowState
+from flexmarl.records import CONTROLLER, Divisors, GroupId, GroupRecord, PolicyName, RowState
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.tasks import SourceExhausted
+from flexmarl.training.session import TrainingSession
 
 LAST = "the run's last step was done"
 FEWEST_BARREN = 64
@@ -65,19 +67,12 @@ class Stream:
         settings: PipelineSettings,
         retries: int,
         events: Events,
-        monitor: Monitor,
         window: type[Window] = Window,
     ) -> None:
         """`retries`: how often the task of a late group is admitted again if `settings.late` is `requeue`."""
-        self._feed = feed
-        self._rollout = rollout
-        self._crediting = crediting
-        self._admission = admission
-        self._store = store
-        self._settings = settings
-        self._retries = retries
-        self._events = events
-        self._monitor = monitor
+        self._feed, self._rollout, self._crediting = feed, rollout, crediting
+        self._admission, self._store, self._events = admission, store, events
+        self._settings, self._retries = settings, retries
         law = admission.law
         self._window = window(law.window, step=law.groups if law.steps_in_order else None)
         self._done: dict[GroupId, GroupRecord] = {}
@@ -136,8 +131,12 @@ class Stream:
         self._feed.look_again()
 
     async def _play(self) -> None:
-        with self._monitor.rollout():
-            await self._rollout.play(self._submitted(), self._finished)
+        began = self._events.now()
+        try:
+            with phase(self._events, "rollout"):
+                await self._rollout.play(self._submitted(), self._finished)
+        finally:
+            self._events.emit(RolloutEnded(process=CONTROLLER, began=began, step=self._step))
 
     async def _submitted(self) -> AsyncIterator[GroupRecord]:
         async for group in self._feed.endless(lambda: self._step):
@@ -147,7 +146,6 @@ class Stream:
             await self._bears.wait()
 
     async def _finished(self, group: GroupRecord) -> None:
-        self._monitor.group_finished(group)
         if group.group in self._late:
             self._done[group.group] = group
             because = self._late.pop(group.group)
@@ -162,7 +160,6 @@ class Stream:
 
     async def _judge(self, group: GroupRecord) -> None:
         judged = self._crediting.judge(group)
-        self._monitor.judged(judged.effects, judged.parts)
         if judged.drop:
             await self._crediting.drop(group, judged.drop)
             self._window.ended(group.group)
@@ -239,9 +236,18 @@ class Stream:
 class Asynchronous:
     """Steps in which all policies update together, while rollout continues."""
 
-    def __init__(self, parts: Parts, stream: Stream) -> None:
-        self._parts = parts
-        self._stream = stream
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        feed: Feed,
+        collector: Collector,
+        sessions: Mapping[PolicyName, TrainingSession],
+        updates: Updates,
+        events: Events,
+    ) -> None:
+        self._stream, self._feed, self._collector = stream, feed, collector
+        self._sessions, self._updates, self._events = sessions, updates, events
 
     def playing(self) -> AbstractAsyncContextManager[None]:
         """Plays while the block lasts."""
@@ -249,42 +255,46 @@ class Asynchronous:
 
     async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
         """Makes one step. Returns the groups that were trained in it. Training is at rest after every step."""
-        parts = self._parts
-        parts.collector.open()
         closed: asyncio.Future[Mapping[PolicyName, Divisors]] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
-            for policy in parts.sessions:
+            for policy in self._sessions:
                 tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
-            await self._collect(step)
-            closed.set_result(await parts.collector.close())
-            for session in parts.sessions.values():
+            closed.set_result(await self._collect(step))
+            for session in self._sessions.values():
                 session.close_step()
-            if parts.balancer:
-                parts.balancer.rollout_ended(pauses=False)
-        trained = parts.collector.settle_trained(parts.collector.kept)
-        parts.feed.look_again()
+            self._events.emit(StepPlayed(step=step, pauses=False))
+        trained = self._collector.settle_trained(self._collector.kept)
+        self._feed.look_again()
         return trained
 
-    async def _collect(self, step: int) -> None:
-        parts, groups = self._parts, self._parts.admission.law.groups
-        if parts.crediting.batch_wide:
-            await self._add([await self._stream.next(step) for _ in range(groups)])
+    async def _collect(self, step: int) -> Mapping[PolicyName, Divisors]:
+        """Takes groups until P have samples; P groups, if they are credited together. Returns the batch's divisors."""
+        collector, groups = self._collector, self._feed.num_groups
+        collector.open()
+        if collector.batch_wide:
+            for _ in range(groups):
+                await self._take(step)
+            divisors = await collector.close()
+            self._stream.taken(kept=bool(collector.kept))
         else:
-            while len(parts.collector.kept) < groups:
-                await self._add([await self._stream.next(step)])
+            while len(collector.kept) < groups:
+                group = await self._take(step)
+                self._stream.taken(kept=group in collector.kept)
+            divisors = await collector.close()
+        return divisors
 
-    async def _add(self, groups: Sequence[GroupRecord]) -> None:
-        parts, before = self._parts, len(self._parts.collector.kept)
-        await parts.collector.add(groups, max_staleness=parts.admission.law.max_staleness)
-        self._stream.taken(kept=len(parts.collector.kept) > before)
-        for group in groups:
-            parts.monitor.taken(group)
-            for policy in parts.sessions:
-                turns = [turn for episode in group.finished for turn in episode.turns if turn.policy == policy]
-                parts.monitor.trained_on(policy, turns)
+    async def _take(self, step: int) -> GroupId:
+        """Takes the next group from the stream into the batch."""
+        group = await self._stream.next(step)
+        await self._collector.take(group)
+        self._events.emit(EpisodesTaken(episodes=group.finished))
+        for policy in self._sessions:
+            turns = [turn for episode in group.finished for turn in episode.turns if turn.policy == policy]
+            self._events.emit(TurnsTaken(policy=policy, turns=turns))
+        return group.group
 
     async def _train(self, policy: PolicyName, closed: "asyncio.Future[Mapping[PolicyName, Divisors]]") -> None:
-        await self._parts.sessions[policy].accumulate()
-        weights = await self._parts.updates.update(policy, (await closed)[policy])
+        await self._sessions[policy].accumulate()
+        weights = await self._updates.update(policy, (await closed)[policy])
         if weights:
-            await self._parts.updates.serve(weights)
+            await self._updates.serve(weights)

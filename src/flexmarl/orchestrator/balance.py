@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
+from flexmarl.events.notices import StepPlayed
 from flexmarl.events.serving_events import Called, Moved, MoveFailed
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import BalanceRule, Demand, Loads, Move, PolicyLoad, moves_back, start_moves
@@ -43,6 +44,7 @@ class Balancer:
         """Number of instances of each policy at the start of the run."""
         events.listen(Called, self._called)
         events.listen(Moved, self._made)
+        events.listen(StepPlayed, self._step_played)
 
     async def watch(self) -> None:
         """Looks at the queues and moves instances, until it is cancelled."""
@@ -52,14 +54,14 @@ class Balancer:
                 tasks.create_task(self._watch_queues(), name="balance/queues")
             tasks.create_task(self._watch_rollouts(), name="balance/start")
 
-    def rollout_ended(self, *, pauses: bool = True) -> None:
+    def _step_played(self, played: StepPlayed) -> None:
         """Closes the step's demand, and moves instances to the start allocation of the next step (setting `start`).
 
-        If rollout does not pause (`pauses` is False), instances move only with `start: by_share`: they do not go back
-        to the configured allocation.
+        If rollout does not pause, instances move only with `start: by_share`: they do not go back to the configured
+        allocation.
         """
         self._demand.step_ended()
-        if pauses or self._settings.start == "by_share":
+        if played.pauses or self._settings.start == "by_share":
             self._rollout_ended.set()
 
     async def _watch_queues(self) -> None:

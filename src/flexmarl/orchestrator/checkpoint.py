@@ -1,88 +1,39 @@
-"""Checkpoints on a folder: one atomic set of files per step boundary. `to_drop` decides which ones are removed.
+"""Checkpoints on a disk: one folder per step boundary, sealed, that is complete or does not count.
 
     checkpoints/step-00040/
         state.json          the RunState
         solver/ verifier/   what each trainer saved: weights, optimiser, version, its empty gradient cache
-        MANIFEST.json       every file with its size and digest
+        MANIFEST.json       {"solver/trainer.pt": {"bytes": 9120, "blake2b": "1f0c22..."}, ...}
 
-The folder is written under another name, flushed to the disk, and renamed when it is complete. If a checkpoint is
-damaged nevertheless, by the disk for example, it is passed over for the newest intact one.
+The folder is written under another name, the manifest last. It is flushed to the disk, and renamed when it is complete.
+If a checkpoint is damaged nevertheless, by the disk for example, the manifest shows it: a file is missing, torn or
+changed. It is then passed over for the newest intact one.
 
 A checkpoint holds no seeds and no learning rates. A call's seed is computed from the run's seed and the call's identity
 (agents/context.py), and a learning rate from the version (training/settings.py).
 """
 
-import asyncio
+import hashlib
+import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypedDict
 
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, boundary
 from flexmarl.events.safe_json import json_text, parse_json
 from flexmarl.orchestrator.evaluation import Evaluation
-from flexmarl.orchestrator.sealed_folder import check_sizes, flush, seal, verify
 from flexmarl.records import GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState
-from flexmarl.training.interface import Trainer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """One checkpoint on the disk."""
-
-    step: int
-    num_bytes: int = 0
-    damage: str = ""
-    """Why it is not intact; "" if it is. The size of a damaged checkpoint is unknown: `num_bytes` is 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """One checkpoint to remove, and why."""
-
-    step: int
-    because: str
-
-
-def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None) -> list[Drop]:
-    """Chooses the checkpoints to remove, newest first, after that of step `saved` (one of `held`) is complete.
-
-    The saved one always stays. Of the others the oldest are removed first, so that the newest intact ones stay.
-
-    >>> held = [Held(step=step, num_bytes=10**9) for step in (1, 2, 3)]
-    >>> to_drop(held, saved=3, keep=5, budget_bytes=2 * 10**9)
-    [Drop(step=1, because='with it there are 3 GB, checkpoint.budget_gb is 2')]
-    """
-    drops: list[Drop] = []
-    stay = total = 0
-    for checkpoint in sorted(held, key=lambda one: one.step, reverse=True):
-        total += checkpoint.num_bytes if checkpoint.step <= saved else 0
-        because = ""
-        if checkpoint.step > saved:
-            because = f"the run went back behind it, and is at step {saved} now"
-        elif checkpoint.step == saved:
-            stay += 1
-        elif checkpoint.damage:
-            because = checkpoint.damage
-        elif stay >= keep:
-            because = f"checkpoint.keep is {keep}"
-        elif budget_bytes is not None and total > budget_bytes:
-            because = f"with it there are {total / 1e9:.3g} GB, checkpoint.budget_gb is {budget_bytes / 1e9:.3g}"
-        else:
-            stay += 1
-        if because:
-            drops.append(Drop(step=checkpoint.step, because=because))
-    return drops
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
+MANIFEST = "MANIFEST.json"
+_digest = partial(hashlib.blake2b, digest_size=16)
 _COMPLETE, _PARTIAL = "step-", ".partial-"
 """Prefixes of the folder names. A partial folder is being written or removed, or was left behind by a killed run."""
 _STEP = re.compile("[0-9]{1,18}")
@@ -110,6 +61,21 @@ class RunState:
         return tuple(one.group for one in self.admission.active)
 
 
+def first_group(admission: AdmissionState) -> GroupId:
+    """The first group that a run may play again if it resumes with this state or with a later one."""
+    return min([one.group for one in admission.active], default=GroupId(admission.next_group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One checkpoint on the disk."""
+
+    step: int
+    num_bytes: int = 0
+    damage: str = ""
+    """Why it is not intact; "" if it is. The size of a damaged checkpoint is unknown: `num_bytes` is 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The newest intact checkpoint, if there is one, and why newer ones were passed over, newest first."""
@@ -118,131 +84,52 @@ class Found:
     passed_over: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A new checkpoint, and the checkpoints that were removed after it was complete."""
+class CheckpointFolder:
+    """The checkpoints of one run, in one folder. Every method blocks until the disk has done its work."""
 
-    path: Path
-    num_bytes: int
-    dropped: Sequence[Drop]
-    first_group: GroupId
-    """The first group that a run may play again, whichever of the remaining checkpoints it resumes from."""
+    def __init__(self, folder: Path) -> None:
+        self.path = folder.absolute()  # Trainers write there, from processes with another working directory.
 
+    def of_step(self, step: int, prefix: str = _COMPLETE) -> Path:
+        """Path of the folder for a step's checkpoint; it need not exist."""
+        return self.path / f"{prefix}{step:05d}"
 
-class Checkpoints:
-    """The checkpoints of one run, in one folder."""
+    def partial(self, step: int) -> Path:
+        """Path of the folder in which a step's checkpoint is written."""
+        return self.of_step(step, _PARTIAL)
 
-    def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
-        """Without `in_thread`, disk work blocks the event loop: virtual time has no threads."""
-        self._folder = folder.absolute()  # Trainers write there, from processes with another working directory.
-        self._keep = keep
-        self._budget_bytes = budget_bytes
-        self._in_thread = in_thread
+    def begin(self, step: int) -> None:
+        """Makes the partial folder of a step, empty. Raises OSError if a checkpoint as big as the last has no space."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+        self.partial(step).mkdir(parents=True)
+        last = next((one for one in reversed(self.held()) if not one.damage), None)
+        if last:
+            require_space(self.path, last.num_bytes, "a checkpoint as big as the last one")
 
-    async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
-        """Writes a checkpoint, then removes those that `to_drop` chooses. If writing fails, the older ones stay.
+    def complete(self, state: RunState) -> Path:
+        """Adds the state to the step's partial folder, which the trainers wrote, and makes it a checkpoint."""
+        written, final = self.partial(state.step), self.of_step(state.step)
+        (written / "state.json").write_text(json_text(asdict(state), indent=1), encoding="utf-8")
+        seal(written)
+        self.remove(state.step)
+        written.rename(final)
+        flush(self.path)
+        return final
 
-        Trainers write one after the other, because they share the disk. Raises CheckpointError, and errors of trainers.
-        """
-        partial = self.path(state.step, _PARTIAL)
-        with boundary(CheckpointError, f"saving {self.path(state.step)}"):
-            try:
-                await self._aside(self._begin, partial)
-                for policy, trainer in trainers.items():
-                    await trainer.save(partial / policy)
-                return await self._aside(self._complete, partial, state)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # Frees the space again if the disk was full.
-                raise
-
-    async def find(self) -> Found:
-        """Reads checkpoints, newest first, until one is intact."""
-        return await self._aside(self._find)
-
-    async def restore(self, path: Path, trainers: Mapping[PolicyName, Trainer]) -> RunState:
-        """Loads into every trainer what it saved. `path` must come from `find`, which verified it.
-
-        Raises CheckpointError if its state cannot be read or does not fit the trainers.
-        """
-        state = _read_state(path)
-        missing = sorted(set(trainers) - set(state.versions))
-        if missing:
-            raise CheckpointError(f"{path} has no policy '{missing[0]}'; it has: {', '.join(sorted(state.versions))}")
-        for policy, trainer in trainers.items():
-            version = await trainer.load(path / policy)
-            if version != state.versions[policy]:
-                raise CheckpointError(f"{path}: '{policy}' is at version {version}, not {state.versions[policy]}")
-        return state
-
-    async def load(self, trainers: Mapping[PolicyName, Trainer]) -> RunState:
-        """Restores the newest intact checkpoint. Raises CheckpointError if there is none."""
-        found = await self.find()
-        if found.path is None:
-            raise CheckpointError(self.none_intact(found))
-        return await self.restore(found.path, trainers)
-
-    def none_intact(self, found: Found) -> str:
-        """The error text for a missing intact checkpoint; it says what to do."""
-        if not found.passed_over:
-            return f"no checkpoint in {self._folder}; train first, with checkpoint.every above 0"
-        return (
-            f"no intact checkpoint in {self._folder}: {'; '.join(found.passed_over)}. Put back a copy of one, or "
-            f"remove that folder: --resume then begins at step 0"
-        )
+    def remove(self, step: int) -> None:
+        """Renames the folder, then deletes it: if the deletion stops halfway, no damaged checkpoint is left."""
+        folder, going = self.of_step(step), self.of_step(step, f"{_PARTIAL}removed-")
+        if folder.exists():
+            shutil.rmtree(going, ignore_errors=True)
+            folder.rename(going)
+            shutil.rmtree(going)
 
     def held(self) -> list[Held]:
         """Every checkpoint in the folder, oldest first. Only file sizes are checked, not contents."""
         return [_look(folder) for folder in self._folders()]
 
-    def clear_partial(self) -> list[Path]:
-        """Removes the partial folders of a killed run. Only the one process that runs in this folder may call it."""
-        left = sorted(self._folder.glob(f"{_PARTIAL}*"))
-        for folder in left:
-            shutil.rmtree(folder)
-        return left
-
-    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does disk work in a thread, so that the event loop stays free.
-
-        A cancelled call waits for the thread, so that nothing is written after it has returned.
-        """
-        if not self._in_thread:
-            return work(*args, **kwargs)
-        working = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="checkpoint-disk")
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            await asyncio.gather(working, return_exceptions=True)
-            raise
-
-    def _begin(self, partial: Path) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        last = next((one for one in reversed(self.held()) if not one.damage), None)
-        if last:
-            require_space(self._folder, last.num_bytes, "a checkpoint as big as the last one")
-
-    def _complete(self, partial: Path, state: RunState) -> Saved:
-        final = self.path(state.step)
-        (partial / "state.json").write_text(json_text(asdict(state), indent=1), encoding="utf-8")
-        seal(partial)
-        self._remove(state.step)
-        partial.rename(final)
-        flush(self._folder)
-        held = self.held()
-        drops = to_drop(held, saved=state.step, keep=self._keep, budget_bytes=self._budget_bytes)
-        for drop in drops:
-            self._remove(drop.step)
-        dropped = {drop.step for drop in drops}
-        kept = [one for one in held if one.step not in dropped]
-        return Saved(
-            path=final,
-            num_bytes=kept[-1].num_bytes,
-            dropped=drops,
-            first_group=first_group(_read_state(self.path(kept[0].step)).admission),
-        )
-
-    def _find(self) -> Found:
+    def verified(self) -> Found:
+        """Reads checkpoints, newest first, until one is intact."""
         passed_over: list[str] = []
         for folder in reversed(self._folders()):
             try:
@@ -252,27 +139,17 @@ class Checkpoints:
                 passed_over.append(str(error))
         return Found(path=None, passed_over=passed_over)
 
-    def _remove(self, step: int) -> None:
-        """Renames the folder, then deletes it: if the deletion stops halfway, no damaged checkpoint is left."""
-        folder, going = self.path(step), self.path(step, f"{_PARTIAL}removed-")
-        if folder.exists():
-            shutil.rmtree(going, ignore_errors=True)
-            folder.rename(going)
-            shutil.rmtree(going)
+    def clear_partial(self) -> list[Path]:
+        """Removes the partial folders of a killed run. Only the one process that runs in this folder may call it."""
+        left = sorted(self.path.glob(f"{_PARTIAL}*"))
+        for folder in left:
+            shutil.rmtree(folder)
+        return left
 
     def _folders(self) -> list[Path]:
         """Folders of checkpoints, in order of steps. Other names, such as `step-00040.bak`, are the user's own."""
-        found = self._folder.glob(f"{_COMPLETE}*")
+        found = self.path.glob(f"{_COMPLETE}*")
         return sorted((one for one in found if _STEP.fullmatch(one.name.removeprefix(_COMPLETE))), key=_step_of)
-
-    def path(self, step: int, prefix: str = _COMPLETE) -> Path:
-        """Path of the folder for a step's checkpoint; it need not exist."""
-        return self._folder / f"{prefix}{step:05d}"
-
-
-def first_group(admission: AdmissionState) -> GroupId:
-    """The first group that a run may play again if it resumes with this state or with a later one."""
-    return min([one.group for one in admission.active], default=GroupId(admission.next_group))
 
 
 def _step_of(folder: Path) -> int:
@@ -286,7 +163,82 @@ def _look(folder: Path) -> Held:
         return Held(step=_step_of(folder), damage=str(error))
 
 
-def _read_state(path: Path) -> RunState:
+class SealedFile(TypedDict):
+    """Size and digest of one file, as the manifest states them."""
+
+    bytes: int
+    blake2b: str
+
+
+def seal(folder: Path) -> None:
+    """Flushes every file and folder inside to the disk, and writes the manifest."""
+    inside = sorted(folder.rglob("*"))
+    files = [path for path in inside if path.is_file()]
+    for path in inside:
+        flush(path)
+    sealed = {
+        str(file.relative_to(folder)): SealedFile(bytes=file.stat().st_size, blake2b=_digest_of(file)) for file in files
+    }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    flush(manifest)
+    flush(folder)
+
+
+def check_sizes(folder: Path) -> int:
+    """Checks that every sealed file exists with its size, without reading it. Returns the sum of the sizes in bytes.
+
+    Raises CheckpointError, which names the first file that is missing or has another size.
+    """
+    sealed = _manifest(folder)
+    for name, told in sealed.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: {told['bytes']} bytes were written")
+        if file.stat().st_size != told["bytes"]:
+            raise CheckpointError(
+                f"{file} is torn: {told['bytes']} bytes were written, {file.stat().st_size} bytes are there"
+            )
+    return sum(told["bytes"] for told in sealed.values())
+
+
+def verify(folder: Path) -> None:
+    """Reads every file. Raises CheckpointError, which names the first one that is not as it was written."""
+    check_sizes(folder)
+    for name, told in _manifest(folder).items():
+        if _digest_of(folder / name) != told["blake2b"]:
+            raise CheckpointError(f"{folder / name} is damaged: its bytes are not those that were written")
+
+
+def flush(path: Path) -> None:
+    """Returns when a file, or the list of names in a folder, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _manifest(folder: Path) -> dict[str, SealedFile]:
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}")
+    with boundary(CheckpointError, f"{manifest} is damaged"):
+        sealed = json.loads(manifest.read_bytes())
+        if not sealed:
+            raise ValueError("it names no file")
+        for name in sealed:
+            (folder / name).is_file()  # Raises OSError for a name that no file can have.
+        return {name: SealedFile(bytes=told["bytes"], blake2b=told["blake2b"]) for name, told in sealed.items()}
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, _digest).hexdigest()
+
+
+def read_state(path: Path) -> RunState:
+    """Reads the state in the checkpoint at `path`. Raises CheckpointError if it is not one of this version."""
     with boundary(CheckpointError, f"{path / 'state.json'} is not a state of this version of flexmarl"):
         raw = parse_json((path / "state.json").read_bytes())
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))

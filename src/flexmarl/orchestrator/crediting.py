@@ -1,32 +1,36 @@
 """Runs crediting: finished groups are filtered, and their turns become samples with an advantage.
 
-  finished group ──► judge ──► credit ──► samples of each policy ──► make_ready
-                     │ drop    │ no weight                           rows READY
-                     └─────────┴──► FILTERED, slot free
+  finished group ──► judge ──► appraise ──► credit ──► samples of each policy ──► make_ready
+                     │ drop                 │ no weight                           rows READY
+                     └──────────────────────┴──► FILTERED, slot free
 
-consumes    finished groups
-waits for   the store; trainers, if credit needs their appraisal (appraisal.py)
-produces    samples; rows that end FILTERED, with the reason
-unblocked by the store
+consumes    finished groups; trainers that are asked read the turns themselves
+waits for   the store; trainers, all asked at the same time, if credit needs critic values or the divergence from the
+            reference policy
+produces    samples; rows that end FILTERED, with the reason; at the end of a batch, the next one's KL coefficients
+unblocked by the store and the trainers
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexmarl.credit import Credit, CreditRow, CreditSettings, credit_rows
+from flexmarl.credit import CreditRow, CreditSettings, credit_rows
 from flexmarl.credit.filters import Effect, OutcomeFilter
-from flexmarl.credit.interface import AgentReport, Tokens
-from flexmarl.credit.rows import Group
-from flexmarl.credit.shaping.shape import RewardParts, reward_parts
+from flexmarl.credit.returns import token_rewards
+from flexmarl.credit.rows import Group, samples_of
+from flexmarl.credit.shaping.shape import reward_parts
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupFiltered, GroupsCredited
+from flexmarl.events.notices import GroupJudged, RowsReady
+from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
 from flexmarl.experience.turn_rows import credit_row, open_row
-from flexmarl.orchestrator.appraisal import Appraisal
 from flexmarl.records import (
     AgentName,
     CreditedTurn,
@@ -39,10 +43,11 @@ from flexmarl.records import (
     SampleId,
 )
 from flexmarl.rollout.admission import Admission
+from flexmarl.training.interface import Appraised, Trainer
+from flexmarl.training.settings import TrainingSettings
 
-OnReport = Callable[[Mapping[AgentName, AgentReport]], None]
-"""Called with the report on each agent's credit groups."""
-NO_WEIGHT = "weight 0: nothing was sampled, or there is nothing to compare with"
+Memory = Mapping[str, float]
+"""Numbers that a run keeps from batch to batch. `kl_coef/{policy}` is the KL coefficient of a policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,6 @@ class Judged:
     """Why nothing can be learned from the group; "" if it is kept."""
     effects: Mapping[AgentName, Mapping[Effect, int]] = field(default_factory=dict)
     """Number of each agent's credit groups with each effect; empty if no filter judged them."""
-    parts: Mapping[AgentName, RewardParts] = field(default_factory=dict)
-    """The parts that each agent's rewards add up from."""
 
     @property
     def trainable(self) -> bool:
@@ -82,8 +85,7 @@ class Crediting:
         trained: Collection[PolicyName],
         admission: Admission,
         events: Events,
-        appraisal: Appraisal | None = None,
-        on_report: OnReport = lambda report: None,
+        appraisal: "Appraisal | None" = None,
     ) -> None:
         """`appraisal` asks trainers for values and log-probabilities; None if credit needs neither."""
         self._store = store
@@ -92,19 +94,13 @@ class Crediting:
         self._admission = admission
         self._events = events
         self._appraisal = appraisal
-        self._on_report = on_report
-        self.memory: Mapping[str, float] = {}
+        self.memory: Memory = {}
         """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
 
     @property
     def batch_wide(self) -> bool:
         """True if credit compares all groups of a batch, so that none can be credited before the last has finished."""
         return self._settings.needs not in ("row", "group")
-
-    @property
-    def streams(self) -> bool:
-        """True if rows are trained before their group is complete (streaming.py)."""
-        return self._settings.streaming == "linear"
 
     @property
     def filter(self) -> OutcomeFilter | None:
@@ -118,10 +114,12 @@ class Crediting:
             return Judged("no turn of a trained policy")
         if "greedy" in self._settings.uses and not (group.greedy and group.greedy.finished):
             return Judged(f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}")
-        for decision in self._settings.decide(rows):
-            drop = "" if decision.kept else f"{decision.reason}: {decision.because}"
-            return Judged(drop, decision.effects, reward_parts(rows))
-        return Judged("", parts=reward_parts(rows))
+        judged = Judged("")
+        for decision in self._settings.decide(rows):  # One, since all rows are of one task; none without a filter.
+            judged = Judged("" if decision.kept else f"{decision.reason}: {decision.because}", decision.effects)
+        parts = {agent: asdict(parts) for agent, parts in reward_parts(rows).items()}
+        self._events.emit(GroupJudged(group=group.group, effects=judged.effects, parts=parts))
+        return judged
 
     def open_places(self, group: GroupRecord) -> Mapping[SampleId, tuple[Group, float]]:
         """Credit group and score of each row. They depend on the row's episode alone, so the group may be open."""
@@ -148,7 +146,6 @@ class Crediting:
         values = {row.sample_id: row.values for row in rows if row.values is not None}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
-        self._on_report(credit.report)
         self._events.emit(
             GroupsCredited(
                 groups=tuple(group.group for group in groups),
@@ -166,6 +163,14 @@ class Crediting:
             credited.append(Credited(group.group, samples))
         return credited
 
+    async def release(self, groups: Sequence[GroupRecord]) -> Sequence[Credited]:
+        """Credits groups that are complete, compared with one another, and makes their rows READY."""
+        released = await self.credit(groups)
+        for credited in released:
+            for samples in credited.samples.values():
+                await self.make_ready(samples)
+        return released
+
     def end_batch(self, policy: PolicyName | None = None) -> None:
         """Notes that a batch is credited: the batch of `policy`, or, if None, the one that all policies share."""
         if self._appraisal:
@@ -175,6 +180,8 @@ class Crediting:
         """Writes the credit into the rows, and makes them READY."""
         await self.put_credit(samples)
         await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
+        for policy in dict.fromkeys(sample.turn.policy for sample in samples):
+            self._events.emit(RowsReady(policy=policy))
 
     async def put_credit(self, samples: Sequence[CreditedTurn]) -> None:
         """Writes the credit into the rows. Samples whose credit group is open get their score in place of it."""
@@ -193,40 +200,91 @@ class Crediting:
         return self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))
 
 
-def samples_of(
-    group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
-) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
-    """The group's samples by policy, and the ids of its other turns by the reason why they are no samples.
+class Appraisal:
+    """Fills in the credit rows of policies whose settings ask for it. Other rows stay unchanged."""
 
-    `values` are the critic's, if there is one.
-    """
-    samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
-    left_out: dict[str, list[SampleId]] = defaultdict(list)
-    for episode in group.finished:
-        weights = {turn.sample_id: credit.weights.get(turn.sample_id) for turn in episode.turns}
-        tokens: dict[PolicyName, float] = defaultdict(float)
-        for turn in episode.turns:
-            tokens[turn.policy] += (weights[turn.sample_id] or 0.0) * turn.num_tokens
-        for turn in episode.turns:
-            weight, reward = weights[turn.sample_id], episode.rewards[turn.sample_id]
-            if weight is None:
-                left_out["not a trained policy's turn"].append(turn.sample_id)
-            elif not weight or reward is None:
-                left_out[NO_WEIGHT].append(turn.sample_id)
-            else:
-                sample = CreditedTurn(
-                    turn=turn,
-                    advantage=credit.advantages[turn.sample_id],
-                    advantages=_per_token(credit.token_advantages, turn.sample_id),
-                    returns=_per_token(credit.returns, turn.sample_id),
-                    values=_per_token(values, turn.sample_id),
-                    weight=weight,
-                    reward=reward,
-                    episode_tokens=tokens[turn.policy],
+    def __init__(
+        self,
+        *,
+        trainers: Mapping[PolicyName, Trainer],
+        training: Mapping[PolicyName, TrainingSettings],
+        events: Events,
+    ) -> None:
+        """`training` must have an entry for every policy of `trainers`."""
+        self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}
+        self._in_reward = {
+            policy: kl for policy in self._trainers if (kl := training[policy].kl) is not None and kl.where == "reward"
+        }
+        self._events = events
+        self._seen: dict[PolicyName, list[float]] = defaultdict(list)
+        """By policy, the mean divergence of each row of this batch."""
+
+    async def fill(self, rows: Sequence[CreditRow], memory: Memory) -> Sequence[CreditRow]:
+        """Returns the rows with critic values, and with token rewards less the price of divergence.
+
+        A trainer is asked about the rows of its policy, but not about greedy plays and empty responses. Raises
+        TrainingError, or StoreError if a trainer cannot read the rows.
+        """
+        asked: dict[PolicyName, list[SampleId]] = defaultdict(list)
+        for row in rows:
+            if row.policy in self._trainers and row.num_tokens and not row.greedy:
+                asked[row.policy].append(row.sample_id)
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(self._ask(policy, asked[policy]), name=f"appraise/{policy}")
+                for policy in sorted(asked)
+            ]
+        said = {sample_id: appraised for call in calls for sample_id, appraised in call.result().items()}
+        return [self._filled(row, said[row.sample_id], memory) if row.sample_id in said else row for row in rows]
+
+    def end_batch(self, memory: Memory, of: PolicyName | None = None) -> Memory:
+        """Returns the memory for the next batch, with coefficients adapted to this batch.
+
+        `of` limits this to the batch of one policy; None means all policies.
+        """
+        after = dict(memory)
+        for policy in [one for one in sorted(self._seen) if of in (None, one)]:
+            kls = self._seen.pop(policy)
+            settings, coef = self._in_reward[policy], self._coef(policy, memory)
+            kl = fsum(kls) / len(kls)  # `fsum` is exact, so the result does not depend on the order of the rows.
+            following = settings.adapted(coef, kl, len(kls))
+            if settings.target is not None:
+                after[_name(policy)] = following
+            self._events.emit(
+                DivergenceCharged(
+                    policy=policy,
+                    kl=kl,
+                    coef=coef,
+                    next_coef=following,
+                    because="it is fixed" if settings.target is None else f"training.kl.target is {settings.target:g}",
                 )
-                samples[turn.policy].append(sample)
-    return samples, left_out
+            )
+        return after
+
+    async def _ask(self, policy: PolicyName, ids: Sequence[SampleId]) -> Mapping[SampleId, Appraised]:
+        return dict(zip(ids, await self._trainers[policy].appraise(ids), strict=True))
+
+    def _filled(self, row: CreditRow, said: Appraised, memory: Memory) -> CreditRow:
+        if said.values is not None:
+            row = replace(row, values=tuple(said.values.tolist()))
+        if row.policy not in self._in_reward or said.divergence is None or row.reward is None:
+            return row
+        self._seen[row.policy].append(float(said.divergence.mean()))
+        return paid(row, self._coef(row.policy, memory) * said.divergence)
+
+    def _coef(self, policy: PolicyName, memory: Memory) -> float:
+        return memory.get(_name(policy), self._in_reward[policy].coef)
 
 
-def _per_token(found: Mapping[SampleId, Tokens], sample_id: SampleId) -> NDArray[np.float64] | None:
-    return np.array(found[sample_id], np.float64) if sample_id in found else None
+def paid(row: CreditRow, price: NDArray[np.float64]) -> CreditRow:
+    """Returns the row with its tokens' rewards less `price` [num_tokens]. Its outcome is the one before the price."""
+    assert row.reward is not None, "what has no reward cannot pay"
+    rewards = token_rewards(row) - price
+    # `reward` must equal the sum of the token rewards to the last bit, because token estimators add these up.
+    return replace(
+        row.pays("kl", float(price.sum())), reward=float(rewards.sum()), token_rewards=tuple(rewards.tolist())
+    )
+
+
+def _name(policy: PolicyName) -> str:
+    return f"kl_coef/{policy}"

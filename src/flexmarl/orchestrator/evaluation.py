@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexmarl.errors import TrainingError
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Purpose, Task, Version
 from flexmarl.rollout.player import Player
 

@@ -17,12 +17,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import BatchFilled, GroupReady
+from flexmarl.events.notices import EpisodesTaken, TurnsTaken
 from flexmarl.orchestrator.asynchronous import Stream
-from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.crediting import Crediting
+from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.publish import Updates
 from flexmarl.records import CreditedTurn, Divisors, GroupId, GroupRecord, GroupState, PolicyName
+from flexmarl.rollout.admission import Admission
 from flexmarl.tasks import SourceExhausted
 from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.session import TrainingSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,23 @@ class _Queue:
 class PerPolicy:
     """Steps in which each policy fills its own batches. A group is trained when all its policies have updated on it."""
 
-    def __init__(self, parts: Parts, stream: Stream, *, timeout_s: float) -> None:
-        self._parts = parts
-        self._stream = stream
+    def __init__(
+        self,
+        *,
+        stream: Stream,
+        feed: Feed,
+        crediting: Crediting,
+        admission: Admission,
+        sessions: Mapping[PolicyName, TrainingSession],
+        updates: Updates,
+        events: Events,
+        timeout_s: float,
+    ) -> None:
+        """`timeout_s`: seconds after which a batch is trained as it is, counted from its first group."""
+        self._stream, self._feed, self._crediting, self._admission = stream, feed, crediting, admission
+        self._sessions, self._updates, self._events = sessions, updates, events
         self._timeout_s = timeout_s
-        self._queues = {policy: _Queue() for policy in parts.sessions}
+        self._queues = {policy: _Queue() for policy in sessions}
         self._owing: dict[GroupId, set[PolicyName]] = {}
         """Policies that have not updated on each group yet; while the group is being credited, all policies."""
         self._trained: list[GroupId] = []
@@ -81,9 +99,9 @@ class PerPolicy:
         """
         self._step, self._trained = step, []
         self._awake.set()
-        while len(self._trained) < self._parts.admission.law.groups:
+        while len(self._trained) < self._feed.num_groups:
             if self._over and not self._owing:
-                raise SourceExhausted(f"step {step} cannot be filled: {self._parts.feed.exhausted}")
+                raise SourceExhausted(f"step {step} cannot be filled: {self._feed.exhausted}")
             await self._wait()
         if rest:
             self._awake.clear()
@@ -112,13 +130,13 @@ class PerPolicy:
     async def _credit(self, group: GroupRecord) -> None:
         """Credits a group, and gives every policy its samples. A step that ends at rest waits for that too."""
         self._owing[group.group] = set(self._queues)
-        (credited,) = await self._parts.crediting.credit([group])
+        (credited,) = await self._crediting.credit([group])
         if credited.samples:
             self._share(credited.group, credited.samples)
-            self._parts.monitor.taken(group)
+            self._events.emit(EpisodesTaken(episodes=group.finished))
         else:
             del self._owing[group.group]
-            self._parts.crediting.filtered(group.group, "no row has weight")
+            self._crediting.filtered(group.group, "no row has weight")
             self._progress.set()
         self._stream.taken(kept=bool(credited.samples))
 
@@ -128,7 +146,7 @@ class PerPolicy:
         for policy, of_policy in samples.items():
             self._queues[policy].shares.append(_Share(group, of_policy, now))
             self._queues[policy].changed.set()
-        self._parts.events.emit(
+        self._events.emit(
             GroupReady(
                 group=group,
                 samples={policy: len(of_policy) for policy, of_policy in samples.items()},
@@ -138,18 +156,18 @@ class PerPolicy:
 
     async def _train(self, policy: PolicyName) -> None:
         """Trains one policy: accumulates each batch while it fills, then updates and serves the policy."""
-        session = self._parts.sessions[policy]
+        session = self._sessions[policy]
         while True:
             await self._first(policy)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.accumulate(), name=f"accumulate/{policy}")
                 groups, divisors = await self._fill(policy)
-                self._parts.crediting.end_batch(policy)
-                self._parts.events.emit(BatchFilled(policy=policy, version=session.version, groups=tuple(groups)))
+                self._crediting.end_batch(policy)
+                self._events.emit(BatchFilled(policy=policy, version=session.version, groups=tuple(groups)))
                 session.close_step()
-            weights = await self._parts.updates.update(policy, divisors)
+            weights = await self._updates.update(policy, divisors)
             if weights:
-                await self._parts.updates.serve(weights)
+                await self._updates.serve(weights)
             for group in groups:
                 self._updated_on(group, policy)
 
@@ -166,12 +184,12 @@ class PerPolicy:
         """
         queue, groups, divisors = self._queues[policy], list[GroupId](), Divisors()
         due = queue.shares[0].came + self._timeout_s
-        while len(groups) < self._parts.admission.law.groups:
+        while len(groups) < self._feed.num_groups:
             if queue.shares:
                 share = queue.shares.popleft()
-                await self._parts.crediting.make_ready(share.samples)
-                self._parts.sessions[policy].notify_ready()
-                self._parts.monitor.trained_on(policy, [sample.turn for sample in share.samples])
+                await self._crediting.make_ready(share.samples)
+                turns = [sample.turn for sample in share.samples]
+                self._events.emit(TurnsTaken(policy=policy, turns=turns))
                 divisors += divisors_of(share.samples)
                 groups.append(share.group)
             elif self._over or not self._awake.is_set() or not await self._more(queue, due):
@@ -196,7 +214,7 @@ class PerPolicy:
         self._owing[group].remove(policy)
         if not self._owing[group]:
             del self._owing[group]
-            self._parts.admission.move(group, GroupState.TRAINED)
+            self._admission.move(group, GroupState.TRAINED)
             self._trained.append(group)
-            self._parts.feed.look_again()
+            self._feed.look_again()
             self._progress.set()

@@ -1,5 +1,7 @@
 """Runs the way of new weights from a policy's update to its engines, and the gate for calls that wait for them.
 
+`Versions` is the ledger of what is served. It refuses tokens that are too old to train on (laws 3 and 10).
+
 Loop of `Gate`, between two steps: a call of the next step waits until its own policy serves its new version.
 
   step k      rollout ────────────┤ solver: update, serve ──┤
@@ -33,15 +35,50 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
+from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
+from flexmarl.events.notices import phase
 from flexmarl.events.training_events import Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
-from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import CONTROLLER, Divisors, PolicyName, Version, WorkerId
+from flexmarl.records import CONTROLLER, AnyTurn, Divisors, PolicyName, Version, WorkerId
 from flexmarl.training.interface import Trainer
 from flexmarl.training.session import TrainingSession
+
+
+class Versions:
+    """The served version of each policy. Nothing else in a run keeps them."""
+
+    def __init__(self, served: Mapping[PolicyName, Version]) -> None:
+        self._served = dict(served)
+
+    @property
+    def served(self) -> Mapping[PolicyName, Version]:
+        """By policy, the version that every live instance has acknowledged."""
+        return dict(self._served)
+
+    def acknowledged(self, policy: PolicyName, version: Version) -> None:
+        """Notes that all live instances of the policy serve `version`. Raises TrainingError if it is an older one."""
+        if version < self._served[policy]:
+            raise TrainingError(f"policy '{policy}' serves version {self._served[policy]}; {version} would go back")
+        self._served[policy] = version
+
+    def check(self, turns: Iterable[AnyTurn], *, max_staleness: int | None) -> None:
+        """Checks that every token was sampled at most `max_staleness` versions before the served one (law 3).
+
+        None means no bound. Raises TrainingError, which names the turn, for an older token, and for one of a version
+        that is not served yet.
+        """
+        for turn in turns:
+            served = self._served[turn.policy]
+            oldest = 0 if max_staleness is None else served - max_staleness
+            wrong = [run for run in turn.versions if not oldest <= run.version <= served]
+            if wrong:
+                allowed = f"version {served}" if oldest == served else f"versions {max(0, oldest)} to {served}"
+                raise TrainingError(
+                    f"turn {turn.sample_id}: token {wrong[0].start} was sampled by version {wrong[0].version} of "
+                    f"'{turn.policy}', but this step is trained on {allowed}"
+                )
 
 
 class Gate:
@@ -87,11 +124,8 @@ class Publisher:
         versions: Versions,
         events: Events,
     ) -> None:
-        self._trainers = trainers
-        self._pool = pool
-        self._objects = objects
-        self._versions = versions
-        self._events = events
+        self._trainers, self._pool, self._objects = trainers, pool, objects
+        self._versions, self._events = versions, events
         self._held: dict[PolicyName, Version] = {}
         """By policy, the served version, whose weights the object store holds."""
 
@@ -125,18 +159,14 @@ class Publisher:
 class Updates:
     """Makes and serves the update of each policy when its batch is complete."""
 
-    def __init__(
-        self,
-        sessions: Mapping[PolicyName, TrainingSession],
-        publisher: Publisher,
-        *,
-        monitor: Monitor,
-        events: Events,
-    ) -> None:
-        self._sessions = sessions
-        self._publisher = publisher
-        self._monitor = monitor
-        self._events = events
+    def __init__(self, sessions: Mapping[PolicyName, TrainingSession], publisher: Publisher, *, events: Events) -> None:
+        self._sessions, self._publisher, self._events = sessions, publisher, events
+
+    async def begin(self) -> None:
+        """Publishes the version that each session holds, at the start of a run. Returns when all are served."""
+        async with asyncio.TaskGroup() as tasks:
+            for policy, session in self._sessions.items():
+                tasks.create_task(self._publisher.publish(policy, session.version), name=f"publish/{policy}")
 
     async def update(self, policy: PolicyName, divisors: Divisors) -> NewWeights | None:
         """Updates the policy, puts its weights into the object store, and frees its training devices.
@@ -158,13 +188,12 @@ class Updates:
                     report=asdict(report),
                 )
             )
-            with self._monitor.time("publish"):
+            with phase(self._events, "publish"):
                 weights = await self._publisher.set(policy, report.version)
         session.leave()
         return weights
 
     async def serve(self, weights: NewWeights) -> None:
         """Returns when every instance of the policy serves the weights."""
-        with self._monitor.time("publish"):
+        with phase(self._events, "publish"):
             await self._publisher.serve(weights)
-        self._monitor.published(weights.policy, weights.version)

@@ -17,13 +17,18 @@ from typing import Protocol
 
 from flexmarl.agents.workflow_tasks import end_left_behind
 from flexmarl.errors import cause_of
-from flexmarl.events.run_events import Evaluated, StepEnded, StepStarted
+from flexmarl.events.event import Events
+from flexmarl.events.notices import EvaluationStarted, StepSettled, phase
+from flexmarl.events.run_events import Evaluated, Resumed, StepEnded, StepStarted
+from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import RunState
-from flexmarl.orchestrator.evaluation import Evaluation
-from flexmarl.orchestrator.parts import Parts
+from flexmarl.orchestrator.crediting import Crediting
+from flexmarl.orchestrator.evaluation import Evaluation, Evaluator
+from flexmarl.orchestrator.publish import Updates, Versions
 from flexmarl.orchestrator.saving import Saver
-from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings
+from flexmarl.orchestrator.settings import EvaluateSettings
 from flexmarl.records import CONTROLLER, GroupId
+from flexmarl.rollout.admission import Admission
 
 LEFT_BEHIND_S = 1.0
 """Time that tasks which workflows left behind get to end, at the end of a run."""
@@ -55,39 +60,69 @@ class RunOutcome:
     """Sum of the seconds that each process of the run took; a resumed run has several."""
 
 
+class RunProgress:
+    """How far a run is: its completed steps, and what a checkpoint holds of its groups, versions and estimators."""
+
+    def __init__(
+        self,
+        *,
+        admission: Admission,
+        versions: Versions,
+        crediting: Crediting,
+        events: Events,
+        start: RunState | None = None,
+    ) -> None:
+        """`start` is the state that a resumed run continues from. `admission` and `versions` hold it already."""
+        self.admission, self.versions = admission, versions
+        self._crediting = crediting
+        if start:
+            crediting.memory = start.memory
+            next_group, active = GroupId(start.admission.next_group), start.replayed
+            events.emit(Resumed(step=start.step, versions=start.versions, next_group=next_group, active=active))
+        self.step = start.step if start else 0
+        """Number of completed steps."""
+        self.before = start.before if start else None
+        """The evaluation before the first step."""
+        self._earlier_s = start.wall_s if start else 0.0
+        self._began = asyncio.get_running_loop().time()
+
+    @property
+    def wall_s(self) -> float:
+        """Sum of the seconds that each process of the run took so far."""
+        return self._earlier_s + asyncio.get_running_loop().time() - self._began
+
+    def state(self) -> RunState:
+        """The state to save, at a step boundary."""
+        return RunState(
+            step=self.step,
+            admission=self.admission.snapshot(),
+            versions=self.versions.served,
+            before=self.before,
+            wall_s=self.wall_s,
+            memory=dict(self._crediting.memory),
+        )
+
+
 class Orchestrator:
     """One run: publishes, steps, saves and evaluates in turn."""
 
     def __init__(
         self,
-        parts: Parts,
-        pipeline: Pipeline,
         *,
+        progress: RunProgress,
+        pipeline: Pipeline,
+        updates: Updates,
+        evaluator: Evaluator,
+        saver: Saver,
+        balancer: Balancer | None,
+        events: Events,
         steps: int,
         evaluate: EvaluateSettings,
-        checkpoint: CheckpointSettings,
-        start: RunState | None = None,
     ) -> None:
-        """`start` is the state that a resumed run continues from. Its trainers hold that state already."""
-        self._parts = parts
-        self._pipeline = pipeline
-        self._steps = steps
-        self._evaluate = evaluate
-        self._saver = Saver(
-            parts.checkpoints,
-            parts.trainers,
-            checkpoint,
-            events=parts.events,
-            warn=parts.warn,
-            prune=parts.prune,
-        )
-        if start:
-            parts.crediting.memory = start.memory
-        self._before = start.before if start else None
-        self._earlier_s = start.wall_s if start else 0.0
-        self._began = asyncio.get_running_loop().time()
-        self.step = start.step if start else 0
-        """Number of completed steps."""
+        """`balancer` is None if no instances are moved."""
+        self._progress, self._pipeline, self._updates = progress, pipeline, updates
+        self._evaluator, self._saver, self._balancer = evaluator, saver, balancer
+        self._events, self._steps, self._evaluate = events, steps, evaluate
 
     async def run(self) -> RunOutcome:
         """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
@@ -99,54 +134,43 @@ class Orchestrator:
             await end_left_behind(LEFT_BEHIND_S)
 
     async def _run(self) -> RunOutcome:
-        parts = self._parts
-        async with asyncio.TaskGroup() as tasks:
-            for policy, session in parts.sessions.items():
-                tasks.create_task(parts.publisher.publish(policy, session.version), name=f"publish/{policy}")
-        if self.step == 0:
-            self._before = await self._evaluated("before")
-            parts.monitor.flush(self.step)
-        if self.step < self._steps or parts.admission.active:  # A resumed run may only have active groups to end.
+        progress = self._progress
+        await self._updates.begin()
+        if progress.step == 0:
+            progress.before = await self._evaluated("before")
+            self._events.emit(StepSettled(step=self._progress.step))
+        if (
+            progress.step < self._steps or progress.admission.active
+        ):  # A resumed run may only have active groups to end.
             await self._train()
-        after = self._before
-        if self.step:
+        after = progress.before
+        if progress.step:
             after = await self._evaluated("after")
-            parts.monitor.flush(self.step)
-        return RunOutcome(before=self._before, after=after, steps=self.step, wall_s=self._wall_s)
+            self._events.emit(StepSettled(step=self._progress.step))
+        return RunOutcome(before=progress.before, after=after, steps=progress.step, wall_s=progress.wall_s)
 
     async def _train(self) -> None:
         """Makes all steps. Rollout and balancing run during them, and end with the last one."""
-        parts = self._parts
         async with asyncio.TaskGroup() as beside:
-            watching = beside.create_task(parts.balancer.watch(), name="balance") if parts.balancer else None
+            watching = beside.create_task(self._balancer.watch(), name="balance") if self._balancer else None
             async with self._pipeline.playing():
-                while self.step < self._steps:
+                while self._progress.step < self._steps:
                     await self._step()
                     await self._save_if_due()
-                    if self.step < self._steps:
+                    if self._progress.step < self._steps:
                         await self._evaluate_if_due()
-                        parts.monitor.flush(self.step)
+                        self._events.emit(StepSettled(step=self._progress.step))
             if watching:
                 watching.cancel()
 
-    @property
-    def _wall_s(self) -> float:
-        return self._earlier_s + asyncio.get_running_loop().time() - self._began
-
     async def _step(self) -> None:
-        parts, began = self._parts, self._parts.events.now()
-        parts.events.emit(StepStarted(step=self.step, versions=parts.versions.served))
-        parts.monitor.begin(self.step, "rollout and training")
-        trained = await self._pipeline.step(self.step, rest=self._rests_after(self.step + 1))
-        self.step += 1
-        parts.events.emit(
-            StepEnded(
-                process=CONTROLLER,
-                began=began,
-                step=self.step - 1,
-                trained=tuple(trained),
-                versions=parts.versions.served,
-            )
+        step, began = self._progress.step, self._events.now()
+        self._events.emit(StepStarted(step=step, versions=self._progress.versions.served))
+        trained = await self._pipeline.step(step, rest=self._rests_after(step + 1))
+        self._progress.step += 1
+        served = self._progress.versions.served
+        self._events.emit(
+            StepEnded(process=CONTROLLER, began=began, step=step, trained=tuple(trained), versions=served)
         )
 
     def _rests_after(self, step: int) -> bool:
@@ -157,37 +181,24 @@ class Orchestrator:
         return bool(self._evaluate.tasks and self._evaluate.every) and step % self._evaluate.every == 0
 
     async def _save_if_due(self) -> None:
-        parts = self._parts
-        last = self.step == self._steps
-        admission = parts.admission.snapshot()
-        if self._saver.due(self.step, last=last):
-            state = RunState(
-                step=self.step,
-                admission=admission,
-                versions=dict(parts.versions.served),
-                before=self._before,
-                wall_s=self._wall_s,
-                memory=dict(parts.crediting.memory),
-            )
-            with parts.monitor.time("checkpoint"):
-                await self._saver.save(state, last=last)
+        state, last = self._progress.state(), self._progress.step == self._steps
+        if self._saver.due(state.step, last=last):
+            await self._saver.save(state, last=last)
         else:
-            await self._saver.not_saved(admission)
+            await self._saver.not_saved(state.admission)
 
     async def _evaluate_if_due(self) -> None:
-        if self._is_evaluated(self.step):
+        if self._is_evaluated(self._progress.step):
             await self._evaluated("between", self._evaluate.every_tasks)
 
     async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
-        parts = self._parts
         if not self._evaluate.tasks:
             return None
-        began = parts.events.now()
-        parts.monitor.begin(self.step, f"evaluating {when} training")
-        with parts.monitor.time("evaluate"):
-            evaluation = await parts.evaluator.run(num_tasks)
-        parts.monitor.evaluated(when, evaluation)
-        parts.events.emit(
-            Evaluated(process=CONTROLLER, began=began, when=when, step=self.step, evaluation=asdict(evaluation))
+        step, began = self._progress.step, self._events.now()
+        self._events.emit(EvaluationStarted(when=when, step=step))
+        with phase(self._events, "evaluate"):
+            evaluation = await self._evaluator.run(num_tasks)
+        self._events.emit(
+            Evaluated(process=CONTROLLER, began=began, when=when, step=step, evaluation=asdict(evaluation))
         )
         return evaluation

@@ -15,10 +15,16 @@ produces    the state to continue from; in the journal and on screen, what was p
 unblocked by nothing else: no other part of the run has started yet
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from flexmarl.errors import CheckpointError
+from flexmarl.errors import CheckpointError, boundary
 from flexmarl.events.event import Events
+from flexmarl.events.notices import phase
 from flexmarl.events.run_events import (
     CheckpointDropped,
     CheckpointFailed,
@@ -29,7 +35,7 @@ from flexmarl.events.run_events import (
     StoreRewound,
 )
 from flexmarl.experience.interface import ExperienceStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, Found, RunState, Saved, first_group
+from flexmarl.orchestrator.checkpoint import CheckpointFolder, Found, Held, RunState, first_group, read_state
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import AdmissionState
@@ -37,6 +43,142 @@ from flexmarl.training.interface import Trainer
 
 Prune = Callable[[GroupId], Awaitable[int]]
 """Called with the first group that a run may play again: may drop payloads of older ones. Returns how many rows."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """One checkpoint to remove, and why."""
+
+    step: int
+    because: str
+
+
+def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None) -> list[Drop]:
+    """Chooses the checkpoints to remove, newest first, after that of step `saved` (one of `held`) is complete.
+
+    The saved one always stays. Of the others the oldest are removed first, so that the newest intact ones stay.
+
+    >>> held = [Held(step=step, num_bytes=10**9) for step in (1, 2, 3)]
+    >>> to_drop(held, saved=3, keep=5, budget_bytes=2 * 10**9)
+    [Drop(step=1, because='with it there are 3 GB, checkpoint.budget_gb is 2')]
+    """
+    drops: list[Drop] = []
+    stay = total = 0
+    for checkpoint in sorted(held, key=lambda one: one.step, reverse=True):
+        total += checkpoint.num_bytes if checkpoint.step <= saved else 0
+        because = ""
+        if checkpoint.step > saved:
+            because = f"the run went back behind it, and is at step {saved} now"
+        elif checkpoint.step == saved:
+            stay += 1
+        elif checkpoint.damage:
+            because = checkpoint.damage
+        elif stay >= keep:
+            because = f"checkpoint.keep is {keep}"
+        elif budget_bytes is not None and total > budget_bytes:
+            because = f"with it there are {total / 1e9:.3g} GB, checkpoint.budget_gb is {budget_bytes / 1e9:.3g}"
+        else:
+            stay += 1
+        if because:
+            drops.append(Drop(step=checkpoint.step, because=because))
+    return drops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A new checkpoint, and the checkpoints that were removed after it was complete."""
+
+    path: Path
+    num_bytes: int
+    dropped: Sequence[Drop]
+    first_group: GroupId
+    """The first group that a run may play again, whichever of the remaining checkpoints it resumes from."""
+
+
+class Checkpoints(CheckpointFolder):
+    """Saves and restores the checkpoints of one run, and keeps as many as the limits allow."""
+
+    def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
+        """Without `in_thread`, disk work blocks the event loop: virtual time has no threads."""
+        super().__init__(folder)
+        self._keep, self._budget_bytes, self._in_thread = keep, budget_bytes, in_thread
+
+    async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
+        """Writes a checkpoint, then removes those that `to_drop` chooses. If writing fails, the older ones stay.
+
+        Trainers write one after the other, because they share the disk. Raises CheckpointError, and errors of trainers.
+        """
+        partial = self.partial(state.step)
+        with boundary(CheckpointError, f"saving {self.of_step(state.step)}"):
+            try:
+                await self._aside(self.begin, state.step)
+                for policy, trainer in trainers.items():
+                    await trainer.save(partial / policy)
+                return await self._aside(self._complete, state)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)  # Frees the space again if the disk was full.
+                raise
+
+    async def find(self) -> Found:
+        """Reads checkpoints, newest first, until one is intact."""
+        return await self._aside(self.verified)
+
+    async def restore(self, path: Path, trainers: Mapping[PolicyName, Trainer]) -> RunState:
+        """Loads into every trainer what it saved. `path` must come from `find`, which verified it.
+
+        Raises CheckpointError if its state cannot be read or does not fit the trainers.
+        """
+        state = read_state(path)
+        missing = sorted(set(trainers) - set(state.versions))
+        if missing:
+            raise CheckpointError(f"{path} has no policy '{missing[0]}'; it has: {', '.join(sorted(state.versions))}")
+        for policy, trainer in trainers.items():
+            version = await trainer.load(path / policy)
+            if version != state.versions[policy]:
+                raise CheckpointError(f"{path}: '{policy}' is at version {version}, not {state.versions[policy]}")
+        return state
+
+    async def load(self, trainers: Mapping[PolicyName, Trainer]) -> RunState:
+        """Restores the newest intact checkpoint. Raises CheckpointError if there is none."""
+        found = await self.find()
+        if found.path is None:
+            raise CheckpointError(self.none_intact(found))
+        return await self.restore(found.path, trainers)
+
+    def none_intact(self, found: Found) -> str:
+        """The error text for a missing intact checkpoint; it says what to do."""
+        if not found.passed_over:
+            return f"no checkpoint in {self.path}; train first, with checkpoint.every above 0"
+        return (
+            f"no intact checkpoint in {self.path}: {'; '.join(found.passed_over)}. Put back a copy of one, or "
+            f"remove that folder: --resume then begins at step 0"
+        )
+
+    def _complete(self, state: RunState) -> Saved:
+        path, held = self.complete(state), self.held()
+        drops = to_drop(held, saved=state.step, keep=self._keep, budget_bytes=self._budget_bytes)
+        for drop in drops:
+            self.remove(drop.step)
+        dropped = {drop.step for drop in drops}
+        kept = [one for one in held if one.step not in dropped]
+        oldest = read_state(self.of_step(kept[0].step))
+        return Saved(path=path, num_bytes=kept[-1].num_bytes, dropped=drops, first_group=first_group(oldest.admission))
+
+    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Does disk work in a thread, so that the event loop stays free.
+
+        A cancelled call waits for the thread, so that nothing is written after it has returned.
+        """
+        if not self._in_thread:
+            return work(*args, **kwargs)
+        working = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="checkpoint-disk")
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.gather(working, return_exceptions=True)
+            raise
 
 
 class Saver:
@@ -52,12 +194,8 @@ class Saver:
         warn: Callable[[str], None],
         prune: Prune | None,
     ) -> None:
-        self._checkpoints = checkpoints
-        self._trainers = trainers
-        self._settings = settings
-        self._events = events
-        self._warn = warn
-        self._prune = prune
+        self._checkpoints, self._trainers, self._settings = checkpoints, trainers, settings
+        self._events, self._warn, self._prune = events, warn, prune
 
     def due(self, step: int, *, last: bool) -> bool:
         """True if a checkpoint is saved at the end of this step."""
@@ -74,13 +212,15 @@ class Saver:
         Otherwise it raises CheckpointError: the run must end, because its work would be lost.
         """
         began = self._events.now()
-        try:
-            saved = await self._checkpoints.save(state, self._trainers)
-        except CheckpointError as error:
-            self._failed(state, error, last)
-            return
-        self._tell(state, saved, began)
-        await self._make_room(saved.first_group, f"every checkpoint goes on from group {saved.first_group} or later")
+        with phase(self._events, "checkpoint"):
+            try:
+                saved = await self._checkpoints.save(state, self._trainers)
+            except CheckpointError as error:
+                self._failed(state, error, last)
+                return
+            self._tell(state, saved, began)
+            because = f"every checkpoint goes on from group {saved.first_group} or later"
+            await self._make_room(saved.first_group, because)
 
     async def _make_room(self, before_group: GroupId, because: str) -> None:
         rows = await self._prune(before_group) if self._prune else 0

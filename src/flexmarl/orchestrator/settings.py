@@ -1,10 +1,16 @@
-"""Settings of the pipeline: size of a step, overlap of rollout and training, times of evaluations and checkpoints."""
+"""Settings of the pipeline: size of a step, overlap of rollout and training, times of evaluations and checkpoints.
 
+`law_of` gives the admission law of a mode (docs/math.md, section 9).
+"""
+
+import math
+from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from flexmarl.rollout.admission import AdmissionLaw
 from flexmarl.settings import Settings
 
 
@@ -68,6 +74,26 @@ class PipelineSettings(Settings):
         gt=0,
         description="per_policy: a batch whose first group has waited for longer is trained as it is.",
     )
+
+
+def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionLaw:
+    """The admission law of a mode, with P = `groups` per step: its lag S and its window W.
+
+    >>> law_of(Mode.ASYNC, PipelineSettings(lag=1, window=0.25), groups=6).window
+    3
+    """
+    if mode.synchronous:
+        return AdmissionLaw(groups=groups, lag=0, window=1, ahead=pipeline.ahead)
+    one_step_off = mode is Mode.ONE_STEP_OFF
+    lag = 1 if one_step_off else pipeline.lag
+    windows = {
+        Mode.ONE_STEP_OFF: groups,
+        # In decimals 0.1 * 3 * 10 is 3. In floats it is a little more, and would round up to 4.
+        Mode.ASYNC: math.ceil(Decimal(str(pipeline.window)) * (lag + 1) * groups),
+        Mode.FIFO: 1,
+        Mode.GREEDY: None,
+    }
+    return AdmissionLaw(groups=groups, lag=lag, window=windows[mode], steps_in_order=one_step_off)
 
 
 class BatchSettings(Settings):

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetried
+from flexmarl.events.notices import GroupPlayed
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
 from flexmarl.rollout.episode_calls import Lockstep
@@ -94,6 +95,7 @@ class Rollout:
             self._events.emit(GroupRetried(group=group.group, because=reason))
             group = replace(group, attempt=self._admission.attempt(group.group))
         del self._stops[group.group]
+        self._events.emit(GroupPlayed(group=played))
         await emit(played)
 
     async def _play_episodes(self, group: GroupRecord, stop: Stop, emit_episode: EmitEpisode) -> GroupRecord:

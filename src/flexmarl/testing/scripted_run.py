@@ -18,6 +18,7 @@ from typing import Any, Self
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
 from flexmarl.agents.characters import END, character_renderer
 from flexmarl.assemble import Blueprint, World, wire
+from flexmarl.assemble.wire import PRODUCTION
 from flexmarl.assemble.world import Residents, world_of
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
@@ -34,10 +35,8 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints
-from flexmarl.orchestrator.parts import PRODUCTION
 from flexmarl.orchestrator.run import RunOutcome
-from flexmarl.orchestrator.saving import resume
+from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted

@@ -4,7 +4,7 @@
   trainer                  ▐██ a ████████████████████▌▐██ b █████████████████████████▌▐██ c ...
 
 consumes       READY rows of the policy, from the experience store
-waits for      `notify_ready` and `close_step`, which the collect loop calls; devices, where policies share them
+waits for      `RowsReady` of its policy; `close_step`, at the end of a collection; devices, where policies share them
 produces       gradient sums in the trainer's cache; at `finish` a new version, and the rows TRAINED in it; lines, which
                close the sums of open credit groups
 unblocked by   a micro-batch's worth of READY rows, or the end of the step's collection; a policy that leaves devices
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from flexmarl.errors import TrainingError, boundary
 from flexmarl.events.event import Events
+from flexmarl.events.notices import RowsReady
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleId, Version, WorkerId
@@ -55,12 +56,12 @@ class TrainingSession:
         micro_batch: int,
         version: Version,
         ahead: bool = False,
-        events: Events | None = None,
+        events: Events,
         residency: Residency | None = None,
     ) -> None:
         """`residency` shares devices between policies; without it, the policy has its own.
 
-        Every micro-batch that was accumulated is emitted to `events`.
+        `events` must be those of the part that makes rows READY. Every accumulated micro-batch is emitted to them.
         """
         self._policy = policy
         self._store = store
@@ -68,7 +69,8 @@ class TrainingSession:
         self._micro_batch = micro_batch
         self._version = version
         self._at_once = 2 if ahead else 1
-        self._events = events or Events()
+        self._events = events
+        self._events.listen(RowsReady, self._rows_ready)
         self._wake = asyncio.Event()
         self._residency = residency or Residency({}, ProcessGroupSettings())
         self._residency.join(policy, self._wake.set)
@@ -96,10 +98,6 @@ class TrainingSession:
     def cache(self) -> str:
         """Name of the gradient cache for this step's rows."""
         return f"{self._policy}/{self._version}"
-
-    def notify_ready(self) -> None:
-        """Wakes the loop: rows of the policy have become READY."""
-        self._wake.set()
 
     async def close_group(self, name: str, ids: Sequence[SampleId], line: CreditLine | None, because: str = "") -> None:
         """Closes the credit group `name`, whose rows `ids` became READY before it was complete.
@@ -175,6 +173,10 @@ class TrainingSession:
         """Frees the devices after the new version is published, unless rows of the next step are already on them."""
         if not self._under_way:
             self._residency.leave(self._policy)
+
+    def _rows_ready(self, rows: RowsReady) -> None:
+        if rows.policy == self._policy:
+            self._wake.set()
 
     async def _hold(self) -> None:
         while not self._residency.hold(self._policy, 0, keep=True):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.assemble.commands import until_lost
-from flexmarl.assemble.wire import watch_workers
-from flexmarl.assemble.world import Processes
+from flexmarl.assemble.world import Processes, watch_workers
 from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError
 from flexmarl.events.journal import RememberedEvents

@@ -15,8 +15,8 @@ from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import Default, DrMas, Grpo, PassAtK, Rllm, Rloo
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.returns import discounted_returns, generalised_advantages
+from flexmarl.credit.rows import samples_of
 from flexmarl.errors import CreditError
-from flexmarl.orchestrator.crediting import samples_of
 from flexmarl.records import AgentName, FinishReason, GroupRecord, PolicyName, Sample
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.credit import credit_row

@@ -6,12 +6,12 @@ import numpy as np
 
 from flexmarl.credit import CreditSettings
 from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.notices import RowsReady
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, response_row
-from flexmarl.orchestrator.appraisal import Appraisal
-from flexmarl.orchestrator.collect import Collector, Release
-from flexmarl.orchestrator.crediting import Crediting
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.collect import Release, StepCollector
+from flexmarl.orchestrator.crediting import Appraisal, Crediting
+from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import (
     AgentName,
     Episode,
@@ -98,12 +98,12 @@ class Bench:
             events=self.events,
             appraisal=appraisal,
         )
-        self.collector = Collector(
+        self.events.listen(RowsReady, lambda rows: self.ready.append(rows.policy))
+        self.collector = StepCollector(
             crediting=self.crediting,
             admission=self.admission,
             versions=self.versions,
             release=release,
-            on_ready=self.ready.append,
             events=self.events,
         )
         self.collector.open()

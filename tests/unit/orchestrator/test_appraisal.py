@@ -13,7 +13,7 @@ from flexmarl.credit import CreditRow, credit_rows
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.training_events import DivergenceCharged
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.appraisal import Appraisal, paid
+from flexmarl.orchestrator.crediting import Appraisal, paid
 from flexmarl.records import GroupRecord, PolicyName, Sample, SampleId, Turn
 from flexmarl.testing.training import FakeTrainer
 from flexmarl.training.interface import Appraised, HeldRows

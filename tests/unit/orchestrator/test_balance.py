@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.notices import StepPlayed
 from flexmarl.events.serving_events import Called, Moved, MoveFailed
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import RULES, Move
@@ -43,7 +44,7 @@ def play(scenario, *, rule="queue_gap", load_s=0.0, slots=4, max_running=None, *
             decides = RULES[rule](balance) if isinstance(rule, str) else rule
             balancer = Balancer(pool, decides, balance, events, slots={SOLVER: slots, JUDGE: slots})
             watching = asyncio.create_task(balancer.watch(), name="watch")
-            await scenario(SimpleNamespace(pool=pool, balancer=balancer, events=events))
+            await scenario(SimpleNamespace(pool=pool, events=events))
             watching.cancel()
 
     run_virtual(main())
@@ -119,11 +120,11 @@ def test_a_move_that_is_refused_is_noted_and_ends_nothing():
 def test_with_start_by_share_the_next_step_begins_with_instances_where_the_last_one_had_its_work():
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i, JUDGE) for i in range(12)), ask(at.pool, "s"))
-        at.balancer.rollout_ended()
+        at.events.emit(StepPlayed(step=0, pauses=True))
         await asyncio.sleep(1.0)
         assert len(moved(at)) == 2
         assert {became.split("/")[0] for _, became in moved(at)} == {JUDGE}
-        at.balancer.rollout_ended()
+        at.events.emit(StepPlayed(step=0, pauses=True))
         await asyncio.sleep(1.0)
         assert len(moved(at)) == 2
 
@@ -136,10 +137,10 @@ def test_a_step_begins_as_configured_unless_rollout_never_pauses():
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i) for i in range(12)))
         assert moved(at) == [("solver/0", "judge/1")]
-        at.balancer.rollout_ended(pauses=False)
+        at.events.emit(StepPlayed(step=0, pauses=False))
         await asyncio.sleep(1.0)
         assert len(moved(at)) == 1
-        at.balancer.rollout_ended()
+        at.events.emit(StepPlayed(step=0, pauses=True))
         await asyncio.sleep(1.0)
         assert [became.split("/")[0] for _, became in moved(at)] == [JUDGE, SOLVER]
 
@@ -149,7 +150,7 @@ def test_a_step_begins_as_configured_unless_rollout_never_pauses():
 def test_start_moves_of_a_pool_that_sleeps_are_made_when_it_wakes():
     async def scenario(at):
         await asyncio.gather(*(ask(at.pool, i, JUDGE) for i in range(12)), ask(at.pool, "s"))
-        at.balancer.rollout_ended()
+        at.events.emit(StepPlayed(step=0, pauses=True))
         await at.pool.sleep()
         await asyncio.sleep(10.0)
         assert at.events.of(MoveFailed) == moved(at) == []

@@ -14,9 +14,9 @@ import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, Drop, RunState
+from flexmarl.orchestrator.checkpoint import MANIFEST, RunState, seal
 from flexmarl.orchestrator.evaluation import Evaluation
-from flexmarl.orchestrator.sealed_folder import MANIFEST, seal
+from flexmarl.orchestrator.saving import Checkpoints, Drop
 from flexmarl.records import AgentName, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState
 from flexmarl.simulator.virtual_time import run_virtual

@@ -7,7 +7,7 @@ import pytest
 from flexmarl.errors import TrainingError
 from flexmarl.events.run_events import Evaluated
 from flexmarl.orchestrator.evaluation import Evaluator, mean_metrics
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import (
     Episode,
     EpisodeId,

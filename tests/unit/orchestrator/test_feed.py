@@ -5,8 +5,7 @@ import pytest
 from flexmarl.errors import TransitionError
 from flexmarl.events.group_events import GroupAdmitted
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.orchestrator.feed import Feed
-from flexmarl.orchestrator.refill import Refill
+from flexmarl.orchestrator.feed import Feed, Refill
 from flexmarl.records import GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.simulator.virtual_time import run_virtual

@@ -2,8 +2,7 @@
 
 import pytest
 
-from flexmarl.orchestrator.settings import Mode, PipelineSettings
-from flexmarl.orchestrator.versions import law_of
+from flexmarl.orchestrator.settings import Mode, PipelineSettings, law_of
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,43 @@
 """What is seen of a run: figures by step, and a live view."""
 
 import asyncio
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
 
 from flexmarl.analysis.timeline import trace_events
+from flexmarl.credit import AgentReport
 from flexmarl.errors import EngineError
+from flexmarl.events.event import Timed
+from flexmarl.events.group_events import GroupsCredited, RolloutEnded
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.metrics import Metrics
+from flexmarl.events.notices import (
+    EpisodesTaken,
+    EvaluationStarted,
+    GroupJudged,
+    GroupPlayed,
+    StepSettled,
+    TurnsTaken,
+    phase,
+)
 from flexmarl.events.progress import NullProgress
+from flexmarl.events.run_events import Evaluated, StepStarted
 from flexmarl.events.serving_events import QueuesSeen
-from flexmarl.events.training_events import MicroBatchDone, Updated
+from flexmarl.events.training_events import MicroBatchDone, Published, Updated
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.monitor import Monitor
-from flexmarl.orchestrator.versions import Versions
-from flexmarl.records import EngineUse, PolicyName, Version, WorkerId
+from flexmarl.orchestrator.publish import Versions
+from flexmarl.orchestrator.step_figures import Figures
+from flexmarl.records import CONTROLLER, AgentName, EngineUse, GroupId, PolicyName, Version, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.training.interface import UpdateReport
 from tests.unit.inference.models import request
-from tests.unit.orchestrator.groups import group_of
+from tests.unit.orchestrator.groups import group_of, turn_of
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
 
@@ -38,7 +54,10 @@ class Values(dict):
 
 class Screen(NullProgress):
     def __init__(self):
-        self.views, self.stopped = [], False
+        self.views, self.notes, self.stopped = [], [], False
+
+    def note(self, text):
+        self.notes.append(text)
 
     def update(self, view):
         self.views.append(view)
@@ -48,21 +67,52 @@ class Screen(NullProgress):
 
 
 def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
-    """Its journal's clock starts now."""
+    """A monitor beside the figures that it shows."""
     clock = asyncio.get_running_loop().time
     events = events or RememberedEvents(clock)
-    monitor = Monitor(
+    metrics, versions = Metrics(clock, sinks), Versions({SOLVER: Version(3), VERIFIER: Version(3)})
+    Figures(metrics=metrics, versions=versions, events=events)
+    return Monitor(
         name="run",
         steps=5,
-        metrics=Metrics(clock, sinks),
+        metrics=metrics,
         progress=screen,
         pool=pool or InferencePool({SOLVER: [engine(lambda request: "a"), engine(lambda request: "a")]}),
-        versions=Versions({SOLVER: Version(3)}),
+        versions=versions,
         events=events,
         processes=lambda: 4,
     )
-    monitor.events = events
-    return monitor
+
+
+def figures_of(*sinks):
+    """The events of a run whose figures go to the sinks. Their clock starts now."""
+    clock = asyncio.get_running_loop().time
+    events = RememberedEvents(clock)
+    versions = Versions({SOLVER: Version(3), VERIFIER: Version(3)})
+    Figures(metrics=Metrics(clock, sinks), versions=versions, events=events)
+    return events
+
+
+def settle(events, step):
+    events.emit(StepSettled(step=step))
+
+
+def play(events, rewards):
+    """One group, played with these rewards; None is a failed episode."""
+    events.emit(GroupPlayed(group=group_of(0, rewards)))
+
+
+def begin(events, step):
+    events.emit(StepStarted(step=step, versions={SOLVER: Version(3)}))
+
+
+@contextmanager
+def rollout(events, step):
+    """As the loops of every mode say that they play."""
+    began = events.now()
+    with phase(events, "rollout"):
+        yield
+    events.emit(RolloutEnded(process=CONTROLLER, began=began, step=step))
 
 
 def micro_batch(events, policy, number, duration_s):
@@ -79,6 +129,10 @@ def updated(events, policy, report, began):
     """An update that ends this very moment."""
     process = WorkerId.trainer(policy)
     events.emit(Updated(process=process, began=began, policy=policy, version=report.version, report=asdict(report)))
+
+
+def published(events, policy, version):
+    events.emit(Published(process=CONTROLLER, began=events.now(), policy=policy, version=version, checksum="c"))
 
 
 def update(**figures):
@@ -109,22 +163,23 @@ class Leaving(ScriptedEngine):
 
 def test_the_screen_shows_what_goes_on_until_nobody_watches():
     async def scenario():
-        screen = Screen()
-        monitor = monitor_of(screen)
+        screen, events = Screen(), RememberedEvents()
+        monitor = monitor_of(screen, events=events)
         watching = asyncio.create_task(monitor.watch())
         await asyncio.sleep(0.9)
-        monitor.begin(0, "rollout")
-        monitor.group_finished(group_of(0, [0.0, 1.0, None]))
+        begin(events, 0)
+        play(events, [0.0, 1.0, None])
         await asyncio.sleep(0.2)
-        monitor.flush(1)
+        settle(events, 1)
         await asyncio.sleep(0.2)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        assert [view.phase for view in screen.views] == ["starting"] * 4 + ["rollout, 1 groups finished"] * 3
+        phases = ["starting"] * 4 + ["rollout and training, 1 groups finished"] * 3
+        assert [view.phase for view in screen.views] == phases
         assert [view.step for view in screen.views] == [0, 0, 0, 0, 0, 1, 1]
         last = screen.views[-1]
-        assert (last.rewards, last.versions, last.running) == ({"solver": 0.5}, {"solver": 3}, {"solver": 0})
-        assert last.processes == 4
+        assert (last.rewards, last.versions) == ({"solver": 0.5}, {"solver": 3, "verifier": 3})
+        assert (last.running, last.processes) == ({"solver": 0}, 4)
         assert screen.stopped
 
     run_virtual(scenario())
@@ -133,9 +188,9 @@ def test_the_screen_shows_what_goes_on_until_nobody_watches():
 def test_failed_episodes_are_counted_and_are_no_success():
     async def scenario():
         values = Values()
-        monitor = monitor_of(Screen(), values)
-        monitor.group_finished(group_of(0, [0.25, None, None, 0.75]))
-        monitor.flush(1)
+        events = figures_of(values)
+        play(events, [0.25, None, None, 0.75])
+        settle(events, 1)
         assert values["rollout/episodes"] == 4
         assert values["rollout/failed_episodes"] == 2
         assert values["rollout/tokens"] == 8
@@ -147,42 +202,58 @@ def test_failed_episodes_are_counted_and_are_no_success():
 
 def test_a_step_that_ends_with_an_evaluation_is_shown_even_if_no_success_was_reported():
     async def scenario():
-        screen = Screen()
-        monitor = monitor_of(screen)
-        monitor.begin(0, "rollout")
-        monitor.group_finished(group_of(0, [0.0, 1.0]))
-        monitor.begin(1, "evaluating after training")
-        monitor.flush(1)
+        screen, events = Screen(), RememberedEvents()
+        monitor = monitor_of(screen, events=events)
+        begin(events, 0)
+        play(events, [0.0, 1.0])
+        events.emit(EvaluationStarted(when="after", step=1))
+        settle(events, 1)
         watching = asyncio.create_task(monitor.watch())
         await asyncio.sleep(0.1)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         assert (screen.views[-1].rewards, screen.views[-1].success_curve) == ({"solver": 0.5}, ())
+        assert screen.views[-1].phase == "evaluating after training"
 
     run_virtual(scenario())
 
 
-async def one_step(monitor):
+def test_an_evaluation_is_noted_on_the_screen_and_its_figures_belong_to_the_step_before_it():
+    async def scenario():
+        screen, values, events = Screen(), Values(), RememberedEvents()
+        monitor_of(screen, values, events=events)
+        found = Evaluation(
+            versions={SOLVER: Version(3)}, episodes=8, failed=1, metrics={"success": 0.5}, rewards={SOLVER: 0.25}
+        )
+        events.emit(Evaluated(process=CONTROLLER, began=0.0, when="between", step=3, evaluation=asdict(found)))
+        settle(events, 3)
+        assert screen.notes == ["evaluation between training, 8 held-out episodes, 1 failed: success 0.500"]
+        assert (values["eval/team/success"], values["eval/reward/solver"]) == (0.5, 0.25)
+
+    run_virtual(scenario())
+
+
+async def one_step(events):
     """Four seconds of rollout; each trainer works 2 s in it and 2 s after it, the solver's update among them."""
-    monitor.begin(3, "rollout and training")
-    with monitor.rollout():
+    begin(events, 3)
+    with rollout(events, 3):
         await asyncio.sleep(4)
-        micro_batch(monitor.events, SOLVER, 0, 2.0)
-        micro_batch(monitor.events, VERIFIER, 0, 2.0)
+        micro_batch(events, SOLVER, 0, 2.0)
+        micro_batch(events, VERIFIER, 0, 2.0)
     await asyncio.sleep(1)
-    micro_batch(monitor.events, SOLVER, 1, 1.0)
-    began = monitor.events.now()
+    micro_batch(events, SOLVER, 1, 1.0)
+    began = events.now()
     await asyncio.sleep(1)
-    updated(monitor.events, SOLVER, update(), began)
-    micro_batch(monitor.events, VERIFIER, 1, 2.0)
+    updated(events, SOLVER, update(), began)
+    micro_batch(events, VERIFIER, 1, 2.0)
 
 
 def test_training_beside_rollout_is_hidden_and_updates_count_as_training():
     async def scenario():
         values = Values()
-        monitor = monitor_of(Screen(), values)
-        await one_step(monitor)
-        monitor.flush(4)
+        events = figures_of(values)
+        await one_step(events)
+        settle(events, 4)
         assert values["overlap/training_s"] == 8.0
         assert values["overlap/training_hidden"] == 0.5
         assert (values["time/train_s"], values["time/rollout_s"], values["time/step_s"]) == (4.0, 4.0, 6.0)
@@ -193,12 +264,12 @@ def test_training_beside_rollout_is_hidden_and_updates_count_as_training():
 def test_each_step_is_judged_alone():
     async def scenario():
         values = Values()
-        monitor = monitor_of(Screen(), values)
-        await one_step(monitor)
-        monitor.flush(4)
+        events = figures_of(values)
+        await one_step(events)
+        settle(events, 4)
         await asyncio.sleep(1)
-        micro_batch(monitor.events, SOLVER, 0, 1.0)
-        monitor.flush(5)
+        micro_batch(events, SOLVER, 0, 1.0)
+        settle(events, 5)
         assert (values["overlap/training_hidden"], values["overlap/training_s"]) == (0.0, 1.0)
 
     run_virtual(scenario())
@@ -207,8 +278,64 @@ def test_each_step_is_judged_alone():
 def test_a_step_without_training_says_nothing_of_overlap():
     async def scenario():
         values = Values()
-        monitor_of(Screen(), values).flush(1)
+        settle(figures_of(values), 1)
         assert not {"overlap/training_hidden", "overlap/training_s", "time/train_s"} & values.keys()
+
+    run_virtual(scenario())
+
+
+def test_the_publish_lag_runs_from_an_update_to_its_publication_and_the_first_weights_have_none():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        published(events, SOLVER, Version(3))
+        settle(events, 0)
+        assert "publish_lag_s/solver" not in values
+        updated(events, SOLVER, update(), events.now())
+        await asyncio.sleep(2.5)
+        published(events, SOLVER, Version(4))
+        settle(events, 1)
+        assert values["publish_lag_s/solver"] == 2.5
+
+    run_virtual(scenario())
+
+
+def test_staleness_counts_the_turns_that_an_update_is_made_from_and_length_bias_the_episodes_taken():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        events.emit(GroupPlayed(group=group_of(0, [0.0], tokens=2)))
+        events.emit(GroupPlayed(group=group_of(1, [0.0], tokens=6)))
+        taken = group_of(0, [0.0], tokens=2)
+        events.emit(EpisodesTaken(episodes=taken.finished))
+        turns = [turn_of(0, 0, 0, tokens=2, version=1), turn_of(0, 1, 0, tokens=6, version=3)]
+        events.emit(TurnsTaken(policy=SOLVER, turns=turns))
+        settle(events, 1)
+        assert (values["staleness/solver/mean"], values["staleness/solver/max"]) == (0.5, 2)
+        assert values["length_bias/ratio"] == 0.5
+
+    run_virtual(scenario())
+
+
+def test_the_verdicts_on_groups_are_figures_of_each_agent():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        for turns, mean in ((1, 1.0), (3, 0.0)):
+            events.emit(
+                GroupJudged(
+                    group=GroupId(turns),
+                    effects={AgentName("solver"): {"too_easy": 2}},
+                    parts={AgentName("solver"): {"turns": turns, "means": {"outcome": mean}}},
+                )
+            )
+        report = AgentReport(groups=3, effective=1, group_sizes=(2, 4))
+        events.emit(GroupsCredited(groups=(GroupId(0),), report={AgentName("solver"): asdict(report)}, parts={}))
+        settle(events, 1)
+        assert (values["filter/solver/too_easy"], values["reward_part/solver/outcome"]) == (4, 0.25)
+        assert (values["credit/solver/groups"], values["credit/solver/effective"]) == (3, 1)
+        assert values["credit/solver/group_size"] == 3.0
+        assert "credit/solver/notes" not in values
 
     run_virtual(scenario())
 
@@ -218,8 +345,9 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
         await asyncio.sleep(100)
         clock = asyncio.get_running_loop().time
         events = RememberedEvents(lambda: clock() - 100)
-        await one_step(monitor_of(Screen(), events=events))
-        slices = [(e.name, e.process, e.began, e.ended) for e in events.all]
+        monitor_of(Screen(), events=events)
+        await one_step(events)
+        slices = [(e.name, e.process, e.began, e.ended) for e in events.of(Timed)]
         assert slices == [
             ("micro_batch", "trainer/solver", 2.0, 4.0),
             ("micro_batch", "trainer/verifier", 2.0, 4.0),
@@ -241,12 +369,22 @@ def test_the_journal_has_every_slice_of_training_and_rollout_by_its_own_clock():
     run_virtual(scenario())
 
 
-def test_a_rollout_that_fails_is_in_the_journal_too():
+async def fail_after(seconds, events):
+    with phase(events, "rollout"):
+        await asyncio.sleep(seconds)
+        raise EngineError("no instance is left")
+
+
+def test_a_phase_that_fails_is_timed_too_and_leaves_no_line():
     async def scenario():
-        events = RememberedEvents()
-        with pytest.raises(EngineError), monitor_of(Screen(), events=events).rollout():
-            raise EngineError("no instance is left")
-        assert [entry.name for entry in events.all] == ["rollout_ended"]
+        values = Values()
+        events = figures_of(values)
+        with pytest.raises(EngineError):
+            await fail_after(2, events)
+        await asyncio.sleep(1)
+        settle(events, 1)
+        assert (values["time/rollout_s"], values["time/step_s"]) == (2.0, 3.0)
+        assert events.all == []
 
     run_virtual(scenario())
 
@@ -300,10 +438,9 @@ def test_a_screen_that_breaks_ends_the_watch_with_its_own_error():
 
 def test_lag_is_a_metric_of_each_step():
     async def scenario():
-        values = Values()
-        monitor = monitor_of(Screen(), values)
-        await watched(monitor, 1)
-        monitor.flush(1)
+        values, events = Values(), RememberedEvents()
+        await watched(monitor_of(Screen(), values, events=events), 1)
+        settle(events, 1)
         return values
 
     in_virtual_time = run_virtual(scenario())

@@ -14,8 +14,7 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey
-from flexmarl.orchestrator.publish import Publisher
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.records import Divisors, InstanceId, MicroBatch, PolicyName, Sample, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from flexmarl.credit.filters import Effect, OutcomeFilter
 from flexmarl.errors import EpisodeError
 from flexmarl.orchestrator.crediting import Judged
-from flexmarl.orchestrator.refill import Refill
+from flexmarl.orchestrator.feed import Refill
 from flexmarl.records import AgentName
 
 EFFECTS = {AgentName("solver"): {Effect.TOO_EASY: 1}}

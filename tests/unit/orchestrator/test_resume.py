@@ -12,8 +12,8 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.saving import resume
+from flexmarl.orchestrator.checkpoint import RunState
+from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.records import AgentName, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.scripted_run import ScriptedRun

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.orchestrator.checkpoint import Drop, Held, to_drop
+from flexmarl.orchestrator.checkpoint import Held
+from flexmarl.orchestrator.saving import Drop, to_drop
 
 steps = st.integers(0, 20)
 intact_or_torn = st.builds(Held, step=steps, num_bytes=st.integers(0, 9)) | st.builds(

@@ -10,8 +10,8 @@ from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import CheckpointDropped, CheckpointFailed, CheckpointSaved, StorePruned
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import Checkpoints, RunState
-from flexmarl.orchestrator.saving import Saver
+from flexmarl.orchestrator.checkpoint import RunState
+from flexmarl.orchestrator.saving import Checkpoints, Saver
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.records import PolicyName, Version
 from flexmarl.simulator.virtual_time import run_virtual

@@ -48,6 +48,13 @@ def test_a_policy_is_served_as_soon_as_its_own_update_is_done():
     assert run.events.of(StepEnded)[0].t == 7.4
 
 
+def test_a_rollout_that_fails_is_in_the_journal_too():
+    run = ScriptedRun(num_tasks=1)
+    with pytest.raises(SourceExhausted):
+        run.play()
+    assert [entry.step for entry in run.events.of(RolloutEnded)] == [0]
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_colocated_engines_and_trainers_are_never_awake_together(steps):
     run = ScriptedRun(agents=TWO, mode="colocated", steps=steps, seconds_per_sample=0.5)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flexmarl.errors import TrainingError
-from flexmarl.orchestrator.versions import Versions
+from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import PolicyName, Version, VersionRun
 from tests.unit.orchestrator.groups import turn_of
 

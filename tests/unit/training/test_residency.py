@@ -13,6 +13,7 @@ from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import TrainingError, WorkerError
 from flexmarl.events.event import Events
+from flexmarl.events.notices import RowsReady
 from flexmarl.events.training_events import Swapped
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome
@@ -67,12 +68,18 @@ class Stage:
         self.swaps: list[Swapped] = []
         self.left: dict[PolicyName, float] = {}
         """When each policy's step was over."""
-        events = Events()
-        events.listen(Swapped, self.swaps.append)
-        self.residency = Residency(self.groups, ProcessGroupSettings(**chosen), events=events)
+        self.events = Events()
+        self.events.listen(Swapped, self.swaps.append)
+        self.residency = Residency(self.groups, ProcessGroupSettings(**chosen), events=self.events)
         self.sessions = {
             p: TrainingSession(
-                p, self.store, trainer, micro_batch=micro_batch, version=Version(0), residency=self.residency
+                p,
+                self.store,
+                trainer,
+                micro_batch=micro_batch,
+                version=Version(0),
+                events=self.events,
+                residency=self.residency,
             )
             for p, trainer in self.trainers.items()
         }
@@ -84,7 +91,7 @@ class Stage:
             await self.store.put(agent, [credit_row(replace(s, episode_tokens=1.0))])
         await self.store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
         for policy in {s.turn.policy: None for s in samples}:
-            self.sessions[policy].notify_ready()
+            self.events.emit(RowsReady(policy=policy))
 
     async def step(self, arrivals: Sequence[tuple[float, Sample]], closes: float = 0.0) -> None:
         """One step: rows become ready when they arrive; each policy goes through it on its own."""
@@ -347,6 +354,7 @@ def test_a_trainer_that_is_sent_work_ahead_ends_it_before_it_gives_way() -> None
             micro_batch=4,
             version=Version(0),
             ahead=True,
+            events=stage.events,
             residency=stage.residency,
         )
         async with stage.residency.open():

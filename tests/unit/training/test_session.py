@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
+from flexmarl.events.notices import RowsReady
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome
@@ -44,12 +45,9 @@ async def make_ready(store: SqliteStore, samples: Sequence[Sample], *, open_grou
     await store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
 
 
-def session_of(
-    store: SqliteStore, trainer: FakeTrainer, hear: Callable[[MicroBatchDone], None] = lambda _: None
-) -> TrainingSession:
+def session_of(store: SqliteStore, trainer: FakeTrainer, events: Events | None = None) -> TrainingSession:
     trainer.rows = StoreRows(store)
-    events = Events()
-    events.listen(MicroBatchDone, hear)
+    events = events or Events()
     return TrainingSession(SOLVER, store, trainer, micro_batch=4, version=Version(0), events=events)
 
 
@@ -64,19 +62,20 @@ def now() -> float:
 def test_micro_batches_are_trained_while_rows_still_arrive(make_samples: Samples) -> None:
     samples = make_samples(0, 20, weights=(1.0,))[:10]
 
-    async def collect(store: SqliteStore, session: TrainingSession) -> None:
+    async def collect(store: SqliteStore, session: TrainingSession, events: Events) -> None:
         for sample in samples:  # one row a second; a micro-batch of four costs two seconds
             await asyncio.sleep(1.0)
             await make_ready(store, [sample])
-            session.notify_ready()
+            events.emit(RowsReady(policy=SOLVER))
         session.close_step()
 
     async def check() -> None:
-        store, trainer, reports = new_store(), new_trainer(cost_s=0.5), []
-        session = session_of(store, trainer, lambda a: reports.append((a.began, a.ended, a.rows)))
+        store, trainer, reports, events = new_store(), new_trainer(cost_s=0.5), [], Events()
+        events.listen(MicroBatchDone, lambda a: reports.append((a.began, a.ended, a.rows)))
+        session = session_of(store, trainer, events)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.accumulate(), name="train")
-            tasks.create_task(collect(store, session), name="collect")
+            tasks.create_task(collect(store, session, events), name="collect")
         assert reports == [(4.0, 6.0, 4), (8.0, 10.0, 4), (10.0, 11.0, 2)]
         assert await store.counts(SOLVER) == {RowState.ACCUMULATED: 10}
         assert {row.cache for row in await store.get([s.turn.sample_id for s in samples])} == {"solver/0"}
@@ -100,26 +99,45 @@ def test_every_ready_row_enters_exactly_one_update_whenever_it_arrives(
     arrivals = data.draw(st.lists(st.floats(0, 5), min_size=len(samples), max_size=len(samples)))
     cost_s = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
 
-    async def arrive(store: SqliteStore, session: TrainingSession, sample: Sample, at: float) -> None:
+    async def arrive(store: SqliteStore, events: Events, sample: Sample, at: float) -> None:
         await asyncio.sleep(at)
         await make_ready(store, [sample])
-        session.notify_ready()
+        events.emit(RowsReady(policy=SOLVER))
 
-    async def collect(store: SqliteStore, session: TrainingSession) -> None:
+    async def collect(store: SqliteStore, session: TrainingSession, events: Events) -> None:
         async with asyncio.TaskGroup() as tasks:
             for sample, at in zip(samples, arrivals, strict=True):
-                tasks.create_task(arrive(store, session, sample, at))
+                tasks.create_task(arrive(store, events, sample, at))
         session.close_step()
 
     async def check() -> None:
-        store, trainer = new_store(), new_trainer(cost_s)
-        session = session_of(store, trainer)
+        store, trainer, events = new_store(), new_trainer(cost_s), Events()
+        session = session_of(store, trainer, events)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.accumulate())
-            tasks.create_task(collect(store, session))
+            tasks.create_task(collect(store, session, events))
         await session.finish(divisors_of(samples))
         trained = [s.turn.sample_id for batch in trainer.accumulated for s in batch.samples]
         assert sorted(trained) == sorted(s.turn.sample_id for s in samples)
+
+    run_virtual(check())
+
+
+def test_a_session_is_woken_by_rows_of_its_own_policy_alone(make_samples: Samples) -> None:
+    async def check() -> None:
+        store, events = new_store(), Events()
+        session = session_of(store, new_trainer(), events)
+        training = asyncio.create_task(session.accumulate(), name="train")
+        await asyncio.sleep(1.0)
+        await make_ready(store, make_samples(1, 4, weights=(1.0,), empty=0.0))
+        events.emit(RowsReady(policy=PolicyName("verifier")))
+        await asyncio.sleep(1.0)
+        assert RowState.ACCUMULATED not in await store.counts(SOLVER)
+        events.emit(RowsReady(policy=SOLVER))
+        await asyncio.sleep(1.0)
+        assert (await store.counts(SOLVER))[RowState.ACCUMULATED] >= 4
+        session.close_step()
+        await training
 
     run_virtual(check())
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.event import Events
+from flexmarl.events.notices import RowsReady
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Outcome
 from flexmarl.experience.turn_rows import TURN_COLUMNS, credit_row
@@ -45,7 +47,10 @@ class Slow:
         self.trainer = FakeTrainer(SOLVER, InlineObjectStore(), sample_cost_s=0.05, fail_on=fail_on)
         slow = kind(SlowStore(self.store, longest_s=longest_s, random=Random(seed)))
         self.trainer.rows = StoreRows(slow)
-        self.session = TrainingSession(SOLVER, slow, self.trainer, micro_batch=micro_batch, version=Version(0))
+        self.events = Events()
+        self.session = TrainingSession(
+            SOLVER, slow, self.trainer, micro_batch=micro_batch, version=Version(0), events=self.events
+        )
 
     async def close(self, name: str, members: Sequence[Sample], line: CreditLine | None) -> list[Sample]:
         """Closes a credit group; the samples that count, with their advantages."""
@@ -66,7 +71,7 @@ class Slow:
         ) -> None:
             await asyncio.sleep(ready_s)
             await make_ready(self.store, members, open_group=name)
-            self.session.notify_ready()
+            self.events.emit(RowsReady(policy=SOLVER))
             await asyncio.sleep(after_s)
             kept.extend(await self.close(name, members, line))
 

@@ -27,7 +27,7 @@ from flexmarl.assemble.commands import failure_told
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
-from flexmarl.orchestrator.sealed_folder import MANIFEST
+from flexmarl.orchestrator.checkpoint import MANIFEST
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, split_trajectory_id
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from flexmarl.agents.context import forget
+from flexmarl.assemble.wire import PRODUCTION, Rules
 from flexmarl.config import RunSettings
 from flexmarl.credit.estimators.presets import Default
 from flexmarl.credit.interface import Credit, CreditRow
@@ -15,7 +16,6 @@ from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.window import Taken, Window
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum
-from flexmarl.orchestrator.parts import PRODUCTION, Rules
 from flexmarl.orchestrator.publish import Gate
 from flexmarl.records import (
     FinishReason,

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flexmarl.events.event import Event
+from flexmarl.events.event import Notice
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
@@ -53,7 +53,7 @@ class MortalEvents(RememberedEvents):
         self._pulse = pulse
         self._last = 0.0
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Notice) -> None:
         """Emits an event. Raises Killed if the process is dead."""
         self._pulse.check()
         super().emit(event)

@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from flexmarl.events.lag import LOOK_S, measure_lag
+from flexmarl.orchestrator.monitor import PROBE_S, measure_lag
 from flexmarl.simulator.virtual_time import run_virtual
 
 
@@ -17,13 +17,13 @@ async def delays(during):
 
 def test_what_blocks_the_loop_is_seen():
     async def block():
-        time.sleep(5 * LOOK_S)  # noqa: ASYNC251
-        await asyncio.sleep(LOOK_S)
+        time.sleep(5 * PROBE_S)  # noqa: ASYNC251
+        await asyncio.sleep(PROBE_S)
 
-    assert max(asyncio.run(delays(block))) >= 4 * LOOK_S
+    assert max(asyncio.run(delays(block))) >= 4 * PROBE_S
 
 
 def test_virtual_time_has_no_lag():
-    noted = run_virtual(delays(lambda: asyncio.sleep(100 * LOOK_S)))
+    noted = run_virtual(delays(lambda: asyncio.sleep(100 * PROBE_S)))
     assert len(noted) in (99, 100)
     assert max(noted) < 1e-9

@@ -1,0 +1,193 @@
+"""Figures of a run: a listener that turns what happens into metrics by step.
+
+  events, notices ──► sums, means, gauges ──► StepSettled: one line of metrics ──► FiguresWritten
+
+No part of a run waits for it, and none calls it.
+"""
+
+from collections import Counter, defaultdict, deque
+
+from flexmarl.credit.interface import AgentReport
+from flexmarl.events.event import Events
+from flexmarl.events.group_events import GroupsCredited, Refilled
+from flexmarl.events.metrics import Metrics
+from flexmarl.events.notices import (
+    EpisodesTaken,
+    FiguresWritten,
+    GroupJudged,
+    GroupPlayed,
+    PhaseChanged,
+    StepSettled,
+    TurnsTaken,
+)
+from flexmarl.events.overlap import Interval, overlap, seconds, union
+from flexmarl.events.run_events import Evaluated
+from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated
+from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
+from flexmarl.orchestrator.evaluation import mean_metrics, mean_rewards
+from flexmarl.orchestrator.publish import Versions
+from flexmarl.records import Episode, PolicyName
+
+COMPARED = 50_000
+"""Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
+
+
+class Figures:
+    """The metrics of a run. The names of the figures are listed in events/metrics.py."""
+
+    def __init__(self, *, metrics: Metrics, versions: Versions, events: Events) -> None:
+        """Listens to `events` from now on."""
+        self._metrics, self._versions, self._events = metrics, versions, events
+        self._training: defaultdict[str, list[Interval]] = defaultdict(list)
+        self._rollout: list[Interval] = []
+        self._playing_since: float | None = None
+        self._lag = PublishLag()
+        self._stalest: Counter[PolicyName] = Counter()
+        self._played_lengths: deque[int] = deque(maxlen=COMPARED)
+        self._taken_lengths: deque[int] = deque(maxlen=COMPARED)
+        events.listen(PhaseChanged, self._phase_changed)
+        events.listen(GroupPlayed, self._group_played)
+        events.listen(GroupJudged, self._group_judged)
+        events.listen(GroupsCredited, self._credited)
+        events.listen(DivergenceCharged, self._diverged)
+        events.listen(Refilled, self._refilled)
+        events.listen(EpisodesTaken, self._episodes_taken)
+        events.listen(TurnsTaken, self._turns_taken)
+        events.listen(MicroBatchDone, self._accumulated)
+        events.listen(Updated, self._updated)
+        events.listen(Published, self._published)
+        events.listen(Evaluated, self._evaluated)
+        events.listen(StepSettled, self._step_settled)
+
+    def _phase_changed(self, changed: PhaseChanged) -> None:
+        """Counts the time of the phase. Training during rollout counts as hidden."""
+        (self._metrics.begin if changed.began else self._metrics.end)(changed.phase)
+        if changed.phase == "rollout":
+            if self._playing_since is not None:
+                self._rollout.append((self._playing_since, self._events.now()))
+            self._playing_since = self._events.now() if changed.began else None
+
+    def _group_played(self, played: GroupPlayed) -> None:
+        """Counts the episodes of a group, even if it is not trained on later."""
+        group, metrics = played.group, self._metrics
+        metrics.add("rollout/groups")
+        metrics.add("rollout/episodes", len(group.episodes))
+        metrics.add("rollout/failed_episodes", len(group.episodes) - len(group.finished))
+        for episode in group.episodes:
+            tokens = _num_tokens(episode)
+            self._played_lengths.append(tokens)
+            metrics.add("rollout/tokens", tokens)
+            metrics.add("rollout/turns", len(episode.turns))
+            metrics.mean("rollout/episode_s", episode.duration_s)
+            for name, value in mean_metrics([episode]).items():
+                metrics.mean(_path(name), value)
+            for agent, reward in mean_rewards([episode]).items():
+                metrics.mean(f"reward/{agent}", reward)
+
+    def _group_judged(self, judged: GroupJudged) -> None:
+        """Counts the filter's findings on each agent's credit groups, and averages the parts of its rewards."""
+        for agent, counts in judged.effects.items():
+            for effect, count in counts.items():
+                self._metrics.add(f"filter/{agent}/{effect}", count)
+        for agent, parts in judged.parts.items():
+            for part, mean in parts["means"].items():
+                self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts["turns"])
+
+    def _credited(self, credited: GroupsCredited) -> None:
+        """Counts each agent's credit groups by kind, their sizes, and the agent's rows without weight."""
+        for agent, figures in credited.report.items():
+            report = AgentReport(**figures)
+            for name, count in report.counts.items():
+                self._metrics.add(f"credit/{agent}/{name}", count)
+            for size in report.group_sizes:
+                self._metrics.mean(f"credit/{agent}/group_size", size)
+
+    def _diverged(self, batch: DivergenceCharged) -> None:
+        """Records the divergence of a policy's rows from the reference policy, and its coefficient."""
+        self._metrics.mean(f"train/{batch.policy}/kl_to_reference", batch.kl)
+        self._metrics.mean(f"train/{batch.policy}/kl_coef", batch.coef)
+
+    def _refilled(self, step: Refilled) -> None:
+        """Counts the groups that were played to fill a step, and those that were dropped."""
+        self._metrics.add("refill/generated", step.generated)
+        self._metrics.add("refill/dropped", step.generated - step.kept)
+
+    def _accumulated(self, done: MicroBatchDone) -> None:
+        """Records the busy interval of a micro-batch."""
+        self._training[done.process].append((done.began, done.ended))
+        self._metrics.add("train/micro_batches")
+
+    def _updated(self, update: Updated) -> None:
+        """Records the busy interval of an update, and its figures."""
+        policy, report = update.policy, update.report
+        self._training[update.process].append((update.began, update.ended))
+        self._lag.made(policy, update.version, update.ended)
+        for name, value in (("loss", report["loss"]), ("grad_norm", report["grad_norm"]), *report["means"].items()):
+            self._metrics.mean(f"train/{policy}/{name}", value)
+        self._metrics.gauge(f"train/{policy}/learning_rate", report["learning_rate"])
+        self._metrics.add(f"train/{policy}/samples", report["num_samples"])
+        self._metrics.add("train/tokens", report["num_tokens"])
+
+    def _published(self, published: Published) -> None:
+        """Records the publish lag: every instance of the policy now serves the version that an update made."""
+        lag_s = self._lag.served(published.policy, published.version, published.t)
+        if lag_s is not None:  # None for the weights that the run began with.
+            self._metrics.mean(f"publish_lag_s/{published.policy}", lag_s)
+
+    def _episodes_taken(self, taken: EpisodesTaken) -> None:
+        self._taken_lengths.extend(_num_tokens(episode) for episode in taken.episodes)
+
+    def _turns_taken(self, taken: TurnsTaken) -> None:
+        policy, turns = taken.policy, taken.turns
+        staleness = staleness_of(turns, self._versions.served[policy])
+        if staleness:
+            tokens = sum(turn.num_tokens for turn in turns)
+            self._metrics.mean(f"staleness/{policy}/mean", staleness.mean, weight=tokens)
+            self._stalest[policy] = max(self._stalest[policy], staleness.max)
+
+    def _evaluated(self, evaluated: Evaluated) -> None:
+        """Records an evaluation. Its figures belong to the step that ended before it."""
+        for name, value in evaluated.evaluation["metrics"].items():
+            self._metrics.mean(f"eval/{_path(name)}", value)
+        for agent, reward in evaluated.evaluation["rewards"].items():
+            self._metrics.mean(f"eval/reward/{agent}", reward)
+
+    def _step_settled(self, settled: StepSettled) -> None:
+        """Writes the figures since the last settled step."""
+        for policy, version in self._versions.served.items():
+            self._metrics.gauge(f"version/{policy}", version)
+        self._flush_overlap()
+        self._flush_staleness()
+        self._events.emit(FiguresWritten(step=settled.step, values=self._metrics.flush(settled.step)))
+
+    def _flush_overlap(self) -> None:
+        if self._playing_since is not None:  # Rollout continues: the rest of it belongs to the next step.
+            now = self._events.now()
+            self._rollout.append((self._playing_since, now))
+            self._playing_since = now
+        beside = overlap(self._training, self._rollout)
+        if beside.hidden is not None:
+            busy = union(interval for intervals in self._training.values() for interval in intervals)
+            self._metrics.add("time/train_s", seconds(busy))
+            self._metrics.add("overlap/training_s", beside.training_s)
+            self._metrics.mean("overlap/training_hidden", beside.hidden)
+        self._training.clear()
+        self._rollout.clear()
+
+    def _flush_staleness(self) -> None:
+        for policy, versions in self._stalest.items():
+            self._metrics.gauge(f"staleness/{policy}/max", versions)
+        bias = length_bias([*self._taken_lengths], [*self._played_lengths]) if self._stalest else None
+        if bias:
+            self._metrics.gauge("length_bias/ratio", bias.ratio)
+            self._metrics.gauge("length_bias/ks", bias.ks)
+        self._stalest.clear()
+
+
+def _num_tokens(episode: Episode) -> int:
+    return sum(turn.num_tokens for turn in episode.turns)
+
+
+def _path(name: str) -> str:
+    """Metric name of a figure that a workflow reported: `agent/...` is kept, other names are put under `team/`."""
+    return name if name.startswith("agent/") else f"team/{name}"
