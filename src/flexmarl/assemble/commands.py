@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from flexmarl.agents.workflow_tasks import end_left_behind
+from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.residents import settle_memory
@@ -299,7 +299,7 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
         try:
             return await make_evaluator(blueprint, world, versions).run()
         finally:
-            await end_left_behind(LEFT_BEHIND_S)
+            await end_leftover_tasks(LEFT_BEHIND_S)
 
 
 def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:
