@@ -91,7 +91,7 @@ class Run:
             journal, events = Journal(folder.journal), Events(clock)
             stack.callback(journal.close)
             events.listen(Event, journal.write)
-            stop.note = lambda because: events.emit(RunFailed(because=because))
+            stop.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(failure_told(events))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
@@ -134,7 +134,7 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal cancelled
-        stop.told()
+        stop.start_countdown()
         if callable(like_ctrl_c):
             like_ctrl_c(number, frame)
         elif run is not None and not cancelled:

@@ -13,7 +13,7 @@ from rich.table import Table
 from flexmarl.cli.options import Config, Overrides, assemble, examine, load_run_folder
 from flexmarl.cli.terminal import SafeConsole, outlived, say
 from flexmarl.cluster.leases import leases_root
-from flexmarl.cluster.remains import abandoned, held_paths, live_processes, read_leases, release, strangers
+from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.run_folder import RunFolder
@@ -157,4 +157,4 @@ def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
         release(folder)
         if left := [*(f"process {process.pid}" for process in live_processes(leases)), *map(str, held_paths(folder))]:
             raise FlexmarlError(f"cannot remove {', '.join(left)}: end or delete it as its owner")
-    yield from (f"left as it is: {str(path)!r} {why}" for path, why in strangers(root))
+    yield from (f"left as it is: {str(path)!r} {why}" for path, why in foreign_paths(root))
