@@ -18,7 +18,7 @@ from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.residents import settle_memory
-from flexmarl.assemble.wire import initial_versions, make_evaluator, tell_start, watch_workers, wire
+from flexmarl.assemble.wire import emit_start, initial_versions, make_evaluator, watch_workers, wire
 from flexmarl.assemble.world import World, open_world
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
@@ -92,13 +92,13 @@ class Run:
             stack.callback(journal.close)
             events.listen(Event, journal.write)
             stop.report = lambda because: events.emit(RunFailed(because=because))
-            stack.enter_context(failure_told(events))
+            stack.enter_context(recorded_failure(events))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))
-            tell_start(self._blueprint, world, events)
+            emit_start(self._blueprint, world, events)
             lost = watch_workers(world, events)
             checkpoints = Checkpoints(
                 folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
@@ -116,7 +116,7 @@ class Run:
                 checkpoints=checkpoints,
                 start=start,
             )
-            await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, events=events)
+            await run_until_lost(orchestrator.run(), watch=monitor.watch(), lost=lost, events=events)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
 
 @contextmanager
-def failure_told(events: Events) -> Iterator[None]:
+def recorded_failure(events: Events) -> Iterator[None]:
     """Records an exception that ends the block in the journal."""
     try:
         yield
@@ -180,16 +180,16 @@ def finished(folder: RunFolder) -> Summary | None:
         return Summary(**parse_json(folder.summary.read_bytes()))
 
 
-async def until_lost(
-    running: Coroutine[Any, Any, object],
+async def run_until_lost(
+    orchestrator_run: Coroutine[Any, Any, object],
     *,
-    beside: Coroutine[Any, Any, None],
+    watch: Coroutine[Any, Any, None],
     lost: "asyncio.Future[None]",
     events: Events,
 ) -> None:
     """Awaits the run while the monitor watches; raises as soon as `lost` does."""
-    run = asyncio.create_task(running, name="orchestrator")
-    watching = asyncio.create_task(beside, name="monitor")
+    run = asyncio.create_task(orchestrator_run, name="orchestrator")
+    watching = asyncio.create_task(watch, name="monitor")
     try:
         await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
@@ -210,25 +210,25 @@ def run_clock() -> Callable[[], float]:
     return lambda: time() - started
 
 
-def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
-    """Assembles a new run in a folder of its own, or resumes the run in the folder `going_on`."""
+def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> Run:
+    """Assembles a new run in a folder of its own, or resumes the run in the folder `resume_from`."""
     refuse_simulated(settings)
     if not settings.trained:
         raise ConfigError(
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
             f"set trainable: true on one, or use `flexmarl eval`"
         )
-    if going_on is not None:
-        check_same_run(settings, RunFolder(going_on))
+    if resume_from is not None:
+        check_same_run(settings, RunFolder(resume_from))
     blueprint = draw_up(settings)
-    if going_on is None:
+    if resume_from is None:
         folder = new_run_folder(settings)
         written = folder.config.with_suffix(".partial")
         written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
     else:
-        folder = RunFolder(going_on)
-    return Run(blueprint, folder, resumed=going_on is not None)
+        folder = RunFolder(resume_from)
+    return Run(blueprint, folder, resumed=resume_from is not None)
 
 
 def refuse_simulated(settings: RunSettings) -> None:
@@ -262,8 +262,8 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
-        told = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
-        raise CheckpointError(f"{folder.path} was run with other settings: {told}; resume with {folder.config}")
+        differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
+        raise CheckpointError(f"{folder.path} was run with other settings: {differences}; resume with {folder.config}")
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:

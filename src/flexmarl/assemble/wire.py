@@ -232,7 +232,7 @@ def wire(
     settings = blueprint.settings
     check_engines(settings, world.pool.capabilities)
     if start:
-        tell_resumption(start, events)
+        emit_resumption(start, events)
     versions = Versions(initial_versions(settings, start))
     monitor = Monitor(
         name=settings.name,
@@ -292,7 +292,7 @@ def pipeline_of(
     return Asynchronous(parts, stream)
 
 
-def tell_resumption(start: RunState, events: Events) -> None:
+def emit_resumption(start: RunState, events: Events) -> None:
     """Emits the step, the versions and the groups with which the run is resumed."""
     events.emit(
         Resumed(
@@ -304,7 +304,7 @@ def tell_resumption(start: RunState, events: Events) -> None:
     )
 
 
-def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
+def emit_start(blueprint: Blueprint, world: World, events: Events) -> None:
     """Emits what the run is, and a `ProcessStarted` for the controller and for each worker process."""
     settings, team = blueprint.settings, blueprint.team
     events.emit(
@@ -319,8 +319,8 @@ def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
     )
 
     places = world.processes.places
-    here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
-    events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=here))
+    node = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
+    events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=node))
     for name, place in places.items():
         events.emit(ProcessStarted(process=name, pid=place.pid, node=place.node))
 
@@ -329,7 +329,7 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
     """Makes the pool give up engines that die. Returns a future that fails if a trainer dies, with its gradients."""
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def lost(worker: WorkerLost) -> None:
+    def on_lost(worker: WorkerLost) -> None:
         world.processes.places.pop(worker.process, None)
         if worker.process.kind == ResidentKind.ENGINE:
             world.pool.lose(worker.process.instance, worker.because)
@@ -341,5 +341,5 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
                 )
             )
 
-    events.listen(WorkerLost, lost)
+    events.listen(WorkerLost, on_lost)
     return failed

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from flexmarl.cli.options import Config, Overrides, assemble, examine, load_run_folder
-from flexmarl.cli.terminal import SafeConsole, outlived, say
+from flexmarl.cli.terminal import SafeConsole, ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
@@ -36,23 +36,23 @@ def train(
 
     A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
     """
-    with outlived():
+    with ignoring_hangup():
         settings = load_run(config, overrides or ())
         for caution in cautions(settings):
-            say(f"flexmarl: caution: {caution}", err=True)
-        run = assemble.assemble_run(settings, going_on=resume)
+            print_text(f"flexmarl: caution: {caution}", err=True)
+        run = assemble.assemble_run(settings, resume_from=resume)
         try:
             run.train(SafeConsole())
         except KeyboardInterrupt:
-            say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
+            print_text(f"flexmarl: stopped. {resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
         except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
-            say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
+            print_text(f"flexmarl: the run failed. {resume_hint(run.folder)}", err=True)
             raise
-        say(str(run.folder))
+        print_text(str(run.folder))
 
 
-def how_to_go_on(path: Path) -> str:
+def resume_hint(path: Path) -> str:
     """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
@@ -86,7 +86,7 @@ def evaluate(
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
     evaluation = assemble.evaluate_once(settings, checkpoints)
     if as_json:
-        say(json_text(asdict(evaluation), figures=True))
+        print_text(json_text(asdict(evaluation), figures=True))
         return
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
@@ -122,7 +122,7 @@ def export(
     """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
     settings, folder = load_run_folder(run)
     for path in assemble.export_policies(settings, folder.checkpoints, out):
-        say(str(path))
+        print_text(str(path))
 
 
 def clean(
@@ -135,9 +135,9 @@ def clean(
     """
     root = leases_root()
     lines = cleaned(root, dry_run=dry_run)
-    say(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
+    print_text(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
     for line in lines:
-        say(line)
+        print_text(line)
 
 
 def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from flexmarl.cli.options import load_run_folder, plots, simulations
-from flexmarl.cli.terminal import SafeConsole, outlived
+from flexmarl.cli.terminal import SafeConsole, ignoring_hangup
 from flexmarl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -63,7 +63,7 @@ def simulate(
     if faults is not None and (compare or sweep or fit is not None):
         raise ConfigError("--faults is for one CONFIG; leave out --compare, --sweep and --fit")
     console = SafeConsole()
-    with outlived():
+    with ignoring_hangup():
         if fit is not None:
             _fit(console, fit, configs, overrides)
         elif compare:

@@ -69,11 +69,11 @@ def simulated(
     Raises FlexmarlError if it ended no step.
     """
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         console.print(f"{label}: {text}" if label else text)
 
     disturbance = None if plan is None else PlannedFaults(plan)
-    folder = RunFolder(simulate(settings, say=say, disturbance=disturbance))
+    folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
     facts = read_facts(read_run(folder.journal))
     facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
     report = _report(settings, facts)

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table as Screen
 from rich.text import Text
 
-from flexmarl.cli.terminal import SafeConsole, printable, say
+from flexmarl.cli.terminal import SafeConsole, print_text, printable
 from flexmarl.errors import ConfigError, StoreError
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
@@ -50,7 +50,7 @@ def store(
     with read_store(_file(run)) as reader:
         if parquet:
             for path in export_parquet(reader, parquet):
-                say(str(path))
+                print_text(str(path))
         elif sql is None:
             _show_tables(run, reader)
         else:
@@ -98,7 +98,7 @@ def _print_csv(found: Table) -> None:
 def _print_json(found: Table) -> None:
     if len(set(found.columns)) < len(found.columns):
         raise ConfigError(f"columns must differ to be keys of JSON, got {', '.join(found.columns)}; rename with AS")
-    say(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
+    print_text(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
 
 
 def _show(found: Table, limit: int) -> None:

@@ -247,16 +247,16 @@ def _short(text: str) -> str:
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     """Sets the value at the path `keys`. Sections on the way that are absent or null are made."""
     node: Any = raw
-    said = f"override '{_short(override)}'"
+    prefix = f"override '{_short(override)}'"
     for depth, key in enumerate(keys):
         where, last = ".".join(keys[:depth]), depth == len(keys) - 1
         place: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and len(key) < 10) or int(key) >= len(node):
-                raise ConfigError(f"{said}: '{where}' is a list of {len(node)}; it has no '{key}'")
+                raise ConfigError(f"{prefix}: '{where}' is a list of {len(node)}; it has no '{key}'")
             place = int(key)
         elif not isinstance(node, dict):
-            raise ConfigError(f"{said}: '{where}' is the value {_short(repr(node))}, which has no keys")
+            raise ConfigError(f"{prefix}: '{where}' is the value {_short(repr(node))}, which has no keys")
         if last:
             node[place] = value
         elif isinstance(node, dict) and node.get(place) is None:
