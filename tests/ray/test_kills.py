@@ -26,7 +26,7 @@ from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.run_events import ProcessStarted, Resumed, RunFailed, StepEnded, StepStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.events.serving_events import InstanceReplaced, QueuesSeen
+from flexmarl.events.serving_events import InstanceReplaced, QueueCounts
 from flexmarl.records import RowState
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 from flexmarl.records.lifecycle import ROW_TERMINAL
@@ -140,7 +140,7 @@ class Doomed:
 
     def phase(self) -> str:
         """Where it stands, by its journal."""
-        journal = [one for one in self.run.journal if not isinstance(one, QueuesSeen)] if self.has_begun else []
+        journal = [one for one in self.run.journal if not isinstance(one, QueueCounts)] if self.has_begun else []
         step = sum(isinstance(one, StepStarted) for one in journal)
         return f"in step {step}, after {journal[-1].name}" if journal else "before its first event"
 

@@ -19,7 +19,7 @@ from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.fit import Fit, fit_costs
 from flexmarl.analysis.plots import draw_run
-from flexmarl.analysis.queues import looks_of
+from flexmarl.analysis.queues import queue_counts_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
@@ -75,7 +75,7 @@ def simulated(
     disturbance = None if plan is None else PlannedFaults(plan)
     folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
     facts = read_facts(read_run(folder.journal))
-    facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
+    facts.queue_counts = facts.queue_counts or queue_counts_of(facts.calls, _slots(settings))
     report = _report(settings, facts)
     if report is None:
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")

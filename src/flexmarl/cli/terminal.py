@@ -103,7 +103,7 @@ class SafeStream:
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Makes stdout and stderr safe streams in the block. If the command was started without them, text to them is lost."""
+    """Makes stdout and stderr safe streams in the block. If one is missing, a stream to nowhere replaces it."""
     for _ in range(3):  # Fills descriptors 0 to 2: a file opened as number 1 would get what is printed.
         number = os.open(os.devnull, os.O_RDWR)
         if number > 2:

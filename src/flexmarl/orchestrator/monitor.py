@@ -22,7 +22,7 @@ from flexmarl.events.lag import measure_lag
 from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.progress import Progress, ProgressView
-from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Updated
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.inference.pool import InferencePool
@@ -290,7 +290,7 @@ class Monitor:
         queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
         if queues != self._queues:
             self._queues = queues
-            self._events.emit(QueuesSeen(**queues))
+            self._events.emit(QueueCounts(**queues))
         self._look_lag_ms = 0.0
 
     @property
