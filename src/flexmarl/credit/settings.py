@@ -65,7 +65,7 @@ class CreditSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _what_is_divided_by_stays_positive(self) -> "CreditSettings":
+    def _divisor_stays_positive(self) -> "CreditSettings":
         if self.invalid_action is None or self.invalid_action.order == "after" or not self.invalid_action.penalty:
             return self
         for where, estimator in self.estimators.items():
