@@ -64,7 +64,7 @@ class Template:
         self._has_tool = self._renders((QUESTION, Message("assistant", RESPONSE), result), result.content)
         if not self._renders((QUESTION,), QUESTION.content):
             raise ConfigError(
-                f"the chat template of {name!r} cannot say {self._plain([QUESTION])!r}; "
+                f"the chat template of {name!r} cannot render {self._plain([QUESTION])!r}; "
                 "it must render the `content` string of a message with role `user`"
             )
         # Running the template is the slowest part of a call, and most calls have one of a few shapes.
@@ -215,7 +215,7 @@ def _difference(
     if not after.startswith(before):
         return "the template rewrites the conversation before it"
     if after != before + suffix:
-        return "what the template says after a response depends on more than the message"
+        return "the template's text after a response depends on more than the message"
     if not _leading(suffix, special):
         return "no special token ends the response, so the ids would depend on its last words"
     if any(encode(before + space + suffix) != encode(before + space) + encode(suffix) for space in ("", " ", "\n")):

@@ -18,7 +18,7 @@ from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
 
 CANCELLED = (
-    "the run was cancelled, though not by Ctrl-C or SIGTERM: code of yours cancels tasks that it has not made; in a "
+    "the run was cancelled, but not by Ctrl-C or SIGTERM: your code cancels tasks that it did not make; in a "
     "workflow or a tool, cancel your own tasks, and not those of asyncio.all_tasks()"
 )
 

@@ -119,7 +119,7 @@ def _on_the_hub(policy: str, name: str) -> ModelFacts:
         )
     weights = info.safetensors.total if info.safetensors else 0
     size = f", {weights / 1e6:,.0f}M parameters" if weights else ""
-    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run loads it"), parameters=weights)
+    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run downloads it"), parameters=weights)
 
 
 def _first_line(error: Exception) -> str:
@@ -188,7 +188,7 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
     """Estimates memory for weights, optimisers and caches; activations come on top. Inline, one device holds all."""
     unknown = sorted(policy for policy in settings.policies if not models.get(policy) or not models[policy].parameters)
     if unknown:
-        return Finding("memory", f"not known before the model of {', '.join(unknown)} is here")
+        return Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
     needs = [_need(policy, models[name], settings.deterministic) for name, policy in settings.policies.items()]
     training, serving, cache = (sum(part) / GIB for part in zip(*needs, strict=True))
     needed = training + serving + cache

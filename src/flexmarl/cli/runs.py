@@ -27,7 +27,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_FOLDER",
-            help="Go on from the newest checkpoint of this run folder; CONFIG is then the folder's config.yaml.",
+            help="Continue from the newest checkpoint of this run folder; give its config.yaml as CONFIG.",
             show_default=False,
         ),
     ] = None,
@@ -58,8 +58,8 @@ def resume_hint(path: Path) -> str:
     again = f"flexmarl train {folder.config} --resume {path}"
     saved = assemble.newest_checkpoint(folder)
     if saved is None:
-        return f"There is no checkpoint yet (see checkpoint.every); begin again with: {again}"
-    return f"Last good checkpoint: {saved}; go on with: {again}"
+        return f"There is no checkpoint yet (see checkpoint.every); start again with: {again}"
+    return f"Last good checkpoint: {saved}; continue with: {again}"
 
 
 def evaluate(
@@ -110,7 +110,7 @@ def check(config: Config, overrides: Overrides = None) -> None:
     if problems:
         raise ConfigError("\n".join(f"{config}: {problem}" for problem in problems))
     todos = sum(bool(finding.todo) for finding in findings)
-    SafeConsole().print(f"The config is right; {todos or 'nothing'} to do.")
+    SafeConsole().print(f"The config is valid; {todos or 'nothing'} to do.")
 
 
 def export(
@@ -126,12 +126,14 @@ def export(
 
 
 def clean(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
+    ] = False,
 ) -> None:
     """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
 
-    A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile. Only what a run of
-    yours made is touched.
+    A run cleans up after itself, even after kill -9. This command is for machines that went down during a run. It
+    removes only what runs of yours made.
     """
     root = leases_root()
     lines = cleaned(root, dry_run=dry_run)

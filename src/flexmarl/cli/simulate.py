@@ -43,7 +43,7 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="PLAN",
-            help="A YAML or JSON file of faults that befall the run; which were noticed, and by what, is shown.",
+            help="A YAML or JSON file of faults to inject; a table shows how many of them the run noticed.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def simulate(
 ) -> None:
     """Simulate the run that CONFIG describes: no model is loaded, no device is used, and no cluster is asked.
 
-    Only what engines, trainers and transfers take is modelled (`simulation.costs`); the loops and rules are those of
+    Only the time of engines, trainers and transfers is modelled (`simulation.costs`); the loops and rules are those of
     `flexmarl train`. `cluster.backend=simulated` is set for you.
     """
     configs = [Path(argument) for argument in arguments or () if "=" not in argument and argument.endswith(YAML)]

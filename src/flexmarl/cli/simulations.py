@@ -54,10 +54,10 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
     """Returns the settings of the simulated run. Raises ConfigError naming the key."""
     for override in overrides:
         if override.startswith("cluster.backend=") and parse_override(override)[1] != "simulated":
-            raise ConfigError(f"{override}: `simulate` plays in the simulated world; use `flexmarl train` for others")
+            raise ConfigError(f"{override}: `simulate` sets cluster.backend=simulated; use `flexmarl train` for others")
     settings = load_run(config, [*overrides, "cluster.backend=simulated"])
     if not settings.steps:
-        raise ConfigError("steps is 0, and a simulation shows what steps take; use at least 1")
+        raise ConfigError("steps is 0, so there is nothing to simulate; use at least 1")
     return settings
 
 

@@ -133,7 +133,7 @@ def _show_tables(run: Path, reader: StoreReader) -> None:
         counted.append((agent, sum(n for _, n in states), ", ".join(f"{n} {state}" for state, n in states)))
     _show(Table(("table", "rows", "of these"), tuple(counted)), len(counted))
     data = [f"{c.name} ({c.kind}{', payload' if CODECS[c.kind].by_reference else ''})" for c in reader.columns]
-    CONSOLE.print(f"Columns of each: {', '.join([*META_COLUMNS, *data])}; beside each data column NAME_status.")
+    CONSOLE.print(f"Columns of each: {', '.join([*META_COLUMNS, *data])}; each data column also has NAME_status.")
     CONSOLE.print(f"Other tables: {', '.join(SHARED_TABLES)}. A payload is read with payload(NAME). Examples:\n")
     for sql in _examples(reader):
         CONSOLE.print(f"flexmarl store {shlex.quote(str(run))} {shlex.quote(sql)}", soft_wrap=True)

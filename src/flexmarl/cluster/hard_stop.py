@@ -95,7 +95,7 @@ def _exit_without(stuck: list[threading.Thread], code: int) -> None:
     for one in stuck:
         one.join(max(0.0, deadline - time.monotonic()))
     if names := [one.name for one in stuck if one.is_alive()]:
-        _end_process(f"flexmarl: left without waiting for the threads {', '.join(names)}", code)
+        _end_process(f"flexmarl: ended without waiting for the threads {', '.join(names)}", code)
 
 
 def _interpreter_ends() -> bool:

@@ -180,10 +180,10 @@ def check_ours(path: Path, setting: str) -> None:
             what = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder"
             raise ConfigError(
                 f"{setting}: the {what} '{path}' belongs to user {status.st_uid}, not to us (user {os.getuid()}); "
-                f"go on as that user, or with a copy of your own"
+                f"run as that user, or use a copy of your own"
             )
     if path.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{setting}: everyone may write in '{path}'; look through what is in it, then: chmod o-w")
+        raise ConfigError(f"{setting}: everyone may write in '{path}'; check what is in it, then: chmod o-w")
 
 
 def _replaceable(folder: os.stat_result) -> str:

@@ -89,7 +89,7 @@ def no_run(root: int, name: str) -> str:
     except FileNotFoundError:
         return f"holds no {RECORD}" if exists_at(root, name) else ""
     except OSError as error:
-        return f"cannot be looked into: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     ours = stat.S_ISREG(record.st_mode) and record.st_uid == os.getuid()
     return "" if ours else f"holds a {RECORD} that is no plain file of ours"
 

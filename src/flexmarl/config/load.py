@@ -115,9 +115,7 @@ class _Loader(yaml.SafeLoader):
                     problem_mark=key.start_mark,
                 )
             if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' stands here twice", problem_mark=key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -143,7 +141,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     for place in (Path.cwd(), path.absolute()):
         if not is_utf8(place):
             raise ConfigError(
-                f"the path {str(place)!r} is not UTF-8, which model files, stores and logs take for granted; work in a "
+                f"the path {str(place)!r} is not UTF-8, which model files, stores and logs need; work in a "
                 f"folder with another name"
             )
     raw = read_extended(path)

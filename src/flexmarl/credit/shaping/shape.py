@@ -118,7 +118,7 @@ def check_terms(terms: Sequence[AnyTerm]) -> Sequence[AnyTerm]:
             if isinstance(term, OutcomeTerm) and isinstance(other, OutcomeTerm) and (shared := _shared(term, other)):
                 raise ValueError(
                     f"{other.name} and {term.name} both replace the outcome of {shared}; "
-                    f"give one of them, or say with `agents` whose each is"
+                    f"use one of them, or limit each with `agents`"
                 )
     return terms
 
