@@ -24,12 +24,8 @@ class EngineCosts(Settings):
 
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait.")
     decode_s: float = Field(default=0.005, ge=0, description="Seconds of a decode step with an empty batch.")
-    decode_request_s: float = Field(
-        default=0.0002, ge=0, description="Seconds that each request in the batch adds to a step."
-    )
-    decode_kv_s: float = Field(
-        default=0.0, ge=0, description="Seconds that each cached token of the batch adds to a step."
-    )
+    decode_request_s: float = Field(default=0.0002, ge=0, description="Seconds that each request adds to a step.")
+    decode_kv_s: float = Field(default=0.0, ge=0, description="Seconds that each cached token adds to a step.")
     prefill_token_s: float = Field(default=0.0, ge=0, description="Seconds to prefill a prompt token; decoding waits.")
     kept_prefixes: int = Field(
         default=64, ge=0, description="Conversations whose prefix stays cached, if prompt tokens take time."

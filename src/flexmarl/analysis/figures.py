@@ -183,10 +183,8 @@ def queues(facts: Facts) -> dict[str, Queue]:
     area: defaultdict[str, float] = defaultdict(float)
     most: defaultdict[str, int] = defaultdict(int)
     ends = [counts.t for counts in facts.queue_counts[1:]] + [max((end for _, end in span), default=0.0)]
-    held = [
-        (counts, intersection([(counts.t, end)], span)) for counts, end in zip(facts.queue_counts, ends, strict=False)
-    ]
-    for counts, inside in held:
+    for counts, end in zip(facts.queue_counts, ends, strict=False):
+        inside = intersection([(counts.t, end)], span)
         for policy, waiting in counts.queued.items():
             area[policy] += waiting * seconds(inside)
             most[policy] = max(most[policy], waiting if inside else 0)

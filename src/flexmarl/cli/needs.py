@@ -57,9 +57,7 @@ def examine_models(settings: RunSettings, problems: list[str]) -> Mapping[str, M
         try:
             source = model_source(settings, policy)
             config = _config(source)
-            found[policy] = (
-                _on_the_hub(policy, source) if config is None else _on_disk(settings, policy, source, config)
-            )
+            found[policy] = _on_the_hub(policy, source) if config is None else _local(settings, policy, source, config)
         except ConfigError as problem:
             problems.append(str(problem))
     return found
@@ -75,7 +73,7 @@ def _config(source: str) -> PretrainedConfig | None:
         raise ConfigError(f"'{source}' is no model that transformers can read: {_first_line(error)}") from error
 
 
-def _on_disk(settings: RunSettings, policy: str, source: str, config: PretrainedConfig) -> ModelFacts:
+def _local(settings: RunSettings, policy: str, source: str, config: PretrainedConfig) -> ModelFacts:
     key, engine = f"policies.{policy}.model", settings.policies[policy].engine
     try:
         with torch.device("meta"):

@@ -126,9 +126,7 @@ def export(
 
 
 def clean(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")] = False,
 ) -> None:
     """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
 
