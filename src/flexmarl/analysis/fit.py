@@ -100,6 +100,7 @@ class Fit:
     """Costs by policy."""
     shared_host: SharedHost
     quality: Mapping[str, FitQuality]
+    """Errors of the fit by policy."""
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:

@@ -130,7 +130,7 @@ class TimelineRows:
             places.append(place)
 
     def slice(self, event: Timed) -> TraceEvent:
-        """The slice of an event that took time."""
+        """A complete event, from `began` to `ended`, in a free lane of its process. Times are microseconds."""
         process, name = event.process, _name(event)
         began, ended = _us(event.began), _us(event.ended)
         lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
@@ -138,7 +138,7 @@ class TimelineRows:
         return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(event)}
 
     def mark(self, event: Event) -> TraceEvent:
-        """The mark of a decision."""
+        """An instant event, on the decision row of the controller."""
         where = {"pid": self.controller, "tid": self._thread(CONTROLLER, DECISIONS, 0)}
         return {"name": _name(event), "ph": "i", "s": "t", "ts": _us(event.t), **where, "args": _arguments(event)}
 

@@ -63,7 +63,7 @@ class Run:
     def train(self, console: Console) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder.
 
-        A run that fails or is stopped leaves its pictures too.
+        Raises the error that ended the run; the pictures are drawn then too.
         """
         if self._resumed and (done := finished(self._folder)) and done.steps >= self._settings.steps:
             console.print(f"nothing to do: {done.steps} steps are done, and steps={self._settings.steps}")
@@ -74,7 +74,7 @@ class Run:
             with HardStop() as stop:
                 run_and_leave_threads(self._train(console, stop))
         except BaseException:
-            with suppress(OSError, FlexmarlError):  # What ended the run is what to tell of.
+            with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
             raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())

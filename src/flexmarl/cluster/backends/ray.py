@@ -98,7 +98,7 @@ class RayResident(Generic[T]):
         self._place = ResidentPlace(node=self._place.node, pid=pid)
 
     async def make(self) -> None:
-        """Makes the hosted object. From then on the death of the process is a loss."""
+        """Makes the hosted object; raises the error of its `make`. From then on the death of the process is a loss."""
         answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), name=str(self))
         self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
 
