@@ -161,19 +161,19 @@ class Iterative(Pattern):
     async def run(self, task: Task, team: Team) -> None:
         """Plays one episode."""
         solver, verifier = team[self.solver], team[self.verifier]
-        seen, right, rounds = self.question.format(task=task.prompt), 0, 0
+        observation, right, rounds = self.question.format(task=task.prompt), 0, 0
         while True:
             rounds += 1
-            proposal = await solver.act(seen)
-            said = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
-            verdict = await verifier.act(self.review.format(**said))
+            proposal = await solver.act(observation)
+            fields = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
+            verdict = await verifier.act(self.review.format(**fields))
             score, approved = task.score(proposal.answer), self.approves(verdict)
             agrees = approved == (score >= 1.0)
             verdict.reward(float(agrees))
             right += agrees
             if approved or rounds == self.max_rounds:
                 break
-            seen = self.retry.format(**said, feedback=verdict.text)
+            observation = self.retry.format(**fields, feedback=verdict.text)
         solver.reward(score)
         team.report(success=score, rounds=rounds, approved=float(approved), verifier_accuracy=right / rounds)
 
