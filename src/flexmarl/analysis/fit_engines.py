@@ -140,13 +140,11 @@ class EngineFit:
 class InstanceCalls:
     """The calls of one instance. Its time is cut into segments in which its batch does not change."""
 
-    def __init__(
-        self, calls: Sequence[Called], slots: int, trainers: BusyCount, engines: BusyCount, own: BusyCount
-    ) -> None:
+    def __init__(self, calls: Sequence[Called], slots: int, trainers: BusyCount, *engines: BusyCount) -> None:
         # Calls sent at the same moment are sorted by group, the order in which rollout started them.
         calls = sorted(calls, key=lambda call: (call.began, split_trajectory_id(call.trajectory)))
         self._slots = slots
-        self._others = (trainers, engines, own)
+        self._others = (trainers, *engines)  # all trainers, all engines, this engine
         self._sent = np.array([call.began for call in calls])
         self._ended = np.array([call.ended for call in calls])
         self._sampled = np.array([max(call.sampled_tokens - call.kept_tokens, 1) for call in calls], dtype=float)
