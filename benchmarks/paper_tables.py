@@ -93,7 +93,7 @@ def play(run: Run) -> Played:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"steps={run.steps}", f"seed={run.seed}", f"out={folder}", *run.overrides]
         settings = load_run(EXAMPLES / f"{run.config}.yaml", overrides)
-        facts = read_facts(read_run(RunFolder(simulate(settings, say=lambda text: None)).journal))
+        facts = read_facts(read_run(RunFolder(simulate(settings, show=lambda text: None)).journal))
     found = report_of(facts, Pools(costs=settings.simulation.costs))
     assert found is not None
     assert found.steps == run.steps

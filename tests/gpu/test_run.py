@@ -12,9 +12,9 @@ from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 
 
-def trained(small_run: Path, out: Path, device: str, *overrides: str, going_on: Path | None = None) -> Run:
+def trained(small_run: Path, out: Path, device: str, *overrides: str, resume_from: Path | None = None) -> Run:
     chosen = ["cluster.backend=inline", f"cluster.device={device}", f"out={out}", *overrides]
-    run = assemble_run(load_run(small_run, chosen), going_on=going_on)
+    run = assemble_run(load_run(small_run, chosen), resume_from=resume_from)
     run.train(Console(quiet=True))
     return run
 
@@ -37,7 +37,7 @@ def test_a_deterministic_run_repeats_itself_and_ends_the_same_after_it_was_resum
     first, second = (trained(small_run, tmp_path / name, device, *always) for name in ("first", "second"))
     assert weights(first, 3) == weights(second, 3)
     begun = trained(small_run, tmp_path / "third", device, "deterministic=true", "steps=1")
-    resumed = trained(small_run, tmp_path / "third", device, *always, going_on=begun.folder)
+    resumed = trained(small_run, tmp_path / "third", device, *always, resume_from=begun.folder)
     assert weights(resumed, 3) == weights(first, 3)
 
 

@@ -201,7 +201,7 @@ def test_ctrl_c_and_sigterm_name_the_checkpoint_and_how_to_go_on(config, tmp_pat
     assert process.returncode == 130
     (line,) = errors.splitlines()
     assert "flexmarl: stopped. Last good checkpoint: runs/sums-" in line
-    assert "go on with: flexmarl train runs/sums-" in line
+    assert "continue with: flexmarl train runs/sums-" in line
     (journal,) = tmp_path.glob("runs/*/journal.jsonl")
     assert sum(isinstance(event, RunFailed) for event in read_journal(journal)) == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flexmarl.cli.terminal import READER_GONE
+from flexmarl.cli.terminal import READER_CLOSED
 from flexmarl.events.journal import read_journal
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
@@ -84,7 +84,7 @@ def test_other_commands_end_when_their_reader_has_gone_with_a_code_of_its_own(sm
     os.close(read)
     for words in (["check", str(small_run)], ["clean", "--dry-run"]):
         done = subprocess.run([*FLEXMARL, *words], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, check=False)
-        assert (done.returncode, done.stderr) == (READER_GONE, b""), words
+        assert (done.returncode, done.stderr) == (READER_CLOSED, b""), words
     wrong = [*FLEXMARL, "check", str(small_run), "steps=-1"]
     assert subprocess.run(wrong, stdout=write, stderr=subprocess.PIPE, check=False).returncode == 2
     os.close(write)

@@ -26,7 +26,7 @@ from flexmarl.assemble import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.run_events import ProcessStarted, Resumed, RunFailed, StepEnded, StepStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.events.serving_events import InstanceReplaced, QueuesSeen
+from flexmarl.events.serving_events import InstanceReplaced, QueueCounts
 from flexmarl.records import RowState
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 from flexmarl.records.lifecycle import ROW_TERMINAL
@@ -140,7 +140,7 @@ class Doomed:
 
     def phase(self) -> str:
         """Where it stands, by its journal."""
-        journal = [one for one in self.run.journal if not isinstance(one, QueuesSeen)] if self.has_begun else []
+        journal = [one for one in self.run.journal if not isinstance(one, QueueCounts)] if self.has_begun else []
         step = sum(isinstance(one, StepStarted) for one in journal)
         return f"in step {step}, after {journal[-1].name}" if journal else "before its first event"
 
@@ -273,7 +273,7 @@ def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, 
     assert f"(pid {pid} " in child.stderr
     assert "trainer" in child.stderr
     assert "raylet" not in child.stdout, "Ray speaks between our lines"
-    assert "go on with: flexmarl train" in said[0] or "begin again with: flexmarl train" in said[0]
+    assert "continue with: flexmarl train" in said[0] or "start again with: flexmarl train" in said[0]
     assert [one.pid for one in doomed.run.events(WorkerLost)] == [pid]
     seconds = child.wait_until_gone()
     assert_store_whole(doomed.run)

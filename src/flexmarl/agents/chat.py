@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-REMEMBERED = 4096
+CACHED_TEXTS = 4096
 """Rendered prompts, and suffixes, that a renderer caches. The samples of a group share theirs."""
 
 
@@ -47,12 +47,12 @@ class ChatRenderer:
             ),
             name=name,
         )
-        added, around = tokenizer.added_tokens_decoder.values(), self._template.around()
+        added, example = tokenizer.added_tokens_decoder.values(), self._template.example()
         special = {token.content for token in added if token.special}
         # Some templates mark the speaker by tokens that are not flagged as special, such as DeepSeek's `<｜User｜>`.
-        control = special | {token.content for token in added if token.content in around}
+        control = special | {token.content for token in added if token.content in example}
         backend: Any = tokenizer.backend_tokenizer
-        self._tokens = ControlTokens(backend, control, whose=name)
+        self._tokens = ControlTokens(backend, control, name=name)
         self.extension: Extension = check_extension(self._template, self.encode, special)
         """Says which messages may extend a conversation, and why the others may not."""
         eos: Any = tokenizer.eos_token_id
@@ -60,8 +60,8 @@ class ChatRenderer:
         """The ids on which sampling must stop: those that end a turn in the template, and the tokenizer's end token."""
         if not self.stop_ids:
             raise ConfigError(f"the tokenizer {name!r} has no end token; set its `eos_token`")
-        self._prompt = lru_cache(REMEMBERED)(self._render)
-        self._suffix = lru_cache(REMEMBERED)(self._render_suffix)
+        self._prompt = lru_cache(CACHED_TEXTS)(self._render)
+        self._suffix = lru_cache(CACHED_TEXTS)(self._render_suffix)
 
     def __reduce__(self) -> "tuple[type[ChatRenderer], tuple[PreTrainedTokenizerBase]]":
         """Pickles the tokenizer only; another process makes the renderer anew from it."""
@@ -165,7 +165,7 @@ class Conversation:
         twin.messages, twin._next_branch = [*self.messages], next_branch
         return twin
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Adds a message of someone else and makes the prompt of the agent's next call."""
         last, trust = self._last, self._trust_special
         extended = last and self._renderer.extend(
@@ -179,7 +179,7 @@ class Conversation:
             self.branch = self._next_branch()
 
     def answer(self, turn: Turn) -> None:
-        """Adds the turn of the agent's call. Until `hear` or `end_message`, the next call continues the message."""
+        """Adds the turn of the agent's call. Until `receive` or `end_message`, the next call continues the message."""
         self._last = turn
         self.parent = turn.sample_id
         self.prompt_ids = np.concatenate((turn.prompt_ids, turn.response_ids))

@@ -30,8 +30,8 @@ FIRST_MARK = 0xF0000
 class ControlTokens:
     """The control tokens of one tokenizer. Hides them in contents; encodes the text that a template makes of these."""
 
-    def __init__(self, backend: "Tokenizer", control: Collection[str], *, whose: str) -> None:
-        """`control`: texts of the control tokens; `whose`: name of the tokenizer, for error messages."""
+    def __init__(self, backend: "Tokenizer", control: Collection[str], *, name: str) -> None:
+        """`control`: texts of the control tokens; `name`: name of the tokenizer, for error messages."""
         secret = secrets.token_hex(16)  # A content could spell names that are known.
         self._names = {token: f"<control-{secret}-{index}>" for index, token in enumerate(sorted(control))}
         self._tokens = {name: token for token, name in self._names.items()}
@@ -39,7 +39,7 @@ class ControlTokens:
         self._beginnings = (*{token[:end] for token in control for end in range(1, len(token))},)
         self._ends = (*{token[begin:] for token in control for begin in range(1, len(token))},)
         self._named = _any_of(self._tokens)
-        self._backend = _renamed(backend, self._names, whose=whose)
+        self._backend = _renamed(backend, self._names, name=name)
 
     def hide(self, contents: Sequence[str]) -> tuple[list[str], Mapping[int, str]]:
         """The contents, with a mark in each spelling, and in a piece of one at either end; and mark -> character."""
@@ -72,12 +72,12 @@ class ControlTokens:
         trimmed = content.strip()  # Templates may trim contents.
         first = content.find(trimmed)
         for begin, text in ((0, content), (first, trimmed)):
-            if self._may_go_on(text):
+            if self._may_continue(text):
                 yield begin + len(text) - 1
             if self._may_complete(text):
                 yield begin
 
-    def _may_go_on(self, text: str) -> bool:
+    def _may_continue(self, text: str) -> bool:
         """True if a text ends with the beginning of a control token, or is a piece of one."""
         return text.endswith(self._beginnings) or (bool(text) and any(text in token for token in self._names))
 
@@ -98,7 +98,7 @@ def _replaced(text: str, places: Collection[int], marks: Mapping[str, str]) -> s
     return "".join(characters)
 
 
-def _renamed(backend: "Tokenizer", names: Mapping[str, str], *, whose: str) -> "Tokenizer":
+def _renamed(backend: "Tokenizer", names: Mapping[str, str], *, name: str) -> "Tokenizer":
     """A copy of the backend, without truncation and padding, in which tokens are renamed: `names` is old -> new."""
     from tokenizers import Tokenizer
 
@@ -117,7 +117,7 @@ def _renamed(backend: "Tokenizer", names: Mapping[str, str], *, whose: str) -> "
         model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_made_by(merge))]
     copied = Tokenizer.from_str(json.dumps(plan, ensure_ascii=False))
     before = {names.get(token, token): index for token, index in backend.get_vocab().items()}
-    assert copied.get_vocab() == before, f"the control tokens of {whose!r} got other ids with other names"
+    assert copied.get_vocab() == before, f"the control tokens of {name!r} got other ids with other names"
     return copied
 
 

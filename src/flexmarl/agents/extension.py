@@ -59,12 +59,12 @@ class Template:
     def __init__(self, render: Render, name: str = "") -> None:
         self._render = render
         self._name = name
-        self._has_system = self._says((SYSTEM, QUESTION), SYSTEM.content)
+        self._has_system = self._renders((SYSTEM, QUESTION), SYSTEM.content)
         result = Message("tool", "zqxresultzqx")
-        self._has_tool = self._says((QUESTION, Message("assistant", RESPONSE), result), result.content)
-        if not self._says((QUESTION,), QUESTION.content):
+        self._has_tool = self._renders((QUESTION, Message("assistant", RESPONSE), result), result.content)
+        if not self._renders((QUESTION,), QUESTION.content):
             raise ConfigError(
-                f"the chat template of {name!r} cannot say {self._plain([QUESTION])!r}; "
+                f"the chat template of {name!r} cannot render {self._plain([QUESTION])!r}; "
                 "it must render the `content` string of a message with role `user`"
             )
         # Running the template is the slowest part of a call, and most calls have one of a few shapes.
@@ -93,7 +93,7 @@ class Template:
             return None
         return literals
 
-    def around(self) -> str:
+    def example(self) -> str:
         """Text with messages of every role, without the generation prompt: shows the tokens around messages."""
         answer = Message("assistant", RESPONSE)
         plain = self._rendered((SYSTEM, QUESTION, answer, QUESTION), generate=False)
@@ -116,7 +116,7 @@ class Template:
         """Text after a response: the end of its turn, the message, the generation prompt."""
         return self.text((QUESTION, Message("assistant", RESPONSE), message)).partition(RESPONSE)[2]
 
-    def _says(self, messages: Sequence[Message], content: str) -> bool:
+    def _renders(self, messages: Sequence[Message], content: str) -> bool:
         try:
             plain = [{"role": message.role, "content": message.content} for message in messages]
             return content in self._render(plain, True)
@@ -124,17 +124,17 @@ class Template:
             return False
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        said: list[dict[str, Any]] = []
+        plain: list[dict[str, Any]] = []
         role_prompt = ""
         for role, content in messages:
             if role == "system" and not self._has_system:
                 role_prompt = f"{content}\n\n"
             elif role == "user" or (role == "tool" and not self._has_tool):
-                said.append({"role": "user", "content": role_prompt + content})
+                plain.append({"role": "user", "content": role_prompt + content})
                 role_prompt = ""
             else:
-                said.append({"role": role, "content": content})
-        return said
+                plain.append({"role": role, "content": content})
+        return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ class Extension:
         cases: dict[str, list[str]] = {}
         for (role, thinking), why in self.refused.items():
             cases.setdefault(why, []).append(f"{role} message{' after a thought' if thinking else ''}")
-        anew = "; ".join(f"{', '.join(refused)} ({why})" for why, refused in cases.items())
-        return f"rendered anew: {anew}" if anew else "every prompt extends the one before"
+        rerendered = "; ".join(f"{', '.join(refused)} ({why})" for why, refused in cases.items())
+        return f"rendered anew: {rerendered}" if rerendered else "every prompt extends the one before"
 
 
 def check_extension(template: Template, encode: Callable[[str], list[int]], special: Set[str]) -> Extension:
@@ -215,7 +215,7 @@ def _difference(
     if not after.startswith(before):
         return "the template rewrites the conversation before it"
     if after != before + suffix:
-        return "what the template says after a response depends on more than the message"
+        return "the template's text after a response depends on more than the message"
     if not _leading(suffix, special):
         return "no special token ends the response, so the ids would depend on its last words"
     if any(encode(before + space + suffix) != encode(before + space) + encode(suffix) for space in ("", " ", "\n")):

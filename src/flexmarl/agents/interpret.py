@@ -27,7 +27,7 @@ from flexmarl.tools import Incomplete, Malformed, Parsed, ToolCall
 class Ending(Enum):
     """How a piece of an agent's text ended."""
 
-    OWN = auto()
+    AGENT = auto()
     """By the agent: its end token, or a stop string of its settings."""
     SYNTAX = auto()
     """By a stop string of the tool syntax: the agent would have continued."""
@@ -38,11 +38,11 @@ class Ending(Enum):
 class Next(Enum):
     """The next move after a piece of an agent's text."""
 
-    GO_ON = auto()
+    CONTINUE = auto()
     """Generate more of the message."""
     USE_TOOL = auto()
     """Run the tool call, or return an error if it is faulty. Both count towards the agent's `max_tool_calls`."""
-    STAND = auto()
+    REPLY = auto()
     """Take the text as the reply."""
 
 
@@ -50,11 +50,11 @@ def next_move(call: Parsed, ending: Ending, *, may_call: bool) -> Next:
     """The move after a message so far, in which `call` was found. `may_call`: the agent has tool calls left."""
     match call, ending:
         case (None | Incomplete(), Ending.SYNTAX):
-            return Next.GO_ON
-        case (ToolCall() | Malformed(), _) | (Incomplete(), Ending.OWN) if may_call:
+            return Next.CONTINUE
+        case (ToolCall() | Malformed(), _) | (Incomplete(), Ending.AGENT) if may_call:
             return Next.USE_TOOL
         case _:
-            return Next.STAND
+            return Next.REPLY
 
 
 Parser = Callable[[str], Any]
@@ -86,37 +86,37 @@ class Choice(Settings):
 
 
 @parser("text")
-def text(said: str) -> str | None:
+def text(text: str) -> str | None:
     """The whole text; None if it is blank."""
-    return said.strip() or None
+    return text.strip() or None
 
 
 @parser("last_line")
-def last_line(said: str) -> str | None:
+def last_line(text: str) -> str | None:
     """The last line that is not blank."""
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), None)
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
 
 
 @parser("integer")
-def integer(said: str) -> int | None:
+def integer(text: str) -> int | None:
     r"""The last integer; commas between thousands are ignored.
 
     >>> integer("12 * 99 makes 1,188.")
     1188
     """
-    found = re.findall(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?![\w,])|(?<![\w.])-?\d+(?!\w)(?!\.\d)", said)
+    found = re.findall(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?![\w,])|(?<![\w.])-?\d+(?!\w)(?!\.\d)", text)
     digits = found[-1].replace(",", "") if found else ""
     return int(digits) if 0 < len(digits) <= 4000 else None
 
 
 @parser("boxed")
-def boxed(said: str) -> str | None:
+def boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}.
 
     >>> boxed(r"so it is \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    _, opened, rest = said.rpartition(r"\boxed{")
+    _, opened, rest = text.rpartition(r"\boxed{")
     depth = 1
     for position, character in enumerate(rest if opened else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -126,19 +126,19 @@ def boxed(said: str) -> str | None:
 
 
 @parser("json")
-def json_object(said: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
     """The last JSON object, in a code fence or not.
 
     >>> json_object('I think: {"verdict": "reject", "line": 3} as said.')
     {'verdict': 'reject', 'line': 3}
     """
-    decoder, found, position = json.JSONDecoder(), None, said.find("{")
+    decoder, found, position = json.JSONDecoder(), None, text.find("{")
     while position >= 0:
         try:
-            found, position = decoder.raw_decode(said, position)
+            found, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             position += 1
-        position = said.find("{", position)
+        position = text.find("{", position)
     return found
 
 

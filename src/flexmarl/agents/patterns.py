@@ -161,19 +161,19 @@ class Iterative(Pattern):
     async def run(self, task: Task, team: Team) -> None:
         """Plays one episode."""
         solver, verifier = team[self.solver], team[self.verifier]
-        seen, right, rounds = self.question.format(task=task.prompt), 0, 0
+        observation, right, rounds = self.question.format(task=task.prompt), 0, 0
         while True:
             rounds += 1
-            proposal = await solver.act(seen)
-            said = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
-            verdict = await verifier.act(self.review.format(**said))
+            proposal = await solver.act(observation)
+            fields = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
+            verdict = await verifier.act(self.review.format(**fields))
             score, approved = task.score(proposal.answer), self.approves(verdict)
             agrees = approved == (score >= 1.0)
             verdict.reward(float(agrees))
             right += agrees
             if approved or rounds == self.max_rounds:
                 break
-            seen = self.retry.format(**said, feedback=verdict.text)
+            observation = self.retry.format(**fields, feedback=verdict.text)
         solver.reward(score)
         team.report(success=score, rounds=rounds, approved=float(approved), verifier_accuracy=right / rounds)
 
@@ -282,7 +282,7 @@ async def _candidate(play: PlayTurn, task: Task, parent: Branch, index: int) -> 
         raise EpisodeError(f"candidate {node.name} made no call; in a turn, an agent must act")
     if all(reward is None for reward in team.rewards().values()):
         raise EpisodeError(
-            f"candidate {node.name} got no reward, so that nothing tells which is best; "
+            f"candidate {node.name} got no reward, so the best candidate is unknown; "
             "a turn must call `reply.reward(x)` before it returns"
         )
     return Branch(team=team, path=node.path, score=parent.score + team.total_reward(), over=over)
@@ -295,5 +295,5 @@ def _check_context(siblings: Sequence[Branch]) -> None:
         if turn.context_hash != first[0].context_hash:
             raise EpisodeError(
                 f"candidates {Node(siblings[0].path).name} and {Node(branch.path).name} of a turn have different "
-                "contexts; what an agent is shown may depend on the task and on the state of the team alone"
+                "contexts; show an agent only what follows from the task and the state of the team"
             )

@@ -167,21 +167,21 @@ class Seat:
         turns: list[Turn] = []
         uses: list[ToolUse] = []
         transcript: list[str] = []
-        conversation.hear(Message("user", observation))
+        conversation.receive(Message("user", observation))
         clock = asyncio.get_running_loop().time
         while True:
             may_call = len(uses) < self._agent.max_tool_calls
             said = await self._speak(conversation, act, may_call=may_call)
             turns += said.turns
             transcript.append(said.text)
-            if said.follows is Next.STAND:
+            if said.follows is Next.REPLY:
                 break
             began = clock()
             uses.append(await self._use_tool(said))
             act = replace(act, hop=turns[0].hop, tool_s=clock() - began)
             self._ledger.note(turns[-1], found(tool_error=is_refusal(uses[-1].result)))
             transcript.append(uses[-1].result)
-            conversation.hear(Message("tool", uses[-1].result))
+            conversation.receive(Message("tool", uses[-1].result))
         return Reply(
             text=said.text,
             parsed=said.parsed,
@@ -210,11 +210,11 @@ class Seat:
                 raise
             turn = await self._caller.record(call, valid)
             mix = language_mix(turn.text, self._context.task.prompt)
-            self._ledger.note(turn, found(format_error=follows is Next.STAND and not valid, language_mix=mix))
+            self._ledger.note(turn, found(format_error=follows is Next.REPLY and not valid, language_mix=mix))
             turns.append(turn)
             act = replace(act, hop=turn.act_hop, tool_s=0.0)
             conversation.answer(turn)
-            if follows is not Next.GO_ON:
+            if follows is not Next.CONTINUE:
                 conversation.end_message(text)
                 return _Message(tuple(turns), text, use, follows, parsed)
 
@@ -225,11 +225,11 @@ class Seat:
         text = self._joined(turns, call)
         use = self._agent.syntax.parse(text) if self._agent.syntax else None
         follows = next_move(use, self._ending(call, left), may_call=may_call)
-        parsed = self._agent.parser(text) if follows is Next.STAND else None
+        parsed = self._agent.parser(text) if follows is Next.REPLY else None
         valid = {
-            Next.GO_ON: True,
+            Next.CONTINUE: True,
             Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
-            Next.STAND: use is None and parsed is not None,
+            Next.REPLY: use is None and parsed is not None,
         }[follows]
         return text, use, follows, parsed, valid
 
@@ -244,11 +244,11 @@ class Seat:
     def _ending(self, call: AgentCall, left: int) -> Ending:
         ids = call.generation.response_ids
         if len(ids) == 0 or int(ids[-1]) in self._caller.sampling.stop_ids:
-            return Ending.OWN
+            return Ending.AGENT
         if call.generation.finish is FinishReason.LENGTH or left <= 0:
             return Ending.LENGTH
         own = any(stop in call.text for stop in self._agent.sampling.stop)
-        return Ending.OWN if own or self._agent.syntax is None else Ending.SYNTAX
+        return Ending.AGENT if own or self._agent.syntax is None else Ending.SYNTAX
 
     async def _use_tool(self, said: _Message) -> ToolUse:
         """Runs the tool call. The result of a faulty call is a text that says what is wrong with it."""

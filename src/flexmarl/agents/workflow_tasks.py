@@ -68,18 +68,18 @@ class WorkflowTasks:
         return ended
 
 
-async def end_left_behind(grace_s: float) -> None:
+async def end_leftover_tasks(grace_s: float) -> None:
     """Cancels all tasks of episodes that still live on this loop; gives up those that outlive the grace period."""
     factory = asyncio.get_running_loop().get_task_factory()
     if not isinstance(factory, _Factory):
         return
-    left = [guarded.task for guarded in factory.live]
-    for task in left:
+    tasks = [guarded.task for guarded in factory.live]
+    for task in tasks:
         task.cancel()
-    await asyncio.wait(left, timeout=grace_s)
+    await asyncio.wait(tasks, timeout=grace_s)
     for guarded in list(factory.live):
         guarded.give_up()
-    await asyncio.wait(left, timeout=grace_s)
+    await asyncio.wait(tasks, timeout=grace_s)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ class _Guarded(Coroutine[Any, Any, Any]):
     def _end(self) -> None:
         self._creator.learn(self.scope)
         self._tasks.live.pop(self, None)
-        self._factory.leave(self)
+        self._factory.remove(self)
 
 
 def _keep_for_ever(coroutine: Any) -> None:
@@ -183,7 +183,7 @@ class _Factory:
         if not isinstance(loop.get_task_factory(), cls):
             loop.set_task_factory(cls(loop))
 
-    def leave(self, guarded: _Guarded) -> None:
+    def remove(self, guarded: _Guarded) -> None:
         """Removes a task that has ended. When none is left, gives the loop its earlier factory back."""
         self.live.pop(guarded, None)
         if not self.live and self._loop.get_task_factory() is self:

@@ -23,47 +23,47 @@ class EngineCosts(Settings):
     """One inference instance of a policy."""
 
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait.")
-    decode_s: float = Field(default=0.005, ge=0, description="Decode step of an empty batch.")
-    decode_request_s: float = Field(default=0.0002, ge=0, description="More for each request in the batch.")
-    decode_kv_s: float = Field(default=0.0, ge=0, description="More for each token of keys and values in the batch.")
-    prefill_token_s: float = Field(default=0.0, ge=0, description="A prompt token, while decoding stands still.")
+    decode_s: float = Field(default=0.005, ge=0, description="Seconds of a decode step with an empty batch.")
+    decode_request_s: float = Field(default=0.0002, ge=0, description="Seconds that each request adds to a step.")
+    decode_kv_s: float = Field(default=0.0, ge=0, description="Seconds that each cached token adds to a step.")
+    prefill_token_s: float = Field(default=0.0, ge=0, description="Seconds to prefill a prompt token; decoding waits.")
     kept_prefixes: int = Field(
-        default=64, ge=0, description="Conversations whose prefix it keeps, where prompt tokens cost something."
+        default=64, ge=0, description="Conversations whose prefix stays cached, if prompt tokens take time."
     )
-    prefill_steps: float = Field(default=0.0, ge=0, description="Decode steps that a request's prefill counts as.")
-    call_s: float = Field(default=0.0, ge=0, description="On the way of each request, to the engine and back.")
-    load_s: float = Field(default=0.0, ge=0, description="Loading newly published weights.")
-    move_s: float = Field(default=2.5, ge=0, description="Loading another policy's weights, when it is moved.")
-    start_s: float = Field(default=30.0, ge=0, description="Starting a new instance.")
-    sleep_s: float = Field(default=0.0, ge=0, description="Giving its device memory back (mode colocated).")
-    wake_s: float = Field(default=0.0, ge=0, description="Taking it again.")
-    devices: int = Field(default=1, ge=1, description="Devices of an instance; they count in utilisation.")
+    prefill_steps: float = Field(default=0.0, ge=0, description="Decode steps that the prefill of a request takes.")
+    call_s: float = Field(default=0.0, ge=0, description="Seconds of a request's way to the engine and back.")
+    load_s: float = Field(default=0.0, ge=0, description="Seconds to load newly published weights.")
+    move_s: float = Field(default=2.5, ge=0, description="Seconds to load another policy's weights after a move.")
+    start_s: float = Field(default=30.0, ge=0, description="Seconds to start a new instance.")
+    sleep_s: float = Field(default=0.0, ge=0, description="Seconds to release device memory (mode colocated).")
+    wake_s: float = Field(default=0.0, ge=0, description="Seconds to take device memory again.")
+    devices: int = Field(default=1, ge=1, description="Devices of an instance, counted in utilisation.")
     busy_share: float = Field(
-        default=1.0, gt=0, le=1, description="Share of its time at work in which a device counts as active."
+        default=1.0, gt=0, le=1, description="Share of an instance's busy time in which its devices count as active."
     )
 
 
 class TrainerCosts(Settings):
     """The trainer of a policy."""
 
-    micro_batch_s: float = Field(default=0.0, ge=0, description="Each micro-batch, whatever is in it.")
-    sample_s: float = Field(default=0.05, ge=0, description="More for each sample.")
-    token_s: float = Field(default=0.0, ge=0, description="More for each token, prompt and response.")
-    update_s: float = Field(default=1.0, ge=0, description="Optimiser update.")
-    publish_s: float = Field(default=1.0, ge=0, description="Setting the new weights in the object store.")
-    resume_s: float = Field(default=4.0, ge=0, description="Bringing its state onto devices.")
-    suspend_s: float = Field(default=2.0, ge=0, description="Setting its state aside.")
-    devices: int = Field(default=1, ge=1, description="Devices of the process group; they count in utilisation.")
+    micro_batch_s: float = Field(default=0.0, ge=0, description="Seconds per micro-batch, whatever its size.")
+    sample_s: float = Field(default=0.05, ge=0, description="Further seconds per sample.")
+    token_s: float = Field(default=0.0, ge=0, description="Further seconds per token of prompt and response.")
+    update_s: float = Field(default=1.0, ge=0, description="Seconds of an optimiser update.")
+    publish_s: float = Field(default=1.0, ge=0, description="Seconds to set new weights in the object store.")
+    resume_s: float = Field(default=4.0, ge=0, description="Seconds to bring training state onto devices.")
+    suspend_s: float = Field(default=2.0, ge=0, description="Seconds to move training state off devices.")
+    devices: int = Field(default=1, ge=1, description="Devices of the process group, counted in utilisation.")
 
 
 class CostSettings(Settings):
     """Costs of a policy's devices, and the origin of these numbers."""
 
     origin: str = Field(
-        default="defaults, not measured", description="Where the numbers are from; printed with results."
+        default="defaults, not measured", description="Where the numbers come from; printed with results."
     )
     weights_gib: float = Field(
-        default=0.0, ge=0, description="What a published version takes up; moving it takes `simulation.transfers`."
+        default=0.0, ge=0, description="GiB of a published version; `simulation.transfers` gives the time to move it."
     )
     engine: EngineCosts = EngineCosts()
     trainer: TrainerCosts = TrainerCosts()
@@ -72,8 +72,8 @@ class CostSettings(Settings):
 class TransferCosts(Settings):
     """Time to move published weights into the object store, and out again for each instance that loads them."""
 
-    latency_s: float = Field(default=0.0, ge=0, description="Each transfer, whatever is in it.")
-    gib_per_s: float | None = Field(default=None, gt=0, description="Speed of a transfer; null: bytes take no time.")
+    latency_s: float = Field(default=0.0, ge=0, description="Seconds per transfer, whatever its size.")
+    gib_per_s: float | None = Field(default=None, gt=0, description="GiB per second of a transfer; null: no limit.")
 
     @property
     def bytes_per_s(self) -> float:
@@ -84,12 +84,12 @@ class TransferCosts(Settings):
 class SharedHost(Settings):
     """Slowdown of engines and trainers that share cores, as on a laptop. All 0: each has devices of its own."""
 
-    engine_per_trainer: float = Field(default=0.0, ge=0, description="How much slower engines are per busy trainer.")
+    engine_per_trainer: float = Field(default=0.0, ge=0, description="Share by which a busy trainer slows an engine.")
     engine_per_engine: float = Field(
-        default=0.0, ge=0, description="How much slower engines are per other busy engine."
+        default=0.0, ge=0, description="Share by which another busy engine slows an engine."
     )
-    trainer_per_engine: float = Field(default=0.0, ge=0, description="How much slower trainers are per busy engine.")
-    trainer_per_trainer: float = Field(default=0.0, ge=0, description="How much slower per other busy trainer.")
+    trainer_per_engine: float = Field(default=0.0, ge=0, description="Share by which a busy engine slows a trainer.")
+    trainer_per_trainer: float = Field(default=0.0, ge=0, description="Share by which another busy trainer slows one.")
 
 
 Costs = Mapping[str, CostSettings]

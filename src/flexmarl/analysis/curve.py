@@ -129,8 +129,8 @@ def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:
             ends[name] = average[-1]
         if points := panel.held_out.get(name):
             x, y = zip(*points, strict=True)
-            look = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-            axes.plot(x, y, color=colours[name], linestyle="none", zorder=3, clip_on=False, **look)
+            style = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+            axes.plot(x, y, color=colours[name], linestyle="none", zorder=3, clip_on=False, **style)
             ends.setdefault(name, y[-1])
     axes.set_title(panel.title, loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

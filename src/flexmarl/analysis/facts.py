@@ -11,11 +11,11 @@ from flexmarl.events.event import Event, Timed
 from flexmarl.events.group_events import BatchFilled, GroupAdmitted, RolloutEnded
 from flexmarl.events.overlap import Interval, intersection, seconds, union
 from flexmarl.events.run_events import StepEnded
-from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueuesSeen
+from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Swapped, Updated
 from flexmarl.records import InstanceId, PolicyName, Purpose
 
-Who = TypeVar("Who")
+Worker = TypeVar("Worker")
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Facts:
     loads: list[Loaded] = field(default_factory=list)
     swaps: list[Swapped] = field(default_factory=list)
     moves: list[Moved] = field(default_factory=list)
-    looks: list[QueuesSeen] = field(default_factory=list)
+    queue_counts: list[QueueCounts] = field(default_factory=list)
     started: dict[InstanceId, float] = field(default_factory=dict)
     """Instances that replaced lost ones, with the seconds from the loss until they served."""
     step_of: dict[int, int] = field(default_factory=dict)
@@ -72,12 +72,12 @@ class Facts:
         """By policy, the intervals inside steps in which its trainer accumulated or updated."""
         return self._inside_steps((done.policy, done) for done in (*self.micro_batches, *self.updates))
 
-    def _inside_steps(self, work: Iterable[tuple[Who, Timed]]) -> dict[Who, list[Interval]]:
-        times: dict[Who, list[Interval]] = {}
-        for who, event in work:
-            times.setdefault(who, []).append((event.began, event.ended))
+    def _inside_steps(self, work: Iterable[tuple[Worker, Timed]]) -> dict[Worker, list[Interval]]:
+        times: dict[Worker, list[Interval]] = {}
+        for worker, event in work:
+            times.setdefault(worker, []).append((event.began, event.ended))
         span = self.span
-        return {who: intersection(union(busy), span) for who, busy in times.items()}
+        return {worker: intersection(union(busy), span) for worker, busy in times.items()}
 
 
 def read_facts(events: Iterable[Event]) -> Facts:
@@ -110,8 +110,8 @@ def _sort(facts: Facts, event: Event) -> None:
             facts.moves.append(event)
         case RolloutEnded():
             facts.rollouts.append((event.began, event.ended))
-        case QueuesSeen():
-            facts.looks.append(event)
+        case QueueCounts():
+            facts.queue_counts.append(event)
         case InstanceReplaced():
             facts.started[event.instance] = event.seconds
         case GroupAdmitted():

@@ -133,8 +133,8 @@ def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> Simu
         other_s=(makespan - rollout - visible) / steps,
         tokens=sum(call.sampled_tokens for call in facts.calls),
         turns=len(facts.calls),
-        rollout_utilisation=serving.used / serving.there if serving.there else 0.0,
-        training_utilisation=trained.used / trained.there if trained.there else 0.0,
+        rollout_utilisation=serving.used / serving.available if serving.available else 0.0,
+        training_utilisation=trained.used / trained.available if trained.available else 0.0,
         utilisation=_both(serving, trained, shared=pools.shared),
         queues=queues(facts),
         moves=len(facts.moves),
@@ -150,7 +150,7 @@ def report_of(facts: Facts, pools: Pools, *, bound: Bound | None = None) -> Simu
 @dataclass(frozen=True, slots=True)
 class _DeviceSeconds:
     used: float
-    there: float
+    available: float
 
 
 def _serving_share(facts: Facts, pools: Pools) -> _DeviceSeconds:
@@ -173,19 +173,19 @@ def _training_share(facts: Facts, pools: Pools) -> _DeviceSeconds:
 
 
 def _both(serving: _DeviceSeconds, training: _DeviceSeconds, *, shared: bool) -> float:
-    there = max(serving.there, training.there) if shared else serving.there + training.there
-    return (serving.used + training.used) / there if there else 0.0
+    available = max(serving.available, training.available) if shared else serving.available + training.available
+    return (serving.used + training.used) / available if available else 0.0
 
 
 def queues(facts: Facts) -> dict[str, Queue]:
-    """Waiting calls of each policy over the time in steps; empty if `facts.looks` is empty."""
+    """Waiting calls of each policy over the time in steps; empty if `facts.queue_counts` is empty."""
     span = facts.span
     area: defaultdict[str, float] = defaultdict(float)
     most: defaultdict[str, int] = defaultdict(int)
-    ends = [look.t for look in facts.looks[1:]] + [max((end for _, end in span), default=0.0)]
-    held = [(look, intersection([(look.t, end)], span)) for look, end in zip(facts.looks, ends, strict=False)]
-    for look, inside in held:
-        for policy, waiting in look.queued.items():
+    ends = [counts.t for counts in facts.queue_counts[1:]] + [max((end for _, end in span), default=0.0)]
+    for counts, end in zip(facts.queue_counts, ends, strict=False):
+        inside = intersection([(counts.t, end)], span)
+        for policy, waiting in counts.queued.items():
             area[policy] += waiting * seconds(inside)
             most[policy] = max(most[policy], waiting if inside else 0)
     makespan = facts.makespan_s

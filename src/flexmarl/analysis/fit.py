@@ -18,7 +18,7 @@ import numpy as np
 from flexmarl.analysis.costs import CostSettings, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit_engines import EngineFit, nonnegative, relative_error, rounded
-from flexmarl.analysis.queues import Crowd, Floats
+from flexmarl.analysis.queues import BusyCount, Floats
 from flexmarl.errors import ConfigError
 from flexmarl.events.training_events import MicroBatchDone
 
@@ -33,12 +33,12 @@ class TrainerFit:
         self._batches: defaultdict[str, list[MicroBatchDone]] = defaultdict(list)
         for batch in facts.micro_batches:
             self._batches[batch.policy].append(batch)
-        everyone, engines = Crowd(facts.training().values()), Crowd(facts.serving().values())
-        self._beside: dict[str, Floats] = {}
+        trainers, engines = BusyCount(facts.training().values()), BusyCount(facts.serving().values())
+        self._concurrent: dict[str, Floats] = {}
         for policy, batches in self._batches.items():
             edges = [np.array([batch.began, batch.ended]) for batch in batches]
-            pairs = [(engines.mean(span)[0], max(0.0, everyone.mean(span)[0] - 1.0)) for span in edges]
-            self._beside[policy] = np.array(pairs)
+            pairs = [(engines.mean(span)[0], max(0.0, trainers.mean(span)[0] - 1.0)) for span in edges]
+            self._concurrent[policy] = np.array(pairs)
         self.per_engine = self.per_trainer = 0.0
         self._found = {policy: np.zeros(2) for policy in self._batches}
         for _ in range(ROUNDS if self._batches else 0):
@@ -61,12 +61,12 @@ class TrainerFit:
         for policy in self._batches:
             self._found[policy] = nonnegative(self._slowness(policy)[:, None] * self._rows(policy), self._took(policy))
         alone = {policy: self._rows(policy) @ self._found[policy] for policy in self._batches}
-        columns = [alone[policy][:, None] * self._beside[policy] for policy in self._batches]
+        columns = [alone[policy][:, None] * self._concurrent[policy] for policy in self._batches]
         seconds = [self._took(policy) - alone[policy] for policy in self._batches]
         self.per_engine, self.per_trainer = nonnegative(np.concatenate(columns), np.concatenate(seconds))
 
     def _slowness(self, policy: str) -> Floats:
-        return 1.0 + self._beside[policy] @ np.array([self.per_engine, self.per_trainer])
+        return 1.0 + self._concurrent[policy] @ np.array([self.per_engine, self.per_trainer])
 
     def _rows(self, policy: str) -> Floats:
         return np.array([[1.0, batch.rows] for batch in self._batches[policy]])
@@ -100,6 +100,7 @@ class Fit:
     """Costs by policy."""
     shared_host: SharedHost
     quality: Mapping[str, FitQuality]
+    """Errors of the fit by policy."""
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.analysis.facts import Facts
-from flexmarl.analysis.queues import Crowd, Floats, level
+from flexmarl.analysis.queues import BusyCount, Floats, level
 from flexmarl.events.overlap import Interval, union
 from flexmarl.events.serving_events import Called
 from flexmarl.records import split_trajectory_id
@@ -80,15 +80,15 @@ class EngineFit:
         busy: defaultdict[str, list[Interval]] = defaultdict(list)
         for call in facts.calls:
             busy[call.instance].append((call.began, call.ended))
-        crowd = {name: Crowd([union(times)]) for name, times in busy.items()}
-        everyone = Crowd([union(times) for times in busy.values()])
-        trainers = Crowd(facts.training().values())
+        counts = {name: BusyCount([union(times)]) for name, times in busy.items()}
+        all_engines = BusyCount([union(times) for times in busy.values()])
+        trainers = BusyCount(facts.training().values())
         by_instance: defaultdict[tuple[str, str], list[Called]] = defaultdict(list)
         for call in facts.calls:
             by_instance[call.policy, call.instance].append(call)
         self._parts = {
             policy: [
-                InstanceCalls(calls, slots[policy], trainers, everyone, crowd[instance])
+                InstanceCalls(calls, slots[policy], trainers, all_engines, counts[instance])
                 for (owner, instance), calls in by_instance.items()
                 if owner == policy
             ]
@@ -140,11 +140,11 @@ class EngineFit:
 class InstanceCalls:
     """The calls of one instance. Its time is cut into segments in which its batch does not change."""
 
-    def __init__(self, calls: Sequence[Called], slots: int, trainers: "Crowd", engines: "Crowd", own: "Crowd") -> None:
+    def __init__(self, calls: Sequence[Called], slots: int, trainers: BusyCount, *engines: BusyCount) -> None:
         # Calls sent at the same moment are sorted by group, the order in which rollout started them.
         calls = sorted(calls, key=lambda call: (call.began, split_trajectory_id(call.trajectory)))
         self._slots = slots
-        self._others = (trainers, engines, own)
+        self._others = (trainers, *engines)  # all trainers, all engines, this engine
         self._sent = np.array([call.began for call in calls])
         self._ended = np.array([call.ended for call in calls])
         self._sampled = np.array([max(call.sampled_tokens - call.kept_tokens, 1) for call in calls], dtype=float)
@@ -165,7 +165,7 @@ class InstanceCalls:
         size = level(first, last, np.ones(len(joined)), len(lengths))
         kv = level(first, last, self._context + self._sampled / 2, len(lengths))
         prefill = np.bincount(first, self._prompt, minlength=len(edges)).astype(np.float64)[: len(lengths)]
-        trainers, engines, own = (crowd.mean(edges) for crowd in self._others)
+        trainers, engines, own = (counts.mean(edges) for counts in self._others)
         others = np.maximum(engines - own, 0.0)
         slow = 1.0 + per_trainer * trainers + per_engine * others
         step = np.maximum((found[1] + found[2] * size + found[3] * kv) * slow, 1e-9)
@@ -185,8 +185,8 @@ class InstanceCalls:
         slowed = self._units["alone"] + per_trainer * self._units["trainers"] + per_engine * self._units["engines"]
         # The times of a call that waited do not depend on call_s: it had arrived before a slot was free.
         waited = joined - self._sent - found[0] > 1e-6
-        self._way = np.where(waited, 0.0, 1.0)
-        self._columns = np.concatenate([self._way[:, None], slowed], axis=1)
+        self._has_call_s = np.where(waited, 0.0, 1.0)
+        self._columns = np.concatenate([self._has_call_s[:, None], slowed], axis=1)
         self._took = self._ended - np.where(waited, joined, self._sent)
 
     def columns(self) -> tuple[Floats, Floats]:
@@ -202,7 +202,7 @@ class InstanceCalls:
         These are the measured seconds [calls] less those that the costs `found` explain without slowdown.
         """
         alone, trainers, engines = (self._units[name] @ found[1:] for name in ("alone", "trainers", "engines"))
-        return np.stack([trainers, engines], axis=1), self._took - found[0] * self._way - alone
+        return np.stack([trainers, engines], axis=1), self._took - found[0] * self._has_call_s - alone
 
     def _joined(self, call_s: float) -> Floats:
         """When each call joined the batch: it had arrived, and a slot was free."""

@@ -86,12 +86,12 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
 def _draw_queues(axes: Axes, facts: Facts) -> None:
     """Draws the waiting calls of each policy as stacked areas."""
     began, ended = _reach(facts)
-    moments, places = _moments(began, ended), [look.t for look in facts.looks]
+    moments, places = _moments(began, ended), [counts.t for counts in facts.queue_counts]
     waiting: defaultdict[str, list[float]] = defaultdict(list)
-    policies = sorted({policy for look in facts.looks for policy in look.queued}, key=natural)
+    policies = sorted({policy for counts in facts.queue_counts for policy in counts.queued}, key=natural)
     for moment in moments:
         place = bisect_right(places, moment) - 1
-        queued = facts.looks[place].queued if place >= 0 else {}
+        queued = facts.queue_counts[place].queued if place >= 0 else {}
         for policy in policies:
             waiting[policy].append(queued.get(policy, 0))
     _areas(axes, moments, waiting, began)
@@ -128,7 +128,7 @@ def _draw_steps(axes: Axes, facts: Facts) -> None:
     rollout = [seconds(intersection(step, playing)) for step in whole]
     trained = [seconds(intersection(step, working)) for step in whole]
     hidden = [seconds(intersection(intersection(step, working), playing)) for step in whole]
-    visible = [both - beside for both, beside in zip(trained, hidden, strict=True)]
+    visible = [total - overlapped for total, overlapped in zip(trained, hidden, strict=True)]
     rest = [seconds(step) - a - b for step, a, b in zip(whole, rollout, visible, strict=True)]
     below = [0.0] * len(numbers)
     for name, values, colour in (("rollout", rollout, ROLLOUT), ("training", visible, VISIBLE), ("other", rest, REST)):
@@ -169,8 +169,8 @@ def _areas(
     below = [0.0] * len(moments)
     for name, line in shown.items():
         above = [a + b for a, b in zip(below, line, strict=True)]
-        look: dict[str, Any] = {"color": colours[name], "linewidth": 0, "alpha": 0.85, "step": "post"}
-        axes.fill_between([m - began for m in moments], below, above, label=name if labels else None, **look)
+        style: dict[str, Any] = {"color": colours[name], "linewidth": 0, "alpha": 0.85, "step": "post"}
+        axes.fill_between([m - began for m in moments], below, above, label=name if labels else None, **style)
         below = above
 
 

@@ -1,6 +1,6 @@
 """Decides how many devices were at work and how many calls waited at any time, from the calls of a journal.
 
-Journals without a monitor have no `QueuesSeen` events: `looks_of` computes them from the calls.
+Journals without a monitor have no `QueueCounts` events: `queue_counts_of` computes them from the calls.
 
 call     asked ▕── waits in the pool ──▏ began ▕─ waits while its instance's slots are taken ─▏ ... ended
 """
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.events.overlap import Interval
-from flexmarl.events.serving_events import Called, QueuesSeen
+from flexmarl.events.serving_events import Called, QueueCounts
 from flexmarl.records import InstanceId
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-class Crowd:
+class BusyCount:
     """Number of parties at work at any time. A party is an engine or a trainer, given by its busy intervals."""
 
     def __init__(self, parties: Iterable[Sequence[Interval]]) -> None:
@@ -27,16 +27,16 @@ class Crowd:
         moments = np.array([moment for span in spans for moment in span])
         changes = np.array([change for _ in spans for change in (1.0, -1.0)])
         order = np.argsort(moments, kind="stable")
-        self._moments = moments[order]
+        self._changes = moments[order]
         level = np.cumsum(changes[order])
         # The integral of the level up to each moment gives the mean over any span.
-        self._area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self._moments))]) if len(spans) else level
+        self._area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self._changes))]) if len(spans) else level
 
     def mean(self, edges: Floats) -> Floats:
         """Mean number of parties at work between each edge and the next."""
-        if not len(self._moments):
+        if not len(self._changes):
             return np.zeros(len(edges) - 1)
-        return np.diff(np.interp(edges, self._moments, self._area)) / np.maximum(np.diff(edges), 1e-12)
+        return np.diff(np.interp(edges, self._changes, self._area)) / np.maximum(np.diff(edges), 1e-12)
 
 
 def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floats:
@@ -46,15 +46,15 @@ def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floa
     return np.cumsum((ups - downs).astype(np.float64))[:segments]
 
 
-LOOKS = 2000
-"""Most looks of a run. A picture shows no more, and each look has an entry for every policy."""
+MOST_COUNTS = 2000
+"""Most counts of the queues in a run. A picture shows no more, and each one has an entry for every policy."""
 
 
-def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSeen]:
-    """The queues at up to about LOOKS moments at which they change. `slots` are those of an instance, by policy.
+def queue_counts_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueueCounts]:
+    """The queues at up to about MOST_COUNTS moments at which they change. `slots` are those of an instance, by policy.
 
-    >>> one = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
-    >>> [(look.at, look.running["a"], look.queued["a"]) for look in looks_of([one], {"a": 1})][:2]
+    >>> call = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
+    >>> [(one.at, one.running["a"], one.queued["a"]) for one in queue_counts_of([call], {"a": 1})][:2]
     [(0.0, 0, 1), (2.0, 1, 0)]
     """
     changes = sorted(
@@ -68,8 +68,8 @@ def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSe
     )
     given = Counter[InstanceId]()
     running, queued = Counter[str](dict.fromkeys(slots, 0)), Counter[str](dict.fromkeys(slots, 0))
-    apart = (changes[-1][0] - changes[0][0]) / LOOKS if changes else 0.0
-    looks: list[QueuesSeen] = []
+    apart = (changes[-1][0] - changes[0][0]) / MOST_COUNTS if changes else 0.0
+    counts: list[QueueCounts] = []
     for place, (at, what, policy, instance) in enumerate(changes):
         busy = min(given[instance], slots[policy])
         beyond = given[instance] - busy
@@ -78,6 +78,6 @@ def looks_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueuesSe
         running[policy] += now_busy - busy
         queued[policy] += (1, -1, 0)[what] + given[instance] - now_busy - beyond
         last = place + 1 == len(changes)
-        if last or (changes[place + 1][0] > at and (not looks or changes[place + 1][0] - looks[-1].t > apart)):
-            looks.append(QueuesSeen(t=at, running=dict(running), queued=dict(queued), lag_ms=0.0))
-    return looks
+        if last or (changes[place + 1][0] > at and (not counts or changes[place + 1][0] - counts[-1].t > apart)):
+            counts.append(QueueCounts(t=at, running=dict(running), queued=dict(queued), lag_ms=0.0))
+    return counts

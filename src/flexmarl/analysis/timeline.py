@@ -36,7 +36,7 @@ from flexmarl.events.group_events import GroupReady
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_events import ProcessStarted, RunStarted
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.records import CONTROLLER, WorkerId
 
@@ -79,7 +79,7 @@ ORDER = ("controller", "trainer", "engine")
 TraceEvent = dict[str, Any]
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_OWN = frozenset({"t", "event", "began", "ended"})
+_STANDARD_FIELDS = frozenset({"t", "event", "began", "ended"})
 
 
 def render_timeline(run_dir: Path) -> Path:
@@ -130,7 +130,7 @@ class TimelineRows:
             places.append(place)
 
     def slice(self, event: Timed) -> TraceEvent:
-        """The slice of an event that took time."""
+        """A complete event, from `began` to `ended`, in a free lane of its process. Times are microseconds."""
         process, name = event.process, _name(event)
         began, ended = _us(event.began), _us(event.ended)
         lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
@@ -138,7 +138,7 @@ class TimelineRows:
         return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(event)}
 
     def mark(self, event: Event) -> TraceEvent:
-        """The mark of a decision."""
+        """An instant event, on the decision row of the controller."""
         where = {"pid": self.controller, "tid": self._thread(CONTROLLER, DECISIONS, 0)}
         return {"name": _name(event), "ph": "i", "s": "t", "ts": _us(event.t), **where, "args": _arguments(event)}
 
@@ -191,8 +191,8 @@ class Untrained:
 
 
 def _queues(event: Event) -> Iterator[tuple[str, Mapping[Any, float]]]:
-    """Yields the counters of the monitor's look at the queues, if the event is one."""
-    if isinstance(event, QueuesSeen):
+    """Yields counters of running and queued calls if the event counts the queues."""
+    if isinstance(event, QueueCounts):
         yield "queued calls", event.queued
         yield "running calls", event.running
         yield "event loop lag (ms)", {"worst": event.lag_ms}
@@ -203,7 +203,7 @@ def _name(event: Event) -> str:
 
 
 def _arguments(event: Event) -> dict[str, Any]:
-    return {name: value for name, value in to_json(event).items() if name not in _OWN}
+    return {name: value for name, value in to_json(event).items() if name not in _STANDARD_FIELDS}
 
 
 def _metadata(kind: str, process: int, thread: int, **values: Any) -> TraceEvent:

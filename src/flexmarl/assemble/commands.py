@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from flexmarl.agents.workflow_tasks import end_left_behind
+from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.residents import settle_memory
-from flexmarl.assemble.wire import tell_start, wire
+from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import World, initial_versions, make_evaluator, open_world, watch_workers
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
@@ -62,7 +62,7 @@ class Run:
     def train(self, console: Console) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder.
 
-        A run that fails or is stopped leaves its pictures too.
+        Raises the error that ended the run; the pictures are drawn then too.
         """
         if self._resumed and (done := finished(self._folder)) and done.steps >= self._settings.steps:
             console.print(f"nothing to do: {done.steps} steps are done, and steps={self._settings.steps}")
@@ -73,7 +73,7 @@ class Run:
             with HardStop() as stop:
                 run_and_leave_threads(self._train(console, stop))
         except BaseException:
-            with suppress(OSError, FlexmarlError):  # What ended the run is what to tell of.
+            with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
             raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
@@ -90,14 +90,14 @@ class Run:
             journal, events = Journal(folder.journal), Events(clock)
             stack.callback(journal.close)
             events.listen(Event, journal.write)
-            stop.note = lambda because: events.emit(RunFailed(because=because))
-            stack.enter_context(failure_told(events))
+            stop.report = lambda because: events.emit(RunFailed(because=because))
+            stack.enter_context(recorded_failure(events))
             metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
             stack.callback(metrics.close)
             with console.status(f"starting the {settings.cluster.backend} world"):
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))
-            tell_start(self._blueprint, world, events)
+            emit_start(self._blueprint, world, events)
             lost = watch_workers(world, events)
             checkpoints = Checkpoints(
                 folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
@@ -115,7 +115,7 @@ class Run:
                 checkpoints=checkpoints,
                 start=start,
             )
-            await until_lost(orchestrator.run(), beside=monitor.watch(), lost=lost, events=events)
+            await run_until_lost(orchestrator.run(), watch=monitor.watch(), lost=lost, events=events)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal cancelled
-        stop.told()
+        stop.start_countdown()
         if callable(like_ctrl_c):
             like_ctrl_c(number, frame)
         elif run is not None and not cancelled:
@@ -154,7 +154,7 @@ def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
 
 
 @contextmanager
-def failure_told(events: Events) -> Iterator[None]:
+def recorded_failure(events: Events) -> Iterator[None]:
     """Records an exception that ends the block in the journal."""
     try:
         yield
@@ -179,16 +179,16 @@ def finished(folder: RunFolder) -> Summary | None:
         return Summary(**parse_json(folder.summary.read_bytes()))
 
 
-async def until_lost(
-    running: Coroutine[Any, Any, object],
+async def run_until_lost(
+    orchestrator_run: Coroutine[Any, Any, object],
     *,
-    beside: Coroutine[Any, Any, None],
+    watch: Coroutine[Any, Any, None],
     lost: "asyncio.Future[None]",
     events: Events,
 ) -> None:
     """Awaits the run while the monitor watches; raises as soon as `lost` does."""
-    run = asyncio.create_task(running, name="orchestrator")
-    watching = asyncio.create_task(beside, name="monitor")
+    run = asyncio.create_task(orchestrator_run, name="orchestrator")
+    watching = asyncio.create_task(watch, name="monitor")
     try:
         await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
@@ -209,25 +209,25 @@ def run_clock() -> Callable[[], float]:
     return lambda: time() - started
 
 
-def assemble_run(settings: RunSettings, *, going_on: Path | None = None) -> Run:
-    """Assembles a new run in a folder of its own, or resumes the run in the folder `going_on`."""
+def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> Run:
+    """Assembles a new run in a folder of its own, or resumes the run in the folder `resume_from`."""
     refuse_simulated(settings)
     if not settings.trained:
         raise ConfigError(
             f"policies: none of {', '.join(settings.policies)} is trainable, so there is nothing to train; "
             f"set trainable: true on one, or use `flexmarl eval`"
         )
-    if going_on is not None:
-        check_same_run(settings, RunFolder(going_on))
+    if resume_from is not None:
+        check_same_run(settings, RunFolder(resume_from))
     blueprint = draw_up(settings)
-    if going_on is None:
+    if resume_from is None:
         folder = new_run_folder(settings)
         written = folder.config.with_suffix(".partial")
         written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
     else:
-        folder = RunFolder(going_on)
-    return Run(blueprint, folder, resumed=going_on is not None)
+        folder = RunFolder(resume_from)
+    return Run(blueprint, folder, resumed=resume_from is not None)
 
 
 def refuse_simulated(settings: RunSettings) -> None:
@@ -261,8 +261,8 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
-        told = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
-        raise CheckpointError(f"{folder.path} was run with other settings: {told}; resume with {folder.config}")
+        differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
+        raise CheckpointError(f"{folder.path} was run with other settings: {differences}; resume with {folder.config}")
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
@@ -298,7 +298,7 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
         try:
             return await make_evaluator(blueprint, world, versions).run()
         finally:
-            await end_left_behind(LEFT_BEHIND_S)
+            await end_leftover_tasks(LEFT_BEHIND_S)
 
 
 def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from flexmarl.agents import ChatRenderer
 from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.cluster.host import give_way
+from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
@@ -91,7 +91,7 @@ class Materials:
             )
             self._made()
             if self.thread is None and self.device == "cpu":
-                give_way()  # Only now: until it is made, the whole run waits for it.
+                lower_priority()  # Only now: until it is made, the whole run waits for it.
             return trainer
 
     def _begin(self) -> None:

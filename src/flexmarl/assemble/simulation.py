@@ -15,8 +15,8 @@ import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can b
 from flexmarl.agents import TeamSpec
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.commands import failure_told, new_run_folder, until_lost
-from flexmarl.assemble.wire import tell_start, wire
+from flexmarl.assemble.commands import new_run_folder, recorded_failure, run_until_lost
+from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import Residents, World, watch_workers, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
@@ -37,7 +37,7 @@ from flexmarl.simulator.tool_twins import twinned
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.training.interface import StoreRows
 
-Say = Callable[[str], None]
+Show = Callable[[str], None]
 
 MOST_LIVES = 100
 """The most lives of one run. It stops plans whose faults end every life."""
@@ -74,10 +74,10 @@ class Disturbance(Protocol):
         ...
 
 
-def simulate(settings: RunSettings, *, say: Say = _ignore, disturbance: Disturbance | None = None) -> Path:
+def simulate(settings: RunSettings, *, show: Show = _ignore, disturbance: Disturbance | None = None) -> Path:
     """Plays a run in virtual time; returns its folder, with the settings, the journal and the metrics.
 
-    `cluster.backend` is set to `simulated`. Checkpoints are written if the config gives `checkpoint.every`. `say`
+    `cluster.backend` is set to `simulated`. Checkpoints are written if the config gives `checkpoint.every`. `show`
     gets a line per step. If a `disturbance` ends the run, it resumes from its newest checkpoint, or from the start.
     Raises ConfigError if no policy is trained, and for what has no model: an agent without replies, a tool without a
     twin. Raises WorkerError if a disturbance ended MOST_LIVES lives.
@@ -89,8 +89,8 @@ def simulate(settings: RunSettings, *, say: Say = _ignore, disturbance: Disturba
     team = twinned(blueprint.team, settings.simulation.tools, settings.seed)
     folder = new_run_folder(settings)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
-    with _seldom_collected():
-        run_virtual(_simulate(replace(blueprint, team=team), folder, say, disturbance))
+    with _rare_garbage_collection():
+        run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance))
     return folder.path
 
 
@@ -109,7 +109,7 @@ def _as_yaml(settings: RunSettings) -> str:
 
 
 @contextmanager
-def _seldom_collected() -> Iterator[None]:
+def _rare_garbage_collection() -> Iterator[None]:
     """Makes garbage collections rarer in the block. Nearly all objects of a simulation stay alive, and searching them
     repeatedly took a quarter of its time."""
     usual = gc.get_threshold()
@@ -120,14 +120,14 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say, disturbance: Disturbance | None) -> None:
+async def _simulate(blueprint: Blueprint, folder: RunFolder, show: Show, disturbance: Disturbance | None) -> None:
     clock, settings = asyncio.get_running_loop().time, blueprint.settings
     async with AsyncExitStack() as stack:
         store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
         stack.push_async_callback(store.close)
         journal = Journal(folder.journal)
         stack.callback(journal.close)
-        metrics = Metrics(clock, [JsonlSink(folder.metrics), _Told(say, settings.steps, clock)])
+        metrics = Metrics(clock, [JsonlSink(folder.metrics), _StepLines(show, settings.steps, clock)])
         stack.callback(metrics.close)
         checkpoints = Checkpoints(
             folder.checkpoints,
@@ -135,14 +135,14 @@ async def _simulate(blueprint: Blueprint, folder: RunFolder, say: Say, disturban
             budget_bytes=settings.checkpoint.budget_bytes,
             in_thread=False,
         )
-        life = _Life(blueprint, store, journal, metrics, checkpoints, folder.checkpoints, say)
+        life = _Life(blueprint, store, journal, metrics, checkpoints, folder.checkpoints, show)
         if disturbance is None:
             await life.play(resumed=False)
             return
         for number in range(MOST_LIVES):
             if await life.play_disturbed(disturbance, resumed=number > 0):
                 return
-            say(f"the run was lost at {clock():.6g} s; it goes on")
+            show(f"the run was lost at {clock():.6g} s; it goes on")
             await asyncio.sleep(settings.simulation.restart_s)
         raise WorkerError(f"the run was lost {MOST_LIVES} times; plan fewer faults that end it")
 
@@ -158,10 +158,10 @@ class _Life:
         metrics: Metrics,
         checkpoints: Checkpoints,
         saved: Path,
-        say: Say,
+        show: Show,
     ) -> None:
         self._blueprint, self._store, self._journal, self._metrics = blueprint, store, journal, metrics
-        self._checkpoints, self._saved, self._say = checkpoints, saved, say
+        self._checkpoints, self._saved, self._show = checkpoints, saved, show
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
         """Plays one life. Returns False if it was lost and can be resumed. Raises errors that resuming cannot fix."""
@@ -200,13 +200,13 @@ class _Life:
         if disturbance is not None:
             blueprint, store = disturbance.blueprint(blueprint), disturbance.store(store)
             residents = disturbance.residents(modelled(settings, blueprint.team, store))
-        with failure_told(events):
+        with recorded_failure(events):
             async with world_of(settings, store, residents, events) as world:
-                tell_start(blueprint, world, events)
+                emit_start(blueprint, world, events)
                 lost = watch_workers(world, events)
                 start = None
                 if resumed:
-                    start = await resume(self._checkpoints, world.trainers, store, events=events, say=self._say)
+                    start = await resume(self._checkpoints, world.trainers, store, events=events, say=self._show)
                 orchestrator, _ = wire(
                     blueprint,
                     world,
@@ -219,7 +219,7 @@ class _Life:
                 if disturbance is None:
                     await orchestrator.run()
                 else:
-                    await until_lost(orchestrator.run(), beside=disturbance.watch(world), lost=lost, events=events)
+                    await run_until_lost(orchestrator.run(), watch=disturbance.watch(world), lost=lost, events=events)
 
 
 def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:
@@ -244,16 +244,16 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
     )
 
 
-class _Told:
+class _StepLines:
     """Sink of metrics that prints the time at which each step ended."""
 
-    def __init__(self, say: Say, steps: int, clock: Callable[[], float]) -> None:
-        self._say, self._steps, self._clock = say, steps, clock
+    def __init__(self, show: Show, steps: int, clock: Callable[[], float]) -> None:
+        self._show, self._steps, self._clock = show, steps, clock
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Prints the end of a step. Prints nothing for step 0, the evaluation before the first step."""
         if step:
-            self._say(f"step {step} of {self._steps} ended at {self._clock():.6g} s")
+            self._show(f"step {step} of {self._steps} ended at {self._clock():.6g} s")
 
     def close(self) -> None:
         """Does nothing: there is nothing to write."""

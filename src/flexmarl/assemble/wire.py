@@ -317,7 +317,7 @@ def release_of(settings: RunSettings) -> Release:
     return Release.BY_EPISODE if settings.credit.ready == "trajectory" else Release.AT_ONCE
 
 
-def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
+def emit_start(blueprint: Blueprint, world: World, events: Events) -> None:
     """Emits what the run is, and a `ProcessStarted` for the controller and for each worker process."""
     settings, team = blueprint.settings, blueprint.team
     events.emit(
@@ -332,7 +332,7 @@ def tell_start(blueprint: Blueprint, world: World, events: Events) -> None:
     )
 
     places = world.processes.places
-    here = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
-    events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=here))
+    node = next((place.node for place in places.values()), platform.node())  # All workers are on this machine.
+    events.emit(ProcessStarted(process=CONTROLLER, pid=os.getpid(), node=node))
     for name, place in places.items():
         events.emit(ProcessStarted(process=name, pid=place.pid, node=place.node))

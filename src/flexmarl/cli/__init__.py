@@ -13,12 +13,12 @@ import typer
 from flexmarl.cli.runs import check, clean, evaluate, export, train
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
-from flexmarl.cli.terminal import outlets, say
+from flexmarl.cli.terminal import print_text, safe_streams
 from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
 
 CANCELLED = (
-    "the run was cancelled, though not by Ctrl-C or SIGTERM: code of yours cancels tasks that it has not made; in a "
+    "the run was cancelled, but not by Ctrl-C or SIGTERM: your code cancels tasks that it did not make; in a "
     "workflow or a tool, cancel your own tasks, and not those of asyncio.all_tasks()"
 )
 
@@ -43,7 +43,7 @@ def main() -> None:
     """Runs a command. A FlexmarlError becomes lines on stderr and an exit code; any other error shows a traceback."""
     threads = frozenset(threading.enumerate())
     try:
-        with outlets():
+        with safe_streams():
             _run_command()
     except SystemExit as end:
         leave_stuck_threads(threads, end.code if isinstance(end.code, int) else int(bool(end.code)))
@@ -59,22 +59,22 @@ def _run_command() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except asyncio.CancelledError:
-        say(f"flexmarl: {CANCELLED}", err=True)
+        print_text(f"flexmarl: {CANCELLED}", err=True)
         sys.exit(1)
     except Exception as error:
-        ours = own_errors(error)
+        ours = flexmarl_errors(error)
         if not ours:
             raise
         for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
-            say(f"flexmarl: {line}", err=True)
+            print_text(f"flexmarl: {line}", err=True)
         sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
 
 
-def own_errors(error: Exception) -> list[FlexmarlError]:
+def flexmarl_errors(error: Exception) -> list[FlexmarlError]:
     """Returns `error`, or the errors in an exception group, if all are FlexmarlErrors; otherwise an empty list."""
     if isinstance(error, FlexmarlError):
         return [error]
     if not isinstance(error, ExceptionGroup):
         return []
-    held = [own_errors(inner) for inner in error.exceptions]
+    held = [flexmarl_errors(inner) for inner in error.exceptions]
     return [one for ours in held for one in ours] if all(held) else []

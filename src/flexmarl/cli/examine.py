@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from flexmarl.agents import load_code
 from flexmarl.assemble import open_tasks, seat_team
-from flexmarl.cli.needs import Finding, look_at_machine, look_at_models
+from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.events.machine import this_machine
 from flexmarl.tasks.interface import MOST_COMPARED
 
-Look = Callable[[], Iterable[Finding]]
+Examination = Callable[[], Iterable[Finding]]
 
 
 def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
@@ -24,9 +24,9 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     findings: list[Finding] = []
     problems: list[str] = []
 
-    def went_well(look: Look) -> bool:
+    def succeeded(examination: Examination) -> bool:
         try:
-            findings.extend(look())
+            findings.extend(examination())
         except MissingExtra as lacking:
             findings.append(Finding("libraries", "something is not installed", str(lacking)))
         except ConfigError as problem:
@@ -34,16 +34,16 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
             return False
         return True
 
-    if went_well(lambda: _code(settings)):
-        went_well(lambda: _tasks(settings))
-        went_well(lambda: _workflow(settings))
+    if succeeded(lambda: _code(settings)):
+        succeeded(lambda: _tasks(settings))
+        succeeded(lambda: _workflow(settings))
     simulated = settings.cluster.backend == "simulated"
-    models = {} if simulated else look_at_models(settings, problems)
+    models = {} if simulated else examine_models(settings, problems)
     findings += [found.finding for found in models.values()]
     if not problems and all(found.readable for found in models.values()):
-        went_well(lambda: _team(settings))
-    went_well(lambda: _run(settings))
-    went_well(lambda: look_at_machine(settings, models, this_machine()))
+        succeeded(lambda: _team(settings))
+    succeeded(lambda: _run(settings))
+    succeeded(lambda: examine_machine(settings, models, this_machine()))
     return findings, problems
 
 

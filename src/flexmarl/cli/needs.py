@@ -50,14 +50,14 @@ class ModelFacts:
     """Numbers in the keys and values of one token; 0 if not known here, or if the engine has its own cache."""
 
 
-def look_at_models(settings: RunSettings, problems: list[str]) -> Mapping[str, ModelFacts]:
+def examine_models(settings: RunSettings, problems: list[str]) -> Mapping[str, ModelFacts]:
     """Returns the facts about every model that can be examined. Adds a line to `problems` for each that cannot."""
     found: dict[str, ModelFacts] = {}
     for policy in settings.policies:
         try:
             source = model_source(settings, policy)
             config = _config(source)
-            found[policy] = _on_the_hub(policy, source) if config is None else _here(settings, policy, source, config)
+            found[policy] = _on_the_hub(policy, source) if config is None else _local(settings, policy, source, config)
         except ConfigError as problem:
             problems.append(str(problem))
     return found
@@ -73,7 +73,7 @@ def _config(source: str) -> PretrainedConfig | None:
         raise ConfigError(f"'{source}' is no model that transformers can read: {_first_line(error)}") from error
 
 
-def _here(settings: RunSettings, policy: str, source: str, config: PretrainedConfig) -> ModelFacts:
+def _local(settings: RunSettings, policy: str, source: str, config: PretrainedConfig) -> ModelFacts:
     key, engine = f"policies.{policy}.model", settings.policies[policy].engine
     try:
         with torch.device("meta"):
@@ -117,7 +117,7 @@ def _on_the_hub(policy: str, name: str) -> ModelFacts:
         )
     weights = info.safetensors.total if info.safetensors else 0
     size = f", {weights / 1e6:,.0f}M parameters" if weights else ""
-    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run loads it"), parameters=weights)
+    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run downloads it"), parameters=weights)
 
 
 def _first_line(error: Exception) -> str:
@@ -131,7 +131,7 @@ TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
 float32, and there is a float32 master weight."""
 
 
-def look_at_machine(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
+def examine_machine(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
     """Yields findings on libraries, devices, memory and ports."""
     cluster = settings.cluster
     yield Finding("libraries", f"Python {machine.python}, torch {machine.torch or machine.torch_error}")
@@ -150,11 +150,11 @@ def look_at_machine(settings: RunSettings, models: Mapping[str, ModelFacts], mac
 
 
 def _device(cluster: ClusterSettings, machine: Machine) -> Finding:
-    here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
+    found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     number = int(cluster.device.partition(":")[2] or 0)
     lacks = cluster.device != "cpu" and number >= len(machine.devices)
     todo = f"run on a machine that has {cluster.device}, or set cluster.device=cpu"
-    return Finding("devices", f"asked: {cluster.device}; here: {here}", todo if lacks else "")
+    return Finding("devices", f"asked: {cluster.device}; here: {found_here}", todo if lacks else "")
 
 
 def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
@@ -162,11 +162,11 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
         yield Finding("libraries", "cluster.backend=ray, but Ray is not installed", "pip install ray")
     cluster = settings.cluster
     engines, trainers = sum(policy.instances for policy in settings.policies.values()), len(settings.trained)
-    here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
+    found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
     yield Finding(
         "processes",
-        f"{engines} engines and {trainers} trainers, on {cluster.device}; here: {here}",
+        f"{engines} engines and {trainers} trainers, on {cluster.device}; here: {found_here}",
         f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
     )
 
@@ -186,7 +186,7 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
     """Estimates memory for weights, optimisers and caches; activations come on top. Inline, one device holds all."""
     unknown = sorted(policy for policy in settings.policies if not models.get(policy) or not models[policy].parameters)
     if unknown:
-        return Finding("memory", f"not known before the model of {', '.join(unknown)} is here")
+        return Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
     needs = [_need(policy, models[name], settings.deterministic) for name, policy in settings.policies.items()]
     training, serving, cache = (sum(part) / GIB for part in zip(*needs, strict=True))
     needed = training + serving + cache

@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from flexmarl.cli.options import Config, Overrides, assemble, examine, load_run_folder
-from flexmarl.cli.terminal import SafeConsole, outlived, say
+from flexmarl.cli.terminal import SafeConsole, ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
-from flexmarl.cluster.remains import abandoned, held_paths, live_processes, read_leases, release, strangers
+from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.run_folder import RunFolder
@@ -27,7 +27,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN_FOLDER",
-            help="Go on from the newest checkpoint of this run folder; CONFIG is then the folder's config.yaml.",
+            help="Continue from the newest checkpoint of this run folder; give its config.yaml as CONFIG.",
             show_default=False,
         ),
     ] = None,
@@ -36,30 +36,30 @@ def train(
 
     A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
     """
-    with outlived():
+    with ignoring_hangup():
         settings = load_run(config, overrides or ())
         for caution in cautions(settings):
-            say(f"flexmarl: caution: {caution}", err=True)
-        run = assemble.assemble_run(settings, going_on=resume)
+            print_text(f"flexmarl: caution: {caution}", err=True)
+        run = assemble.assemble_run(settings, resume_from=resume)
         try:
             run.train(SafeConsole())
         except KeyboardInterrupt:
-            say(f"flexmarl: stopped. {how_to_go_on(run.folder)}", err=True)
+            print_text(f"flexmarl: stopped. {resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
         except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
-            say(f"flexmarl: the run failed. {how_to_go_on(run.folder)}", err=True)
+            print_text(f"flexmarl: the run failed. {resume_hint(run.folder)}", err=True)
             raise
-        say(str(run.folder))
+        print_text(str(run.folder))
 
 
-def how_to_go_on(path: Path) -> str:
+def resume_hint(path: Path) -> str:
     """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
     saved = assemble.newest_checkpoint(folder)
     if saved is None:
-        return f"There is no checkpoint yet (see checkpoint.every); begin again with: {again}"
-    return f"Last good checkpoint: {saved}; go on with: {again}"
+        return f"There is no checkpoint yet (see checkpoint.every); start again with: {again}"
+    return f"Last good checkpoint: {saved}; continue with: {again}"
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
     evaluation = assemble.evaluate_once(settings, checkpoints)
     if as_json:
-        say(json_text(asdict(evaluation), figures=True))
+        print_text(json_text(asdict(evaluation), figures=True))
         return
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
@@ -110,7 +110,7 @@ def check(config: Config, overrides: Overrides = None) -> None:
     if problems:
         raise ConfigError("\n".join(f"{config}: {problem}" for problem in problems))
     todos = sum(bool(finding.todo) for finding in findings)
-    SafeConsole().print(f"The config is right; {todos or 'nothing'} to do.")
+    SafeConsole().print(f"The config is valid; {todos or 'nothing'} to do.")
 
 
 def export(
@@ -122,22 +122,22 @@ def export(
     """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
     settings, folder = load_run_folder(run)
     for path in assemble.export_policies(settings, folder.checkpoints, out):
-        say(str(path))
+        print_text(str(path))
 
 
 def clean(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")] = False,
 ) -> None:
     """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
 
-    A run cleans up behind itself, even after kill -9. This is for machines that went down meanwhile. Only what a run of
-    yours made is touched.
+    A run cleans up after itself, even after kill -9. This command is for machines that went down during a run. It
+    removes only what runs of yours made.
     """
     root = leases_root()
     lines = cleaned(root, dry_run=dry_run)
-    say(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
+    print_text(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
     for line in lines:
-        say(line)
+        print_text(line)
 
 
 def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
@@ -157,4 +157,4 @@ def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
         release(folder)
         if left := [*(f"process {process.pid}" for process in live_processes(leases)), *map(str, held_paths(folder))]:
             raise FlexmarlError(f"cannot remove {', '.join(left)}: end or delete it as its owner")
-    yield from (f"left as it is: {str(path)!r} {why}" for path, why in strangers(root))
+    yield from (f"left as it is: {str(path)!r} {why}" for path, why in foreign_paths(root))

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from flexmarl.cli.options import load_run_folder, plots, simulations
-from flexmarl.cli.terminal import SafeConsole, outlived
+from flexmarl.cli.terminal import SafeConsole, ignoring_hangup
 from flexmarl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -43,7 +43,7 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="PLAN",
-            help="A YAML or JSON file of faults that befall the run; which were noticed, and by what, is shown.",
+            help="A YAML or JSON file of faults to inject; a table shows how many of them the run noticed.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def simulate(
 ) -> None:
     """Simulate the run that CONFIG describes: no model is loaded, no device is used, and no cluster is asked.
 
-    Only what engines, trainers and transfers take is modelled (`simulation.costs`); the loops and rules are those of
+    Only the time of engines, trainers and transfers is modelled (`simulation.costs`); the loops and rules are those of
     `flexmarl train`. `cluster.backend=simulated` is set for you.
     """
     configs = [Path(argument) for argument in arguments or () if "=" not in argument and argument.endswith(YAML)]
@@ -63,7 +63,7 @@ def simulate(
     if faults is not None and (compare or sweep or fit is not None):
         raise ConfigError("--faults is for one CONFIG; leave out --compare, --sweep and --fit")
     console = SafeConsole()
-    with outlived():
+    with ignoring_hangup():
         if fit is not None:
             _fit(console, fit, configs, overrides)
         elif compare:

@@ -19,7 +19,7 @@ from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.fit import Fit, fit_costs
 from flexmarl.analysis.plots import draw_run
-from flexmarl.analysis.queues import looks_of
+from flexmarl.analysis.queues import queue_counts_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.assemble import simulate
@@ -54,10 +54,10 @@ def load(config: Path, overrides: Sequence[str]) -> RunSettings:
     """Returns the settings of the simulated run. Raises ConfigError naming the key."""
     for override in overrides:
         if override.startswith("cluster.backend=") and parse_override(override)[1] != "simulated":
-            raise ConfigError(f"{override}: `simulate` plays in the simulated world; use `flexmarl train` for others")
+            raise ConfigError(f"{override}: `simulate` sets cluster.backend=simulated; use `flexmarl train` for others")
     settings = load_run(config, [*overrides, "cluster.backend=simulated"])
     if not settings.steps:
-        raise ConfigError("steps is 0, and a simulation shows what steps take; use at least 1")
+        raise ConfigError("steps is 0, so there is nothing to simulate; use at least 1")
     return settings
 
 
@@ -69,13 +69,13 @@ def simulated(
     Raises FlexmarlError if it ended no step.
     """
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         console.print(f"{label}: {text}" if label else text)
 
     disturbance = None if plan is None else PlannedFaults(plan)
-    folder = RunFolder(simulate(settings, say=say, disturbance=disturbance))
+    folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
     facts = read_facts(read_run(folder.journal))
-    facts.looks = facts.looks or looks_of(facts.calls, _slots(settings))
+    facts.queue_counts = facts.queue_counts or queue_counts_of(facts.calls, _slots(settings))
     report = _report(settings, facts)
     if report is None:
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")

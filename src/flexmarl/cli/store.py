@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table as Screen
 from rich.text import Text
 
-from flexmarl.cli.terminal import SafeConsole, printable, say
+from flexmarl.cli.terminal import SafeConsole, print_text, printable
 from flexmarl.errors import ConfigError, StoreError
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
@@ -50,7 +50,7 @@ def store(
     with read_store(_file(run)) as reader:
         if parquet:
             for path in export_parquet(reader, parquet):
-                say(str(path))
+                print_text(str(path))
         elif sql is None:
             _show_tables(run, reader)
         else:
@@ -98,7 +98,7 @@ def _print_csv(found: Table) -> None:
 def _print_json(found: Table) -> None:
     if len(set(found.columns)) < len(found.columns):
         raise ConfigError(f"columns must differ to be keys of JSON, got {', '.join(found.columns)}; rename with AS")
-    say(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
+    print_text(json_text([dict(zip(found.columns, row, strict=True)) for row in found.rows]))
 
 
 def _show(found: Table, limit: int) -> None:
@@ -133,7 +133,7 @@ def _show_tables(run: Path, reader: StoreReader) -> None:
         counted.append((agent, sum(n for _, n in states), ", ".join(f"{n} {state}" for state, n in states)))
     _show(Table(("table", "rows", "of these"), tuple(counted)), len(counted))
     data = [f"{c.name} ({c.kind}{', payload' if CODECS[c.kind].by_reference else ''})" for c in reader.columns]
-    CONSOLE.print(f"Columns of each: {', '.join([*META_COLUMNS, *data])}; beside each data column NAME_status.")
+    CONSOLE.print(f"Columns of each: {', '.join([*META_COLUMNS, *data])}; each data column also has NAME_status.")
     CONSOLE.print(f"Other tables: {', '.join(SHARED_TABLES)}. A payload is read with payload(NAME). Examples:\n")
     for sql in _examples(reader):
         CONSOLE.print(f"flexmarl store {shlex.quote(str(run))} {shlex.quote(sql)}", soft_wrap=True)

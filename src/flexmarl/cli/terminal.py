@@ -22,10 +22,10 @@ import typer
 from rich.console import Console
 from rich.segment import Segment
 
-READER_GONE = 141
+READER_CLOSED = 141
 """Exit code of a command whose reader has gone, as of a process that SIGPIPE ended."""
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, characters that change the direction of writing, lone surrogates."""
 
 
@@ -35,10 +35,10 @@ def printable(text: str) -> str:
     >>> print(printable("\x1b[2J\u202eabc"))
     \x1b[2J\u202eabc
     """
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
-def say(text: str, *, err: bool = False) -> None:
+def print_text(text: str, *, err: bool = False) -> None:
     """Prints the text on stdout, or on stderr if `err` is True."""
     typer.echo(printable(text), err=err)
 
@@ -55,7 +55,7 @@ class SafeConsole(Console):
         )
 
 
-class Outlet:
+class SafeStream:
     """Output stream whose reader may go. Text that it cannot encode is escaped. The rest is the inner stream's."""
 
     def __init__(self, stream: Any, *, endures: bool) -> None:
@@ -85,33 +85,33 @@ class Outlet:
         return getattr(self._stream, name)
 
     def _failed(self, error: OSError) -> None:
-        """Handles a failed write. Unless the outlet endures, this ends the command.
+        """Handles a failed write. Unless the stream endures, this ends the command.
 
         If the reader has gone, the descriptor leads to /dev/null from now on, also for C code and child processes.
-        Other errors, such as a full disk, only lose the text of an outlet that endures.
+        Other errors, such as a full disk, only lose the text of a stream that endures.
         """
-        if error.errno in _GONE:
+        if error.errno in _CLOSED:
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
             if not self.endures:
-                raise SystemExit(READER_GONE)
+                raise SystemExit(READER_CLOSED)
         elif not self.endures:
             raise error
 
 
 @contextmanager
-def outlets() -> Iterator[None]:
-    """Makes stdout and stderr outlets inside the block. If the command was started without them, they lead nowhere."""
+def safe_streams() -> Iterator[None]:
+    """Makes stdout and stderr safe streams in the block. If one is missing, a stream to nowhere replaces it."""
     for _ in range(3):  # Fills descriptors 0 to 2: a file opened as number 1 would get what is printed.
         number = os.open(os.devnull, os.O_RDWR)
         if number > 2:
             os.close(number)
     before, sys.excepthook = (sys.stdout, sys.stderr), _show_bug
     nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the process
-    sys.stdout = cast("TextIO", Outlet(sys.stdout or nowhere, endures=False))
-    sys.stderr = cast("TextIO", Outlet(sys.stderr or nowhere, endures=True))
+    sys.stdout = cast("TextIO", SafeStream(sys.stdout or nowhere, endures=False))
+    sys.stderr = cast("TextIO", SafeStream(sys.stderr or nowhere, endures=True))
     try:
         yield
     except SystemExit as ended:
@@ -131,11 +131,11 @@ def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 @contextmanager
-def outlived() -> Iterator[None]:
+def ignoring_hangup() -> Iterator[None]:
     """Lets the command outlive its terminal inside the block, as with nohup: it and its children ignore SIGHUP."""
-    outlet, on_main = sys.stdout, threading.current_thread() is threading.main_thread()
-    if isinstance(outlet, Outlet):
-        outlet.endures = True
+    stream, on_main = sys.stdout, threading.current_thread() is threading.main_thread()
+    if isinstance(stream, SafeStream):
+        stream.endures = True
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN) if on_main else None
     try:
         yield

@@ -53,7 +53,7 @@ class OwnThread:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
-        def tell(settle: Callable[[Any], None], outcome: Any) -> None:
+        def resolve(settle: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():
                 settle(outcome)
 
@@ -63,7 +63,7 @@ class OwnThread:
             except BaseException as error:
                 settle, outcome = done.set_exception, error
             with suppress(RuntimeError):  # the event loop has ended, so nobody waits
-                loop.call_soon_threadsafe(tell, settle, outcome)
+                loop.call_soon_threadsafe(resolve, settle, outcome)
 
         self._work.put(call)
         async with asyncio.timeout(timeout):

@@ -2,8 +2,8 @@
 
     SIGTERM ──► the run is cancelled ──► it ends by itself within seconds (nearly always)
                     └──► it still runs after STOP_WITHIN_S ──► the process is ended, and says where it was stuck
-    the command has ended ──► a thread of a workflow does not end ──► wait LEAVE_WITHIN_S, then exit without it
-                          ──► an asynchronous generator does not end ──► wait LEAVE_WITHIN_S, then cancel it
+    the command has ended ──► a thread of a workflow does not end ──► wait EXIT_WITHIN_S, then exit without it
+                          ──► an asynchronous generator does not end ──► wait EXIT_WITHIN_S, then cancel it
 
 The end of such a process has the same effect as a kill: the warden ends its workers, and the run can be resumed.
 """
@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 STOP_WITHIN_S = 8.0
 """Batch systems kill a process after some ten seconds, without a word about where it was stuck."""
-LEAVE_WITHIN_S = 2.0
+EXIT_WITHIN_S = 2.0
 STOPPED = 130
 """Exit code of a stopped run, the same as after Ctrl-C."""
 
 
 class HardStop:
-    """A block that must end within STOP_WITHIN_S of a call of `told`; otherwise the process is ended."""
+    """A block that must end within STOP_WITHIN_S of a call of `start_countdown`; otherwise the process is ended."""
 
     def __init__(self) -> None:
-        self.note: Callable[[str], None] = lambda because: None
+        self.report: Callable[[str], None] = lambda because: None
         """Called with the reason before the process is ended."""
         self._ended = threading.Event()
-        self._told = False
+        self._counting = False
 
     def __enter__(self) -> "HardStop":
         return self
@@ -44,17 +44,17 @@ class HardStop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._ended.set()
 
-    def told(self) -> None:
+    def start_countdown(self) -> None:
         """Notes that the run must end, and starts the countdown. Called in a signal handler."""
-        if not self._told:
-            self._told = True
+        if not self._counting:
+            self._counting = True
             threading.Thread(target=self._wait, name="hard-stop", daemon=True).start()
 
     def _wait(self) -> None:
         if not self._ended.wait(STOP_WITHIN_S):
-            because = f"it did not end within {STOP_WITHIN_S:g} s of SIGTERM; {_where_main_thread_stands()}"
-            with suppress(Exception):  # `note` writes to a disk, and the run may be stuck on that very disk.
-                self.note(because)
+            because = f"it did not end within {STOP_WITHIN_S:g} s of SIGTERM; {_main_thread_place()}"
+            with suppress(Exception):  # `report` writes to a disk, and the run may be stuck on that very disk.
+                self.report(because)
             _end_process(f"flexmarl: the run was ended: {because}", STOPPED)
 
 
@@ -73,7 +73,7 @@ def run_and_leave_threads(main: Coroutine[Any, Any, T]) -> T:
             loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
             # If this task does not end in time, `asyncio.run` cancels it, like every task.
             closing = loop.create_task(loop.shutdown_asyncgens(), name="close-generators")
-            await asyncio.wait([closing], timeout=LEAVE_WITHIN_S)
+            await asyncio.wait([closing], timeout=EXIT_WITHIN_S)
 
     return asyncio.run(running())
 
@@ -83,19 +83,19 @@ def leave_stuck_threads(before: frozenset[threading.Thread], code: int) -> None:
 
     Python itself waits without limit for every thread, such as a tool's thread that waits for a server.
     """
-    left = [one for one in threading.enumerate() if one not in before and not one.daemon]
-    if left:
-        threading.Thread(target=_leave, args=(left, code), name="leave-stuck-threads", daemon=True).start()
+    stuck = [one for one in threading.enumerate() if one not in before and not one.daemon]
+    if stuck:
+        threading.Thread(target=_exit_without, args=(stuck, code), name="leave-stuck-threads", daemon=True).start()
 
 
-def _leave(left: list[threading.Thread], code: int) -> None:
+def _exit_without(stuck: list[threading.Thread], code: int) -> None:
     while not _interpreter_ends():
         time.sleep(0.1)
-    deadline = time.monotonic() + LEAVE_WITHIN_S
-    for one in left:
+    deadline = time.monotonic() + EXIT_WITHIN_S
+    for one in stuck:
         one.join(max(0.0, deadline - time.monotonic()))
-    if names := [one.name for one in left if one.is_alive()]:
-        _end_process(f"flexmarl: left without waiting for the threads {', '.join(names)}", code)
+    if names := [one.name for one in stuck if one.is_alive()]:
+        _end_process(f"flexmarl: ended without waiting for the threads {', '.join(names)}", code)
 
 
 def _interpreter_ends() -> bool:
@@ -106,7 +106,7 @@ def _interpreter_ends() -> bool:
     return frame is None or (frame.f_code.co_name, frame.f_code.co_filename) == ("_shutdown", threading.__file__)
 
 
-def _where_main_thread_stands() -> str:
+def _main_thread_place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "its main thread has ended"
@@ -114,8 +114,8 @@ def _where_main_thread_stands() -> str:
     return f"its main thread is at {place.filename}:{place.lineno}, in {place.name}"
 
 
-def _end_process(words: str, code: int) -> None:
+def _end_process(text: str, code: int) -> None:
     with suppress(Exception):
         sys.stdout.flush()
-        print(words, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     os._exit(code)

@@ -21,7 +21,7 @@ NICENESS = 5
 training where the machine has other work."""
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lowers the scheduling priority of this process and of the threads that it will start.
 
     A step waits for its slowest episode, so engines run first and training fills the gaps.
@@ -44,7 +44,7 @@ class OpenStream:
 
 
 @dataclass(slots=True)
-class StreamNews:
+class StreamItems:
     """Items of one stream since the last collection."""
 
     number: int
@@ -72,8 +72,8 @@ class Host:
         self.hosted: Any = None
         """The object that lives here."""
         self._readers: dict[int, asyncio.Task[None]] = {}
-        self._gathered: dict[int, StreamNews] = {}
-        self._has_news = asyncio.Event()
+        self._gathered: dict[int, StreamItems] = {}
+        self._has_items = asyncio.Event()
 
     async def process_id(self) -> int:
         """Returns the id of this process."""
@@ -95,17 +95,17 @@ class Host:
         """Begins to read streams, one for each packed `OpenStream`, and gathers their items."""
         return await replied(lambda: self._open(*pickle.loads(streams)[0]))
 
-    async def shut_streams(self, numbers: bytes) -> bytes:
+    async def close_streams(self, numbers: bytes) -> bytes:
         """Stops reading these streams, which closes their iterators, and drops the items that were gathered."""
-        return await replied(lambda: self._shut(*pickle.loads(numbers)[0]))
+        return await replied(lambda: self._close(*pickle.loads(numbers)[0]))
 
     async def collect_streams(self, nothing: bytes) -> bytes:
-        """Waits until a stream has items or none is open; returns the `StreamNews` of all streams."""
-        news = await self._collect()
+        """Waits until a stream has items or none is open; returns the `StreamItems` of all streams."""
+        collected = await self._collect()
         try:
-            return pickle.dumps((news, None, ""), protocol=5)
+            return pickle.dumps((collected, None, ""), protocol=5)
         except Exception:  # An item cannot be copied: its stream fails, and the others go on.
-            return pickle.dumps(([self._copyable(each) for each in news], None, ""), protocol=5)
+            return pickle.dumps(([self._copyable(each) for each in collected], None, ""), protocol=5)
 
     def _make(self, make: Callable[..., Any], *args: Any) -> None:
         self.hosted = make(*args)
@@ -119,48 +119,48 @@ class Host:
             self._readers[stream.number] = reader
             reader.add_done_callback(lambda _, number=stream.number: self._readers.pop(number, None))
 
-    def _shut(self, *numbers: int) -> None:
+    def _close(self, *numbers: int) -> None:
         for number in numbers:
             self._gathered.pop(number, None)
             if reader := self._readers.pop(number, None):
                 reader.cancel()
-        self._has_news.set()
+        self._has_items.set()
 
-    async def _collect(self) -> list[StreamNews]:
+    async def _collect(self) -> list[StreamItems]:
         while not self._gathered and self._readers:
-            self._has_news.clear()
-            await self._has_news.wait()
+            self._has_items.clear()
+            await self._has_items.wait()
             await asyncio.sleep(0)  # Items and ends that come in this turn of the event loop cross together.
         gathered, self._gathered = self._gathered, {}
         return list(gathered.values())
 
-    def _copyable(self, news: StreamNews) -> StreamNews:
+    def _copyable(self, collected: StreamItems) -> StreamItems:
         """Returns the news, or, if its items cannot be pickled, the error that ends its stream."""
         try:
-            pickle.dumps(news, protocol=5)
+            pickle.dumps(collected, protocol=5)
         except Exception as error:
-            self._shut(news.number)
-            return StreamNews(news.number, ended=True, error=portable(error))
-        return news
+            self._close(collected.number)
+            return StreamItems(collected.number, ended=True, error=portable(error))
+        return collected
 
     async def _read(self, stream: OpenStream) -> None:
         error = None
         try:
             async for item in self._call(stream.method, stream.args, stream.kwargs):
-                self._news_of(stream.number).items.append(item)
+                self._gathered_from(stream.number).items.append(item)
         except asyncio.CancelledError:
             if is_being_cancelled():
                 raise
             error = cancelled_itself(stream.method)
         except Exception as raised:
             error = portable(raised)
-        news = self._news_of(stream.number)
-        news.ended, news.error = True, error
+        collected = self._gathered_from(stream.number)
+        collected.ended, collected.error = True, error
 
-    def _news_of(self, number: int) -> StreamNews:
+    def _gathered_from(self, number: int) -> StreamItems:
         """Returns the news of a stream, to which the caller is about to add."""
-        self._has_news.set()
-        return self._gathered.setdefault(number, StreamNews(number))
+        self._has_items.set()
+        return self._gathered.setdefault(number, StreamItems(number))
 
 
 def packed(*args: Any, **kwargs: Any) -> bytes:
@@ -168,12 +168,12 @@ def packed(*args: Any, **kwargs: Any) -> bytes:
     return pickle.dumps((args, kwargs), protocol=5)
 
 
-def answer(reply: bytes, *, whose: str = "") -> Any:
+def answer(reply: bytes, *, name: str = "") -> Any:
     """Returns the result in a reply, or raises its error, with the traceback of its process as a note."""
     result, error, origin = pickle.loads(reply)
     if error is None:
         return result
-    error.add_note(f"in {whose or 'a resident'}:\n{origin}")
+    error.add_note(f"in {name or 'a resident'}:\n{origin}")
     raise error
 
 
@@ -208,7 +208,7 @@ def cancelled_itself(what: str) -> RuntimeError:
 
 def portable(error: Exception) -> Exception:
     """Returns the error itself if it survives pickling, else the most similar error that does."""
-    for candidate in (error, Bare(error)):
+    for candidate in (error, ErrorWithoutInit(error)):
         try:
             back = pickle.loads(pickle.dumps(candidate))
         except Exception:  # whatever its own __init__ raises, the next form is tried
@@ -228,7 +228,7 @@ def portable(error: Exception) -> Exception:
     return RuntimeError(text)
 
 
-class Bare(Exception):
+class ErrorWithoutInit(Exception):
     """Pickles as another error, which is rebuilt without its `__init__`: that one may take other arguments."""
 
     def __init__(self, error: Exception) -> None:

@@ -20,7 +20,7 @@ from flexmarl.events.run_events import WorkerLost
 from flexmarl.records import WorkerId
 
 T = TypeVar("T")
-HERE = "here"
+LOCAL_NODE = "here"
 """The one node of a cluster that is given no nodes."""
 FIRST_PID = 1000
 """Pids are made up: they only tell residents apart."""
@@ -92,7 +92,7 @@ class InprocResident(Generic[T]):
             # A cancelled caller stops waiting, but its work is not cancelled.
             await asyncio.wait((work, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if self.alive:
-                return answer(work.result(), whose=self.name)
+                return answer(work.result(), name=self.name)
         raise WorkerError(f"{self.name} {self._ended.result()}")
 
     async def stop(self) -> None:
@@ -147,7 +147,7 @@ async def inproc_cluster(
     async with task_block() as tasks:
         cluster = InprocCluster(
             tasks,
-            nodes or {HERE: NO_LIMIT},
+            nodes or {LOCAL_NODE: NO_LIMIT},
             start_s=start_s,
             crosses=crosses,
             latency_s=latency_s,
@@ -194,7 +194,7 @@ class InprocCluster:
     @property
     def has_processes(self) -> bool:
         """True if it was given nodes: every resident then stands for a process."""
-        return HERE not in self._free
+        return LOCAL_NODE not in self._free
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         """Starts each resident on the node that its spec names, or on the node with most room."""

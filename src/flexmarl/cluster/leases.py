@@ -64,12 +64,12 @@ class RunLeases:
     def add_processes(self, pids: Iterable[int]) -> None:
         """Records processes that end with the run; a process that has already ended is left out."""
         started = {pid: start for pid in pids if (start := started_at(pid)) is not None}
-        self._note({**dict(self._leases.processes), **started})
+        self._record({**dict(self._leases.processes), **started})
 
     def end_processes(self) -> None:
         """Ends the recorded processes, and waits for their end."""
         end_processes(lambda: live_processes(self._leases))
-        self._note({})
+        self._record({})
 
     def shared_memory(self) -> Path:
         """The path of the run's folder in shared memory, or on disk if the system has none. It is not yet made."""
@@ -95,7 +95,7 @@ class RunLeases:
     ) -> None:
         self.close()
 
-    def _note(self, processes: dict[int, float]) -> None:
+    def _record(self, processes: dict[int, float]) -> None:
         self._leases = Leases(run=self._leases.run, processes=tuple(processes.items()))
         self._write()
 

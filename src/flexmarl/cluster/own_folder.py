@@ -141,13 +141,13 @@ def check_not_planted(path: Path, setting: str) -> None:
 
     Elsewhere another user's folder is allowed: only few may make one there, for instance a group's folder of runs.
     """
-    here, names, links = Path("/"), [*reversed(path.absolute().parts[1:])], 0
+    current, names, links = Path("/"), [*reversed(path.absolute().parts[1:])], 0
     while names:
         name = names.pop()
         if name == "..":
-            here = here.parent
+            current = current.parent
             continue
-        entry = here / name
+        entry = current / name
         try:
             status = entry.lstat()
         except FileNotFoundError:
@@ -156,19 +156,19 @@ def check_not_planted(path: Path, setting: str) -> None:
             raise ConfigError(
                 f"{setting}: '{path}' cannot be a folder: {error.strerror}; use a folder of your own"
             ) from None
-        if here.stat().st_mode & stat.S_IWOTH and status.st_uid not in (os.getuid(), 0):
+        if current.stat().st_mode & stat.S_IWOTH and status.st_uid not in (os.getuid(), 0):
             raise ConfigError(
                 f"{setting}: '{entry}' belongs to user {status.st_uid}, not to us (user {os.getuid()}), and lies in "
-                f"'{here}', where everyone may write; use a folder of your own"
+                f"'{current}', where everyone may write; use a folder of your own"
             )
         if not stat.S_ISLNK(status.st_mode):
-            here = entry
+            current = entry
             continue
         links += 1
         if links > MOST_LINKS:
             raise ConfigError(f"{setting}: '{path}' has too many symbolic links; use a folder of your own")
         target = entry.readlink()
-        here = Path("/") if target.is_absolute() else here
+        current = Path("/") if target.is_absolute() else current
         names += reversed([part for part in target.parts if part != "/"])
 
 
@@ -180,10 +180,10 @@ def check_ours(path: Path, setting: str) -> None:
             what = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder"
             raise ConfigError(
                 f"{setting}: the {what} '{path}' belongs to user {status.st_uid}, not to us (user {os.getuid()}); "
-                f"go on as that user, or with a copy of your own"
+                f"run as that user, or use a copy of your own"
             )
     if path.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{setting}: everyone may write in '{path}'; look through what is in it, then: chmod o-w")
+        raise ConfigError(f"{setting}: everyone may write in '{path}'; check what is in it, then: chmod o-w")
 
 
 def _replaceable(folder: os.stat_result) -> str:

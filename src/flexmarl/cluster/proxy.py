@@ -75,7 +75,7 @@ class Crossings:
         method, number = mark.__name__, next(self._numbers)
         abandoned, what = self._abandoned
         if abandoned and not hasattr(mark, "restores_state"):
-            raise self._error(f"{what} was cancelled while it was worked on, so the state there is no longer known")
+            raise self._error(f"{what} was cancelled while it ran, so the state of the resident is unknown")
         try:
             await self._streams.sent()
             result = await self._channel.cross(method, *args, **kwargs)

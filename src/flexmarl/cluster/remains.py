@@ -70,7 +70,7 @@ def abandoned(root: Path) -> Iterator[Path]:
                 yield root / name
 
 
-def strangers(root: Path) -> Iterator[tuple[Path, str]]:
+def foreign_paths(root: Path) -> Iterator[tuple[Path, str]]:
     """Yields what is in the root but is no run of ours, and why. Raises ConfigError if the root is not ours alone."""
     if not os.path.lexists(root):
         return
@@ -89,7 +89,7 @@ def no_run(root: int, name: str) -> str:
     except FileNotFoundError:
         return f"holds no {RECORD}" if exists_at(root, name) else ""
     except OSError as error:
-        return f"cannot be looked into: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     ours = stat.S_ISREG(record.st_mode) and record.st_uid == os.getuid()
     return "" if ours else f"holds a {RECORD} that is no plain file of ours"
 
@@ -136,7 +136,7 @@ def is_process(plain: Any) -> bool:
 
 def live_processes(leases: Leases) -> list[psutil.Process]:
     """The recorded processes that still run."""
-    return [process for noted in leases.processes if (process := same_process(*noted))]
+    return [process for recorded in leases.processes if (process := same_process(*recorded))]
 
 
 def held_paths(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from flexmarl.cluster.host import OpenStream, StreamNews
+from flexmarl.cluster.host import OpenStream, StreamItems
 from flexmarl.errors import WorkerError
 
 
@@ -34,11 +34,11 @@ class Streams:
         """The two tasks run in `tasks`, under the names `send-{name}` and `collect-{name}`."""
         self._channel, self._tasks, self._name = channel, tasks, name
         self._numbers = itertools.count()
-        self._queues: dict[int, asyncio.Queue[StreamNews]] = {}
+        self._queues: dict[int, asyncio.Queue[StreamItems]] = {}
         """By number: a queue of each stream that has a reader."""
         self._outbox: dict[int, OpenStream] = {}
-        self._to_shut: list[int] = []
-        self._there: set[int] = set()
+        self._to_close: list[int] = []
+        self._opened: set[int] = set()
         """Streams that are open in the resident, or about to be."""
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
@@ -49,20 +49,20 @@ class Streams:
         if self._lost is not None:
             raise self._lost
         number = next(self._numbers)
-        queue = self._queues[number] = asyncio.Queue[StreamNews]()
+        queue = self._queues[number] = asyncio.Queue[StreamItems]()
         self._outbox[number] = OpenStream(number, method, args, kwargs)
-        self._go_on()
+        self._start_sender()
         try:
             while True:
-                news = await queue.get()
-                for item in news.items:
+                collected = await queue.get()
+                for item in collected.items:
                     yield item
-                if news.error is not None:
-                    raise news.error
-                if news.ended:
+                if collected.error is not None:
+                    raise collected.error
+                if collected.ended:
                     return
         finally:
-            self._leave(number)
+            self._drop(number)
 
     async def sent(self) -> None:
         """Waits until every earlier opening and closing of a stream has been done in the resident."""
@@ -78,41 +78,41 @@ class Streams:
         """Ends all streams: every reader that waits, and every later one, raises the error."""
         self._lost = self._lost or error
         for number, queue in self._queues.items():
-            queue.put_nowait(StreamNews(number, ended=True, error=self._lost))
+            queue.put_nowait(StreamItems(number, ended=True, error=self._lost))
         self._queues.clear()
         self._outbox.clear()
-        self._to_shut.clear()
-        self._there.clear()
+        self._to_close.clear()
+        self._opened.clear()
         for task in (self._sender, self._collector):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
-    def _leave(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
         """Drops a stream that nobody reads any more, and closes it in the resident."""
         self._queues.pop(number, None)
         self._outbox.pop(number, None)
-        if number in self._there:
-            self._to_shut.append(number)
-            self._go_on()
+        if number in self._opened:
+            self._to_close.append(number)
+            self._start_sender()
 
-    def _go_on(self) -> None:
-        if (self._outbox or self._to_shut) and (self._sender is None or self._sender.done()):
+    def _start_sender(self) -> None:
+        if (self._outbox or self._to_close) and (self._sender is None or self._sender.done()):
             self._sender = self._tasks.create_task(self._send(), name=f"send-{self._name}")
 
     async def _send(self) -> None:
         """Opens and shuts streams, one crossing after the other, so that no stream is shut before it is open."""
         try:
-            while self._outbox or self._to_shut:
+            while self._outbox or self._to_close:
                 outbox, self._outbox = self._outbox, {}
                 if outbox:
-                    self._there.update(outbox)
+                    self._opened.update(outbox)
                     await self._open(list(outbox.values()))
                     if self._collector is None or self._collector.done():
                         self._collector = self._tasks.create_task(self._collect(), name=f"collect-{self._name}")
-                to_shut, self._to_shut = self._to_shut, []
-                if to_shut:
-                    await self._channel.cross("shut_streams", *to_shut)
-                    self._there.difference_update(to_shut)
+                to_close, self._to_close = self._to_close, []
+                if to_close:
+                    await self._channel.cross("close_streams", *to_close)
+                    self._opened.difference_update(to_close)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -130,22 +130,22 @@ class Streams:
                     await self._open([stream])
                 return
             (stream,) = streams
-            self._there.discard(stream.number)
+            self._opened.discard(stream.number)
             if queue := self._queues.get(stream.number):
-                queue.put_nowait(StreamNews(stream.number, ended=True, error=error))
+                queue.put_nowait(StreamItems(stream.number, ended=True, error=error))
 
     async def _collect(self) -> None:
         """Passes on items until no stream is open."""
         try:
-            while self._there:
-                found: list[StreamNews] = await self._channel.cross("collect_streams")
+            while self._opened:
+                found: list[StreamItems] = await self._channel.cross("collect_streams")
                 if not found:  # The resident has no open stream, or not yet.
                     await self.sent()
-                for news in found:
-                    if news.ended:
-                        self._there.discard(news.number)
-                    if queue := self._queues.get(news.number):
-                        queue.put_nowait(news)
+                for collected in found:
+                    if collected.ended:
+                        self._opened.discard(collected.number)
+                    if queue := self._queues.get(collected.number):
+                        queue.put_nowait(collected)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):

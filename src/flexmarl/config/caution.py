@@ -36,8 +36,8 @@ def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
     for policy in _uncorrected(settings) if not settings.mode.synchronous else ():
         yield Caution(
             f"policies.{policy}.training.correction",
-            f"type none in mode '{settings.mode.value}': tokens that older versions sampled count as if the trained "
-            f"weights had, but for the loss's own clipping, which keeps only what has moved too far from moving on",
+            f"type none in mode '{settings.mode.value}': the loss treats tokens of older versions as samples of "
+            f"the current weights; only its clipping limits how far they move them",
             "use type: tis",
         )
 
@@ -49,8 +49,8 @@ def _of_sampling(settings: RunSettings) -> Iterator[Caution]:
         if seat.policy in uncorrected and (changed := _changed(seat.sampling)):
             yield Caution(
                 f"team.agents.{agent}.sampling",
-                f"{changed}, but the loss takes log-probabilities at temperature 1 without filters: what is rewarded "
-                f"is drawn from one distribution, and another one is trained",
+                f"{changed}, but the loss takes log-probabilities at temperature 1 without filters: rewarded "
+                f"tokens come from one distribution, and another one is trained",
                 f"use temperature=1 without filters, or policies.{seat.policy}.training.correction={{type: tis}}",
             )
 

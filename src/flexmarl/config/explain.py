@@ -27,13 +27,13 @@ _SHOWN = 120
 
 def explain(root: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]:
     """Returns the sentences about each wrong key of a config that `root` refused."""
-    said: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     for detail in details:
         for where, sentence in _sentences(root, detail):
-            said.setdefault(where, [])
-            if sentence not in said[where]:
-                said[where].append(sentence)
-    return [line for sentences in said.values() for line in _joined(sentences)]
+            by_key.setdefault(where, [])
+            if sentence not in by_key[where]:
+                by_key[where].append(sentence)
+    return [line for sentences in by_key.values() for line in _joined(sentences)]
 
 
 def _joined(sentences: list[str]) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _quotes(kind: str, value: Any) -> str:
     """Returns a hint about quotes if a number was given for a text, or a text for a number; else ""."""
     if kind == "string_type" and isinstance(value, bool | int | float):
         return "; put it in quotes"
-    looks_right = isinstance(value, str) and re.fullmatch(r"\s*([+-]?[\d_.]+([eE][+-]?\d+)?|true|false)\s*", value)
-    return "; leave out the quotes" if kind in ("int_type", "float_type", "bool_type") and looks_right else ""
+    is_quoted = isinstance(value, str) and re.fullmatch(r"\s*([+-]?[\d_.]+([eE][+-]?\d+)?|true|false)\s*", value)
+    return "; leave out the quotes" if kind in ("int_type", "float_type", "bool_type") and is_quoted else ""
 
 
 def _placed(keys: Sequence[str], node: Any, line: str) -> str:

@@ -38,8 +38,8 @@ def overlap_misfits(
 def _memory_has_an_order(mode: Mode, credit: CreditSettings) -> Iterator[str]:
     if credit.needs == "state" and mode in (Mode.ASYNC, Mode.GREEDY):
         yield (
-            f"credit.estimator remembers from episode to episode, in a fixed order, but mode '{mode.value}' "
-            f"takes groups as they finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
+            f"credit.estimator keeps a state from episode to episode, in a fixed order, but mode '{mode.value}' "
+            f"takes groups as they finish; use mode=microbatch or mode=fifo, or an estimator without a state"
         )
 
 
@@ -73,8 +73,8 @@ def _rows_can_stream(
         )
     if deterministic or credit.ready == "trajectory":
         yield (
-            "credit.streaming is 'linear', for which deterministic must be false, since which episode ends first "
-            "depends on time, and credit.ready 'group'; use credit.streaming=off otherwise"
+            "credit.streaming is 'linear', which needs deterministic=false, since the order in which episodes end "
+            "depends on time, and credit.ready=group; set both, or use credit.streaming=off"
         )
     for name, settings in training.items():
         if because := settings.streaming_obstacle:
@@ -93,7 +93,7 @@ def _steps_can_overlap(mode: Mode, pipeline: PipelineSettings) -> Iterator[str]:
     if pipeline.ahead and mode not in (Mode.SYNC, Mode.MICROBATCH):
         yield (
             f"pipeline.ahead is true, but in mode '{mode.value}' rollout does not wait for updates, or engines sleep "
-            f"meanwhile; use mode=microbatch, or pipeline.ahead=false"
+            f"during training; use mode=microbatch, or pipeline.ahead=false"
         )
 
 
@@ -115,7 +115,7 @@ def _policies_can_update_apart(mode: Mode, pipeline: PipelineSettings, credit: C
 def _bits_can_repeat(mode: Mode, credit: CreditSettings) -> Iterator[str]:
     if not mode.synchronous:
         yield (
-            f"deterministic is true, but mode is '{mode.value}', in which what a batch holds depends on time; "
+            f"deterministic is true, but mode is '{mode.value}', in which the rows of a batch depend on time; "
             f"use mode=microbatch, or deterministic=false"
         )
     if credit.ready == "trajectory":
@@ -176,7 +176,7 @@ def _branches_are_where_they_are_compared(credit: CreditSettings, team: TeamSett
     candidates = getattr(team.workflow, "candidates", 1)
     for where in credit.follows_calls if candidates > 1 else ():
         yield (
-            f"credit.{where} goes from call to call, but team.workflow.candidates is {candidates}, so that an "
+            f"credit.{where} follows calls one by one, but team.workflow.candidates is {candidates}, so that an "
             f"episode branches at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
             f"(credit.estimator.type=atgrpo or c3, shaping type tree)"
         )

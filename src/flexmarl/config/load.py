@@ -115,9 +115,7 @@ class _Loader(yaml.SafeLoader):
                     problem_mark=key.start_mark,
                 )
             if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key '{key.value}' stands here twice", problem_mark=key.start_mark
-                )
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -143,7 +141,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     for place in (Path.cwd(), path.absolute()):
         if not is_utf8(place):
             raise ConfigError(
-                f"the path {str(place)!r} is not UTF-8, which model files, stores and logs take for granted; work in a "
+                f"the path {str(place)!r} is not UTF-8, which model files, stores and logs need; work in a "
                 f"folder with another name"
             )
     raw = read_extended(path)
@@ -247,16 +245,16 @@ def _short(text: str) -> str:
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     """Sets the value at the path `keys`. Sections on the way that are absent or null are made."""
     node: Any = raw
-    said = f"override '{_short(override)}'"
+    prefix = f"override '{_short(override)}'"
     for depth, key in enumerate(keys):
         where, last = ".".join(keys[:depth]), depth == len(keys) - 1
         place: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and len(key) < 10) or int(key) >= len(node):
-                raise ConfigError(f"{said}: '{where}' is a list of {len(node)}; it has no '{key}'")
+                raise ConfigError(f"{prefix}: '{where}' is a list of {len(node)}; it has no '{key}'")
             place = int(key)
         elif not isinstance(node, dict):
-            raise ConfigError(f"{said}: '{where}' is the value {_short(repr(node))}, which has no keys")
+            raise ConfigError(f"{prefix}: '{where}' is the value {_short(repr(node))}, which has no keys")
         if last:
             node[place] = value
         elif isinstance(node, dict) and node.get(place) is None:

@@ -73,7 +73,7 @@ class RunSettings(Settings):
     )
     out: Path = Field(default=Path("runs"), description="Where run folders go, relative to the working directory.")
     base: Path = Field(
-        default=Path("."), description="What other relative paths start from; set to the config's folder."
+        default=Path("."), description="Folder that other relative paths start from; set to the config's folder."
     )
     code: list[Path] = Field(default_factory=list, description="Python files with workflows, task generators, scorers.")
     mode: Mode = Field(
@@ -171,7 +171,7 @@ class RunSettings(Settings):
             if estimator.lone_rows is not None:
                 yield (
                     f"batch.episodes is 1, but the estimator of agent '{agent}' compares the episodes of a task, and "
-                    f"its singleton '{estimator.lone_rows}' lets a lone one teach nothing; use batch.episodes=8, or "
+                    f"its singleton '{estimator.lone_rows}' ignores a lone one; use batch.episodes=8, or "
                     f"singleton: raw there and credit.filter=null"
                 )
             elif all_dropped:
@@ -202,7 +202,7 @@ class RunSettings(Settings):
         for name in sorted(self.trained - compared):
             if self.policies[name].training.critic is not None:
                 yield (
-                    f"policies.{name}.training.critic is set, but credit looks at no values of its agents; use "
+                    f"policies.{name}.training.critic is set, but no estimator of its agents reads values; use "
                     f"critic=null, or credit.estimator.type=gae"
                 )
 

@@ -97,23 +97,23 @@ class OutcomeFilter(Settings):
     """Worst and best reward. A group with the worst alone is too hard, with the best alone too easy."""
     refill: bool = Field(
         default=False,
-        description="sync, microbatch, colocated: play other tasks instead of those that are dropped, or fail. The "
-        "asynchronous modes do so anyway.",
+        description="sync, microbatch, colocated: play other tasks in place of those that are dropped. The "
+        "asynchronous modes always do.",
     )
     max_gen_batches: int = Field(
-        default=10, ge=1, description="refill: a step plays at most so many times batch.groups tasks."
+        default=10, ge=1, description="refill: a step plays at most this many times batch.groups tasks."
     )
     on_shortfall: Literal["train_short", "error", "unfiltered"] = Field(
         default="train_short",
-        description="refill: when that many were played and too few are kept, train on fewer, end the run, or keep the "
-        "last ones that were dropped as they are.",
+        description="refill: what follows when that many were played and too few are kept: train on fewer, end the "
+        "run, or keep those that were dropped last, unfiltered.",
     )
 
     @model_validator(mode="after")
     def _shortfall_needs_refill(self) -> "OutcomeFilter":
         if self.on_shortfall != "train_short" and not self.refill:
             raise ValueError(
-                f"on_shortfall: '{self.on_shortfall}' says what follows when refill does not suffice, and refill is "
+                f"on_shortfall: '{self.on_shortfall}' applies when refill does not suffice, but refill is "
                 f"false; use refill=true, or on_shortfall=train_short"
             )
         return self

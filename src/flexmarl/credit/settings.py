@@ -49,31 +49,31 @@ class CreditSettings(Settings):
     """linear: train on-policy rows before their group is complete. This is exact, but takes memory for gradients."""
     ready: Literal["group", "trajectory"] = Field(
         default="group",
-        description="When rows may be trained: when all episodes of their task have ended, or their own; the latter "
-        "needs an estimator that looks at single rows, such as reinforce, and filter=null.",
+        description="When a row may be trained: when all episodes of its task have ended (group), or when its own has "
+        "(trajectory), which needs an estimator of single rows, such as reinforce, and filter=null.",
     )
 
     @model_validator(mode="after")
     def _streams_lines(self) -> "CreditSettings":
         if self.streaming == "linear" and not self.linear:
             raise ValueError(
-                f"streaming: 'linear' needs advantages that are a line over rewards known when an episode ends, and "
+                f"streaming: 'linear' needs advantages that are linear in the rewards known when an episode ends, but "
                 f"estimator '{getattr(self.estimator, 'type', '')}' with singleton, shaping, invalid_action, whiten or "
-                f"agent_balance as given looks at more; use streaming=off, or estimator.type=default, no term that "
+                f"agent_balance as given uses more; use streaming=off, or estimator.type=default, no term that "
                 f"compares episodes, invalid_action.order=before, whiten=null and agent_balance=none"
             )
         return self
 
     @model_validator(mode="after")
-    def _what_is_divided_by_stays_positive(self) -> "CreditSettings":
+    def _divisor_stays_positive(self) -> "CreditSettings":
         if self.invalid_action is None or self.invalid_action.order == "after" or not self.invalid_action.penalty:
             return self
         for where, estimator in self.estimators.items():
             if divides_by_mean(estimator):
                 raise ValueError(
                     f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
-                    f"invalid_action takes {self.invalid_action.penalty:g} off rewards, which may be 0, before they "
-                    f"are compared; use invalid_action.order=after, or invalid_action=null"
+                    f"invalid_action subtracts {self.invalid_action.penalty:g} from rewards, which may be 0, before "
+                    f"they are compared; use invalid_action.order=after, or invalid_action=null"
                 )
         return self
 
@@ -86,8 +86,8 @@ class CreditSettings(Settings):
                 if meets and term.may_be_negative:
                     raise ValueError(
                         f"{where} divides by the mean reward of a group, for which no reward may be negative, but "
-                        f"{place}, {term.name}, may make one of 0 negative; leave it out, say with its `agents` whose "
-                        f"it is, or use an estimator that does not divide by the mean, such as default"
+                        f"{place}, {term.name}, may make one of 0 negative; remove it, limit it with its "
+                        f"`agents`, or use an estimator that does not divide by the mean, such as default"
                     )
         return self
 

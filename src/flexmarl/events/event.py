@@ -149,7 +149,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 N = TypeVar("N", bound=Notice)
-Hear = Callable[[Any], None]
+Listener = Callable[[Any], None]
 
 
 class Events:
@@ -158,9 +158,9 @@ class Events:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives the run's time in seconds. Without it, the event loop's time is used."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._listeners: list[tuple[type[Notice], Hear]] = []
-        self._hearing: dict[type[Notice], list[Hear]] = {}
-        self._unheard: deque[Notice] = deque()
+        self._listeners: list[tuple[type[Notice], Listener]] = []
+        self._listeners_by_kind: dict[type[Notice], list[Listener]] = {}
+        self._pending: deque[Notice] = deque()
 
     def now(self) -> float:
         """The present moment on the run's clock."""
@@ -170,29 +170,29 @@ class Events:
         """Converts a moment of the event loop's clock into one of the run's clock."""
         return loop_time + (self._clock() - asyncio.get_running_loop().time())
 
-    def listen(self, kind: type[N], hear: Callable[[N], None]) -> None:
-        """Calls `hear` from now on with every event of type `kind`. The event has its time."""
-        self._listeners.append((kind, hear))
-        self._hearing.clear()
+    def listen(self, kind: type[N], listener: Callable[[N], None]) -> None:
+        """Calls `listener` from now on with every event of type `kind`. The event has its time."""
+        self._listeners.append((kind, listener))
+        self._listeners_by_kind.clear()
 
     def emit(self, event: Notice) -> None:
         """Sets the event's time to now and passes it to its listeners.
 
         An event that a listener emits is passed on after all listeners got the present one.
         """
-        self._unheard.append(event.at(self._clock()))
-        if len(self._unheard) > 1:  # A listener emitted it: the loop of the outer call passes it on.
+        self._pending.append(event.at(self._clock()))
+        if len(self._pending) > 1:  # A listener emitted it: the loop of the outer call passes it on.
             return
         try:
-            while self._unheard:
-                happened = self._unheard[0]
-                for hear in self._hearing_of(type(happened)):
-                    hear(happened)
-                self._unheard.popleft()
+            while self._pending:
+                happened = self._pending[0]
+                for listener in self._listeners_of(type(happened)):
+                    listener(happened)
+                self._pending.popleft()
         finally:
-            self._unheard.clear()
+            self._pending.clear()
 
-    def _hearing_of(self, kind: type[Notice]) -> list[Hear]:
-        if kind not in self._hearing:
-            self._hearing[kind] = [hear for wanted, hear in self._listeners if issubclass(kind, wanted)]
-        return self._hearing[kind]
+    def _listeners_of(self, kind: type[Notice]) -> list[Listener]:
+        if kind not in self._listeners_by_kind:
+            self._listeners_by_kind[kind] = [listener for of, listener in self._listeners if issubclass(kind, of)]
+        return self._listeners_by_kind[kind]

@@ -131,8 +131,8 @@ class MoveFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuesSeen(Event):
-    """The queues changed since the monitor looked last. The counts hold until the next event."""
+class QueueCounts(Event):
+    """The queues changed since the monitor last counted them. The counts hold until the next event."""
 
     name: ClassVar[str] = "queues"
     running: Mapping[str, int]
@@ -140,4 +140,4 @@ class QueuesSeen(Event):
     queued: Mapping[str, int]
     """Calls that wait in the pool or at their instance, by policy."""
     lag_ms: float
-    """The longest delay since the look before with which the event loop woke a sleeping task, in milliseconds."""
+    """The longest delay since then with which the event loop woke a sleeping task, in milliseconds."""

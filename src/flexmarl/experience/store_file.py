@@ -148,7 +148,7 @@ class Ownership:
             lock.close()
             raise StoreError(
                 f"{path} is in use by process {pid}: wait until that run ends, or end it (kill {pid}); "
-                f"to look into it meanwhile, use `flexmarl store`"
+                f"to read it during the run, use `flexmarl store`"
             ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))

@@ -27,7 +27,7 @@ from flexmarl.inference.calls import Instance, Weights
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.routing import Router
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.objects.interface import Checksum, vouches
+from flexmarl.objects.interface import Checksum, confirms
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 
 Respawn = Callable[[PolicyName, InstanceId], Awaitable[InferenceEngine]]
@@ -94,7 +94,7 @@ class Instances:
         return all(instance.capabilities.continues for instance in self.live.values())
 
     @property
-    def bereft(self) -> bool:
+    def is_empty(self) -> bool:
         """True if no instance is live, and none is being started or moved here."""
         return not self.live and not self._coming
 
@@ -132,7 +132,7 @@ class Instances:
             return
         instance.lost = True
         self.router.remove(name)
-        self._note_loss(name, because)
+        self._record_loss(name, because)
         for task in instance.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -197,7 +197,7 @@ class Instances:
         """
         instance = Instance(self._new_id(), moved.engine, moved.capabilities)
         if failure := await self._join(instance, unless):
-            self._note_loss(instance.name, failure)
+            self._record_loss(instance.name, failure)
             self.replace(instance)
         return (instance.name if failure or instance.name in self.live else None), failure
 
@@ -231,7 +231,7 @@ class Instances:
         except Exception as error:
             # Any error of an engine costs the engine, not the run.
             return f"loading {what} {_how(error, deadline, self._settings.load_timeout_s)}"
-        if weights.expected is not None and not vouches(held, weights.expected):
+        if weights.expected is not None and not confirms(held, weights.expected):
             return f"{what} has checksum {weights.expected}, but it holds {held}"
         instance.version, instance.holds, instance.checksum = weights.version, weights, held
         self._events.emit(
@@ -268,7 +268,7 @@ class Instances:
                         )
                     )
                     return
-                self._note_loss(name, failure)
+                self._record_loss(name, failure)
         finally:
             self._coming -= 1
             self._settle()
@@ -313,7 +313,7 @@ class Instances:
     def _new_id(self) -> InstanceId:
         return InstanceId(self.policy, next(self._numbers))
 
-    def _note_loss(self, name: InstanceId, because: str) -> None:
+    def _record_loss(self, name: InstanceId, because: str) -> None:
         self.lost[name] = because
         self._events.emit(InstanceLost(instance=name, because=because))
 

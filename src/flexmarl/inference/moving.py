@@ -49,7 +49,7 @@ class InstanceMove:
                 await self._stay()
 
     def _cannot_go(self) -> bool:
-        return self._instance.lost or self._source.bereft
+        return self._instance.lost or self._source.is_empty
 
     async def _stay(self) -> None:
         source = self._source

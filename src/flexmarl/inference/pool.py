@@ -251,8 +251,8 @@ class InferencePool:
     async def usage(self) -> dict[InstanceId, EngineUse]:
         """The load of every live instance that reports it within the grace period."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
-        told = await asyncio.gather(*(self._use(instance.engine) for instance in live))
-        return {instance.name: use for instance, use in zip(live, told, strict=True) if use is not None}
+        loads = await asyncio.gather(*(self._use(instance.engine) for instance in live))
+        return {instance.name: use for instance, use in zip(live, loads, strict=True) if use is not None}
 
     def _instances_of(self, policy: PolicyName) -> Instances:
         if not self._open:

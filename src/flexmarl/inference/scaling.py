@@ -178,10 +178,10 @@ class DrainTime:
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
         """Decides on at most one move: the one that shortens the longest drain time most."""
         known = {policy: load for policy, load in loads.items() if load.expected is not None}
-        needy = [policy for policy in known if known[policy].waiting]
-        if not needy:
+        waiting = [policy for policy in known if known[policy].waiting]
+        if not waiting:
             return ()
-        to = max(needy, key=lambda policy: (drain_s(known[policy]), policy))
+        to = max(waiting, key=lambda policy: (drain_s(known[policy]), policy))
         before = drain_s(known[to])
         if before <= 2 * move_s:
             # An instance is idle for move_s, and needs as long again to make up for it. The step lasts at least the

@@ -59,31 +59,32 @@ class EmbeddedSettings(Settings):
 
 
 class PoolSettings(Settings):
-    """Which instance serves a request, and the patience of the pool with its instances."""
+    """Which instance serves a request, and the time limits of the pool for its instances."""
 
     routing: Literal["least_tokens", "least_requests", "round_robin"] = Field(
-        default="least_tokens", description="Least work in tokens, fewest requests, or in turns (a baseline)."
+        default="least_tokens",
+        description="Instance with the least tokens of work, the fewest requests, or the next one.",
     )
     max_running: int | None = Field(
         default=None,
         ge=1,
-        description="Requests given to one instance at a time; more wait in the pool, where an instance that comes, or "
-        "is moved to their policy, finds them. null: all go to an instance at once.",
+        description="Requests that one instance has at a time; more wait in the pool, also for instances that start or "
+        "move to the policy later. null: all go to an instance at once.",
     )
     on_move: Literal["continue", "drain"] = Field(
         default="continue",
-        description="Running requests of an instance that is moved: another one goes on where it stopped, or it ends "
-        "them first.",
+        description="Running requests of an instance that is moved: another instance continues them, or they end "
+        "before the move.",
     )
 
-    load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is given up.")
+    load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is dropped.")
     abort_grace_s: float = Field(
-        default=5.0, gt=0, description="An instance that leaves an abort unanswered for longer is given up."
+        default=5.0, gt=0, description="An instance that does not answer an abort in this time is dropped."
     )
     replacements: int = Field(
         default=3, ge=0, description="Instances that a run may start in place of lost ones, per policy; 0: none."
     )
-    start_timeout_s: float = Field(default=300.0, gt=0, description="A replacement that starts for longer is given up.")
+    start_timeout_s: float = Field(default=300.0, gt=0, description="A replacement that starts for longer is dropped.")
     close_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a lost instance may take to close before its replacement starts."
     )
@@ -95,17 +96,16 @@ class BalanceSettings(Settings):
     rule: Literal["none", "queue_gap", "queue_gap_literal", "drain_time"] = Field(
         default="none",
         description="queue_gap: FlexMARL's, one instance per poll, by waiting requests; queue_gap_literal: as "
-        "the paper words it, which thrashes; drain_time: ours, by the time that what is queued will take.",
+        "the paper words it, which thrashes; drain_time: ours, by the time that the queues take to drain.",
     )
-    poll_s: float = Field(default=5.0, gt=0, description="Between two looks at the queues.")
+    poll_s: float = Field(default=5.0, gt=0, description="Seconds between two checks of the queues.")
     gap: int = Field(
-        default=5, ge=1, description="queue_gap: more waiting requests than this apart, an instance moves."
+        default=5, ge=1, description="queue_gap: an instance moves if two policies differ by more waiting requests."
     )
     move_s: float = Field(
-        default=2.5, ge=0, description="drain_time: what a move is taken to cost until one has been measured."
+        default=2.5, ge=0, description="drain_time: assumed seconds of a move until one has been measured."
     )
     start: Literal["as_configured", "by_share"] = Field(
         default="as_configured",
-        description="by_share: each step begins with instances in proportion to the work that policies had in the last "
-        "ones.",
+        description="by_share: each step begins with instances in proportion to the policies' work in the last steps.",
     )

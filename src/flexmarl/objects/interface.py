@@ -54,10 +54,10 @@ def names_checksum(tree: TensorTree) -> Checksum:
     return Checksum(facts_digest(layout_of(tree)))
 
 
-def vouches(held: Checksum, expected: Checksum) -> bool:
+def confirms(held: Checksum, expected: Checksum) -> bool:
     """True if `held` equals `expected`, or is its first part alone (the digest of names, dtypes and shapes).
 
-    >>> vouches(Checksum("ab"), Checksum("ab:cd")), vouches(Checksum("ab:cc"), Checksum("ab:cd"))
+    >>> confirms(Checksum("ab"), Checksum("ab:cd")), confirms(Checksum("ab:cc"), Checksum("ab:cd"))
     (True, False)
     """
     return held == expected or held == expected.partition(":")[0]

@@ -16,7 +16,7 @@ class ObjectSettings(Settings):
     verify: Literal["auto", "full", "names"] = Field(
         default="auto",
         description="What an engine checks before it serves a version. full: a digest of every byte that it holds; "
-        "names: names, dtypes and shapes, while the object store's digest vouches for the bytes that it gave out. "
+        "names: names, dtypes and shapes; the bytes are trusted as the object store gives them. "
         "auto: full on a CPU, names on accelerators.",
     )
 

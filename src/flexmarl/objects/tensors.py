@@ -220,10 +220,10 @@ def whole_digest(layout: Layout, sums: Sums) -> str:
 def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """c and d of the words at these positions of a block, in uint64: the definition, for tests and other code."""
     within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
-    return _odd(within, 0) * _odd(block, 2), _odd(within, 1) * _odd(block, 3)
+    return _odd_factor(within, 0) * _odd_factor(block, 2), _odd_factor(within, 1) * _odd_factor(block, 3)
 
 
-def _odd(index: np.ndarray, stream: int) -> np.ndarray:
+def _odd_factor(index: np.ndarray, stream: int) -> np.ndarray:
     """Odd 64-bit numbers: splitmix64 (Steele et al. 2014) at the places `index` of one of four streams."""
     with np.errstate(over="ignore"):
         z = (index.astype(np.uint64) + np.uint64(stream << 40) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -235,7 +235,7 @@ def _odd(index: np.ndarray, stream: int) -> np.ndarray:
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     within = np.arange(BLOCK)
-    first, second = (torch.from_numpy(_odd(within, stream).view(np.int64)).to(device) for stream in (0, 1))
+    first, second = (torch.from_numpy(_odd_factor(within, stream).view(np.int64)).to(device) for stream in (0, 1))
     return first, second
 
 
@@ -269,7 +269,7 @@ def _block_factors(block: int) -> tuple[int, int]:
 
 def _factors(first: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     blocks = np.arange(first, first + number)
-    return _odd(blocks, 2).view(np.int64), _odd(blocks, 3).view(np.int64)
+    return _odd_factor(blocks, 2).view(np.int64), _odd_factor(blocks, 3).view(np.int64)
 
 
 def _padded(data: torch.Tensor, head: int) -> torch.Tensor:

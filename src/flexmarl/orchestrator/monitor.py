@@ -17,7 +17,7 @@ from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.notices import EvaluationStarted, FiguresWritten, GroupPlayed
 from flexmarl.events.progress import Progress, ProgressView
 from flexmarl.events.run_events import Evaluated, StepStarted
-from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.serving_events import QueueCounts
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import EngineUse, InstanceId
@@ -141,7 +141,7 @@ class Monitor:
         queues = {"running": self._running, "queued": self._queued, "lag_ms": round(self._look_lag_ms)}
         if queues != self._queues:
             self._queues = queues
-            self._events.emit(QueuesSeen(**queues))
+            self._events.emit(QueueCounts(**queues))
         self._look_lag_ms = 0.0
 
     @property

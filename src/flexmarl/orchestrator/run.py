@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from flexmarl.agents.workflow_tasks import end_left_behind
+from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.errors import cause_of
 from flexmarl.events.event import Events
 from flexmarl.events.notices import EvaluationStarted, StepSettled, phase
@@ -131,7 +131,7 @@ class Orchestrator:
         except ExceptionGroup as group:
             raise cause_of(group) from group
         finally:
-            await end_left_behind(LEFT_BEHIND_S)
+            await end_leftover_tasks(LEFT_BEHIND_S)
 
     async def _run(self) -> RunOutcome:
         progress = self._progress

@@ -52,7 +52,7 @@ class Sample(CreditedTurn):
         return np.full(self.num_tokens, self.advantage) if self.advantages is None else self.advantages
 
     @property
-    def teaches(self) -> bool:
+    def has_gradient(self) -> bool:
         """True if the sample can give a gradient: it has a non-zero advantage, or returns for a critic."""
         return self.returns is not None or bool(self.token_advantages.any())
 

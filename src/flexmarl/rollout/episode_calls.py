@@ -62,7 +62,7 @@ class TimeLimit:
         return await self.timeout.__aexit__(*error)  # type: ignore[arg-type]
 
     @contextmanager
-    def stands_still(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Pauses the clock for as long as the block lasts: in it, a call is held."""
         now = asyncio.get_running_loop().time
         due = self.timeout.when()
@@ -98,7 +98,7 @@ class EpisodeCalls:
         self._closed = False
         self._cuts: dict[asyncio.Timeout, None] = {}
         """One timeout for each call under way; it expires to cut the call."""
-        self._left = asyncio.Event()
+        self._call_ended = asyncio.Event()
 
     async def send(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
         """Sends one call, once it may be sent. Raises EpisodeError if the episode ends before the answer."""
@@ -111,12 +111,12 @@ class EpisodeCalls:
                 try:
                     held = self._holds(request.policy)
                     if held is not None:
-                        with self._limit.stands_still():
+                        with self._limit.paused():
                             await held
                     return await self._generate(request, interrupted=interrupted)
                 finally:
                     del self._cuts[cut]
-                    self._left.set()
+                    self._call_ended.set()
         except TimeoutError:
             if not cut.expired():
                 raise
@@ -132,8 +132,8 @@ class EpisodeCalls:
         for cut in self._cuts:
             cut.reschedule(asyncio.get_running_loop().time())
         while self._cuts:
-            self._left.clear()
-            await self._left.wait()
+            self._call_ended.clear()
+            await self._call_ended.wait()
 
 
 @dataclass(eq=False, slots=True)

@@ -165,7 +165,7 @@ class Player:
         await calls.end()
         if late:
             return EpisodeStatus.TIMED_OUT, late
-        reason = what_left(workflow, f"workflow on task {context.task.input_id}")
+        reason = failure_reason(workflow, f"workflow on task {context.task.input_id}")
         return (EpisodeStatus.FAILED, reason) if reason else (EpisodeStatus.FINISHED, "")
 
     def _record(self, team: Team, context: EpisodeContext, status: EpisodeStatus, reason: str) -> Episode:
@@ -201,7 +201,7 @@ class Player:
         return ""
 
 
-def what_left(workflow: "asyncio.Task[None]", doing: str) -> str:
+def failure_reason(workflow: "asyncio.Task[None]", doing: str) -> str:
     """Why a workflow that nobody stopped has failed; "" if it did not. Raises KeyboardInterrupt if Ctrl-C ended it."""
     if workflow.cancelled():
         return (

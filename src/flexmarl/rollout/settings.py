@@ -14,20 +14,20 @@ class RolloutSettings(Settings):
     intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")
     order: Literal["free", "lockstep"] = Field(
         default="free",
-        description="free: a call is sent when its inputs are there; lockstep: the episodes of a group take their "
-        "turns together, one agent after another, as frameworks without asynchronous rollout do (a baseline).",
+        description="free: a call is sent when its inputs exist; lockstep: the episodes of a group take their turns "
+        "together, one agent after another, as frameworks without asynchronous rollout do (a baseline).",
     )
     episode_timeout_s: float = Field(default=600.0, gt=0, description="An episode that takes longer ends as timed out.")
     cancel_grace_s: float = Field(
         default=3.0,
         gt=0,
-        description="How long a workflow may take to end after its episode's time is over; one that goes on is given "
-        "up: nothing of it runs any more.",
+        description="How long a workflow may take to end after its episode's time limit; one that continues is "
+        "abandoned: nothing of it runs any more.",
     )
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
     group_retries: int = Field(
         default=1,
         ge=0,
-        description="How often a group without any finished episode is played again; and, with `pipeline.late: "
-        "requeue`, a task whose group was late.",
+        description="How often a group without any finished episode is played again; with `pipeline.late: requeue` "
+        "also a task whose group was late.",
     )

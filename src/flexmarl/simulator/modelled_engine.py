@@ -103,7 +103,7 @@ class ModelledEngine:
                     raise EngineError(str(answer)) from answer
                 yield answer
         finally:
-            self._end([call for call in calls.values() if not call.over], heard=False)
+            self._end([call for call in calls.values() if not call.over], answered=False)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests: waiting ones at once, decoding ones at the next token boundary."""
@@ -217,7 +217,7 @@ class ModelledEngine:
         """Runs after every change: admits waiting requests and sets the timer for the next end."""
         if self._lost:
             return
-        self._note_work()
+        self._record_work()
         if not self._asleep and self._waiting and len(self._batch) < self.costs.slots:
             self._admit()
         self._set_timer()
@@ -253,14 +253,14 @@ class ModelledEngine:
         for place in self._batch.pop_ended():
             self._answer(place.item, place.item.finish)
 
-    def _end(self, calls: Sequence[ModelledCall], *, heard: bool = True) -> None:
+    def _end(self, calls: Sequence[ModelledCall], *, answered: bool = True) -> None:
         """Ends calls: decoding ones at the next token boundary, others and all calls of a sleeping engine at once.
 
-        `heard` is False if nobody reads the answers any more: the request ids are then free at once.
+        `answered` is False if nobody reads the answers any more: the request ids are then free at once.
         """
         self._batch.settle(_now())
         for call in calls:
-            if not heard:
+            if not answered:
                 self._forget(call)
             if call.place is None:
                 self._waiting.pop(call.request.request_id, None)
@@ -295,7 +295,7 @@ class ModelledEngine:
         steps = self._batch.steps_at(_now())
         return [call.place.sampled_at(steps) for call in self._calls.values() if call.place]
 
-    def _note_work(self) -> None:
+    def _record_work(self) -> None:
         """Reports to the host when work begins and ends, and counts the seconds in between."""
         busy = bool(len(self._batch) or self._waiting) and not self._asleep
         if busy and self._busy_since is None:

@@ -157,15 +157,15 @@ class ModelledTrainer:
         return [sample.turn.raw_logprobs for sample in batch.samples]
 
     async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
-        """Reads the rows, takes the time of their tokens, and returns the opinion of each.
+        """Reads the rows, takes the time of their tokens, and returns the appraisal of each.
 
         Also while it is set aside: the swaps that a real one would need for this are not modelled.
         """
         turns = await self.rows.turns(ids)
         await self._spend(self.costs.token_s * sum(len(turn.prompt_ids) + turn.num_tokens for turn in turns))
-        return [self.opinion(turn) for turn in turns]
+        return [self.appraisal(turn) for turn in turns]
 
-    def opinion(self, turn: Turn) -> Appraised:
+    def appraisal(self, turn: Turn) -> Appraised:
         """Values of 0, and a reference that agrees with the engine."""
         values, divergence = np.zeros(turn.num_tokens, dtype=np.float32), np.zeros(turn.num_tokens)
         return Appraised(values=values, reference=turn.raw_logprobs, divergence=divergence)

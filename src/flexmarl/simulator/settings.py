@@ -25,7 +25,7 @@ class SimulationSettings(Settings):
         default={}, description="What agents answer, by agent; `default` for those that are not named."
     )
     tools: Mapping[str, ToolTwin] = Field(
-        default={}, description="What stands in for tools, by the name that agents call; a calculator needs nothing."
+        default={}, description="Models of tools, by the name that agents call; a calculator needs none."
     )
     nodes: int = Field(
         default=1, ge=1, description="Nodes that engines and trainers are spread over; a plan of faults may lose one."

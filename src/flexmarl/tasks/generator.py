@@ -16,7 +16,7 @@ from pydantic import Field
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.interface import Split, sound
+from flexmarl.tasks.interface import Split, checked_task
 from flexmarl.tasks.registry import Registry
 
 
@@ -70,7 +70,7 @@ class GeneratorSource:
         where = f"tasks: generator '{self._settings.name}', {split} task {index}"
         with boundary(ConfigError, where):
             task = self._generate(self._seed, index, split, **self._settings.params)
-        return sound(task, where)
+        return checked_task(task, where)
 
 
 def _check_params(settings: GeneratorTasks, function: TaskGenerator) -> None:
@@ -78,8 +78,8 @@ def _check_params(settings: GeneratorTasks, function: TaskGenerator) -> None:
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     takes_any = len(known) < len(parameters)
     required = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & known
-    there_are = f"'{settings.name}' takes {', '.join(sorted(known)) or 'none'}"
+    takes = f"'{settings.name}' takes {', '.join(sorted(known)) or 'none'}"
     if (unknown := sorted(set(settings.params) - known)) and not takes_any:
-        raise ConfigError(f"tasks.params.{unknown[0]}: unknown; {there_are}")
+        raise ConfigError(f"tasks.params.{unknown[0]}: unknown; {takes}")
     if missing := sorted(required - set(settings.params)):
-        raise ConfigError(f"tasks.params.{missing[0]}: missing; {there_are}")
+        raise ConfigError(f"tasks.params.{missing[0]}: missing; {takes}")

@@ -61,7 +61,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters and line ends."""
 
 
-def sound(task: Any, where: str) -> Task:
+def checked_task(task: Any, where: str) -> Task:
     """Returns the task. Raises ConfigError that names `where` and the fault if the task is not sound.
 
     The id must be one line of text, because it names rows, calls and lines of the journal. UTF-8 must be able to encode

@@ -27,9 +27,9 @@ class Registry(Generic[F]):
         """Decorator that registers a function. Two functions cannot share a name; one file may be imported twice."""
 
         def add(function: G) -> G:
-            there = self._table.get(name, function)
-            if there is not function and _place(there) != _place(function):
-                raise ConfigError(f"two {self._kind}s are called '{name}': {_place(there)} and {_place(function)}")
+            registered = self._table.get(name, function)
+            if registered is not function and _place(registered) != _place(function):
+                raise ConfigError(f"two {self._kind}s are called '{name}': {_place(registered)} and {_place(function)}")
             self._table[name] = function
             return function
 

@@ -18,7 +18,7 @@ from flexmarl.errors import ConfigError, MissingExtra, boundary
 from flexmarl.events.safe_json import parse_json
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.interface import SourceExhausted, sound
+from flexmarl.tasks.interface import SourceExhausted, checked_task
 from flexmarl.tasks.registry import SCORERS
 
 
@@ -108,7 +108,7 @@ def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
             scorer=score,
             data={field: value for field, value in row.items() if field not in named},
         )
-        sound(task, where)
+        checked_task(task, where)
         if task.input_id in tasks:
             raise ConfigError(
                 f"{where}: a second task has the {own_id} '{task.input_id}'; tasks.input_id must be unique"
@@ -119,8 +119,8 @@ def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
 
 def _field(row: Mapping[str, Any], where: str, key: str, field: str) -> Any:
     if row.get(field) is None:
-        there = ", ".join(sorted(row)) or "none"
-        raise ConfigError(f"{where}: no field '{field}' (set by tasks.{key}); there are: {there}")
+        fields = ", ".join(sorted(row)) or "none"
+        raise ConfigError(f"{where}: no field '{field}' (set by tasks.{key}); there are: {fields}")
     return row[field]
 
 

@@ -146,7 +146,7 @@ async def check_trainer(
 
     await _refuses(TrainingError, trainer.step(divisors), "a step without any micro-batch")
     await _refuses(StoreError, trainer.accumulate("unknown", [NOBODY]), "rows that the store does not have")
-    await _refuses(StoreError, trainer.appraise([NOBODY]), "an opinion of rows that the store does not have")
+    await _refuses(StoreError, trainer.appraise([NOBODY]), "an appraisal of rows that the store does not have")
     for batch in batches:
         report = await accumulate(trainer, batch)
         assert report.micro_batch_id == batch.micro_batch_id
@@ -189,8 +189,8 @@ async def _check_figures(trainer: Trainer, batch: MicroBatch) -> None:
         assert values.dtype == np.float32
         assert values.shape == (sample.num_tokens,), "one log-probability for every sampled token"
     appraised = await trainer.appraise([sample.turn.sample_id for sample in batch.samples])
-    for sample, opinion in zip(batch.samples, appraised, strict=True):
-        for figures in (opinion.values, opinion.reference, opinion.divergence):
+    for sample, appraisal in zip(batch.samples, appraised, strict=True):
+        for figures in (appraisal.values, appraisal.reference, appraisal.divergence):
             assert figures is None or figures.shape == (sample.num_tokens,), "a number for every sampled token, or None"
 
 

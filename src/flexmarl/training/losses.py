@@ -111,9 +111,10 @@ class ReinforceLoss(PolicyLoss):
 
 
 class Ppo(PolicyLoss):
-    """max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); if A < 0, at most -A dual_clip.
+    """PPO: max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); if A < 0, at most -A dual_clip.
 
-    On samples of the current version rho is 1, and the gradient is that of -A lp whatever the bounds are.
+    On samples of the current version rho is 1, and the gradient is that of -A lp whatever the bounds are. Sources:
+    arXiv 1707.06347; 1912.09729 (dual clip).
     """
 
     linear_in_advantage: ClassVar[bool] = True
@@ -139,7 +140,7 @@ class Ppo(PolicyLoss):
 
 
 class Gspo(RowLoss):
-    """PPO's clipped loss without dual clip, where the ratio is the geometric mean of the row's token ratios.
+    """PPO's loss without dual clip, with the geometric mean of a row's ratios as ratio (GSPO, arXiv 2507.18071).
 
     This is the token form: each token has the row's ratio as its value and the gradient of its own log-probability. So
     tokens of a row may have different advantages. If they are equal, the gradient is that of the row's ratio itself.
@@ -162,7 +163,7 @@ class Gspo(RowLoss):
 
 
 class Cispo(PolicyLoss):
-    """-clip(rho, 1 - clip_low, 1 + clip_high) A lp, where the clipped weight carries no gradient."""
+    """-clip(rho, 1 - clip_low, 1 + clip_high) A lp; no gradient goes through the weight (CISPO, arXiv 2506.13585)."""
 
     linear_in_advantage: ClassVar[bool] = True
 
@@ -182,7 +183,7 @@ class Cispo(PolicyLoss):
 class Sapo(RowLoss):
     """-A (4 / tau) sigmoid(tau (rho - 1)): the slope is -A at rho = 1 and smaller on both sides.
 
-    It is not linear in A: tau differs for the two signs.
+    It is not linear in A: tau differs for the two signs. Source: SAPO, arXiv 2511.20347.
     """
 
     type: Literal["sapo"] = "sapo"
@@ -202,7 +203,7 @@ class Sapo(RowLoss):
 class Gmpo(RowLoss):
     """-A exp(mean of d') per row: d' is a token's log-ratio, clipped to [-clip_low, clip_high] if that is profitable.
 
-    Every token of a row gets the row's value, so the token mean equals it.
+    Every token of a row gets the row's value, so the token mean equals it. Source: GMPO, arXiv 2507.20673.
     """
 
     one_advantage_per_row: ClassVar[bool] = True
@@ -224,7 +225,7 @@ class Gmpo(RowLoss):
 
 
 class GpgLoss(PolicyLoss):
-    """-A lp, for use with credit.estimator type gpg, which computes GPG's advantages."""
+    """-A lp, for use with credit.estimator type gpg, which computes GPG's advantages (arXiv 2504.02546)."""
 
     linear_in_advantage: ClassVar[bool] = True
 

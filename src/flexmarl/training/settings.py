@@ -68,7 +68,7 @@ class LoraSettings(Settings):
 
     @field_validator("dropout")
     @classmethod
-    def _there_is_no_dropout(cls, dropout: float) -> float:
+    def _dropout_is_zero(cls, dropout: float) -> float:
         if dropout:
             raise ValueError(
                 f"dropout is {dropout}, but the engine samples without it, and the trainer must see the same "
@@ -87,12 +87,12 @@ class LoraSettings(Settings):
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
-def _said_in_yaml(value: object) -> object:
+def _on_or_off(value: object) -> object:
     """Turns booleans back into on and off, which YAML reads as true and false."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Sharing = Annotated[Literal["auto", "on", "off"], BeforeValidator(_said_in_yaml)]
+Sharing = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 """Use of prefix trees in forward passes."""
 
 
@@ -167,7 +167,7 @@ class TrainingSettings(UpdateSettings):
     )
 
     @model_validator(mode="after")
-    def _there_is_an_adapter_to_publish(self) -> Self:
+    def _publish_needs_lora(self) -> Self:
         if self.publish == "adapter" and self.lora is None:
             raise ValueError(
                 "publish is 'adapter', but lora is null, so that there is none; use lora: {rank: 16}, or publish=merged"

@@ -140,7 +140,7 @@ pointed = st.text(st.sampled_from("<a|> "), max_size=6)
 @example(tokens={"<a>"}, before="", content=" <a", after=">")
 @settings(max_examples=300, deadline=None)
 def test_no_control_token_reaches_into_a_content_whatever_lies_around_it(tokens, before, content, after):
-    control = ControlTokens(BACKEND, tokens, whose="a test")
+    control = ControlTokens(BACKEND, tokens, name="a test")
     for text in (content, content.strip()):
         (hidden,), shown = control.hide([text])
         assert hidden.translate(shown) == text

@@ -16,7 +16,7 @@ def test_the_examples_in_the_docs_are_true(module):
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "parsed"),
+    ("name", "text", "parsed"),
     [
         ("text", " 7 \n", "7"),
         ("text", " ", None),
@@ -36,22 +36,22 @@ def test_the_examples_in_the_docs_are_true(module):
         ("json", "[1]", None),
     ],
 )
-def test_parsers_read_what_was_said(name, said, parsed):
-    assert PARSERS[name](said) == parsed
+def test_parsers_read_what_was_said(name, text, parsed):
+    assert PARSERS[name](text) == parsed
 
 
 @pytest.mark.parametrize(
-    ("said", "choice"), [("Reject", "reject"), ("approved", None), ("reject? no: approve.", "approve"), ("", None)]
+    ("text", "choice"), [("Reject", "reject"), ("approved", None), ("reject? no: approve.", "approve"), ("", None)]
 )
-def test_a_choice_is_the_option_said_last(said, choice):
-    assert Choice(options=("approve", "reject"))(said) == choice
+def test_a_choice_is_the_option_said_last(text, choice):
+    assert Choice(options=("approve", "reject"))(text) == choice
 
 
 @given(st.text() | st.text(st.sampled_from('{}[]"\\boxed,:1-. ')))
-def test_no_text_makes_a_parser_raise(said):
+def test_no_text_makes_a_parser_raise(text):
     for name in PARSERS:
-        PARSERS[name](said)
-    Choice(options=("a", "b"))(said)
+        PARSERS[name](text)
+    Choice(options=("a", "b"))(text)
 
 
 @given(st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())), st.text("abc \n"))

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from flexmarl.agents.workflow_tasks import WorkflowTasks, end_left_behind, outside
+from flexmarl.agents.workflow_tasks import WorkflowTasks, end_leftover_tasks, outside
 from flexmarl.errors import EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual
 
@@ -135,7 +135,7 @@ def test_at_the_end_nothing_that_workflows_left_behind_goes_on():
     async def scenario():
         _, task = started(workflow)
         await task
-        await end_left_behind(grace_s=2)
+        await end_leftover_tasks(grace_s=2)
         woke.clear()
         await asyncio.sleep(100)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -182,7 +182,7 @@ def test_what_the_system_does_for_a_workflow_is_none_of_its_tasks():
         tasks, task = started(workflow)
         await asyncio.sleep(1)
         await tasks.end(task, grace_s=1)
-        await end_left_behind(grace_s=1)
+        await end_leftover_tasks(grace_s=1)
         assert await serving[0] == "served"
 
     run_virtual(scenario())

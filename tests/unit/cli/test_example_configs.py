@@ -39,5 +39,5 @@ def test_the_configs_of_an_example_are_right_on_a_laptop(example: str, todos: di
     for config, todo in zip(configs, todos.values(), strict=True):
         said, found, printed = printed.partition(f"exit code 0 of {config}")
         assert found, (done.stdout, done.stderr)
-        assert "The config is right" in said
+        assert "The config is valid" in said
         assert todo in said

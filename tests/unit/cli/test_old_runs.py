@@ -50,7 +50,7 @@ def invoke(command, *arguments: object) -> None:
 
 
 COMMANDS = {
-    "train --resume": lambda folder: assemble_run(load_run(folder.config), going_on=folder.path),
+    "train --resume": lambda folder: assemble_run(load_run(folder.config), resume_from=folder.path),
     "eval": lambda folder: invoke(evaluate, folder.path),
     "export": lambda folder: invoke(export, folder.path, folder.path / "out"),
     "simulate --fit": lambda folder: invoke(simulate, "--fit", folder.path),

@@ -69,7 +69,7 @@ def test_a_run_is_simulated_whatever_its_backend_is(config: Path) -> None:
 
 
 def test_another_world_is_an_error_that_names_the_key(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: `simulate` plays in the simulated world"):
+    with pytest.raises(ConfigError, match=r"cluster\.backend=ray: `simulate` sets cluster\.backend=simulated"):
         said(config, "cluster.backend=ray")
 
 

@@ -101,7 +101,7 @@ def run(*words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_the_config_is_right_before_it_is_broken(config, capsys, monkeypatch):
     code, said, errors = run("check", str(config), capsys=capsys, monkeypatch=monkeypatch)
     assert (code, errors) == (0, "")
-    assert "The config is right; nothing to do." in said
+    assert "The config is valid; nothing to do." in said
 
 
 @pytest.mark.parametrize(("overrides", "key", "value", "works"), BROKEN.values(), ids=BROKEN)

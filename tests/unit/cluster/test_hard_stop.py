@@ -12,7 +12,7 @@ from flexmarl.cluster.hard_stop import run_and_leave_threads
 def test_an_asynchronous_generator_that_waits_for_ever_in_its_finally_is_waited_for_and_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hard_stop, "LEAVE_WITHIN_S", 0.01)
+    monkeypatch.setattr(hard_stop, "EXIT_WITHIN_S", 0.01)
     left: list[AsyncIterator[int]] = []
     ended: list[str] = []
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexmarl.cli.runs import cleaned
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.own_folder import check_not_planted, check_ours, own_folder
-from flexmarl.cluster.remains import Leases, abandoned, live_processes, parse_leases, release, strangers, writers
+from flexmarl.cluster.remains import Leases, abandoned, foreign_paths, live_processes, parse_leases, release, writers
 from flexmarl.errors import ConfigError
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectError
@@ -57,7 +57,7 @@ def test_what_another_user_put_in_the_place_of_our_folder_is_refused_by_name_and
     for refused in (
         lambda: list(cleaned(root, dry_run=False)),
         lambda: list(abandoned(root)),
-        lambda: list(strangers(root)),
+        lambda: list(foreign_paths(root)),
         lambda: RunLeases("ours", root=root),
         lambda: release(root / "k3x9q2"),
     ):

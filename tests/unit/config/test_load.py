@@ -100,7 +100,7 @@ def test_numbers_and_signs_in_overrides(text, value):
         ("=3", "must look like key.subkey=value"),
         ("a..b=3", "must look like key.subkey=value"),
         ("a=[1,", "the value '[1,' is not YAML"),
-        ("a={b: 1, b: 2}", "the key 'b' stands here twice"),
+        ("a={b: 1, b: 2}", "the key 'b' is given twice"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_shown(text, words):
@@ -114,7 +114,7 @@ def test_an_override_that_cannot_be_read_is_shown(text, words):
     ("text", "words"),
     [
         ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
-        ("a: {b: 1}\nc: 2\na: 3", "the key 'a' stands here twice (line 3, column 1)"),
+        ("a: {b: 1}\nc: 2\na: 3", "the key 'a' is given twice (line 3, column 1)"),
         ("- a\n- b", "must hold a mapping of settings, got list"),
         ("", "must hold a mapping of settings, got NoneType"),
         ("a: &a [*a]", "the YAML anchor 'a' contains itself; write it out (line 1, column 8)"),
@@ -347,7 +347,7 @@ def test_rows_are_ready_alone_only_if_nothing_compares_them(config):
 
 def test_a_deterministic_run_is_on_policy(config):
     assert refused(config, "deterministic=true", "mode=async") == [
-        "deterministic is true, but mode is 'async', in which what a batch holds depends on time; "
+        "deterministic is true, but mode is 'async', in which the rows of a batch depend on time; "
         "use mode=microbatch, or deterministic=false"
     ]
 
@@ -373,8 +373,8 @@ def test_what_depends_on_time_is_no_part_of_a_deterministic_run(config):
 
 def test_rollout_is_ahead_only_where_it_would_wait(config):
     assert refused(config, "mode=async", "pipeline.ahead=true") == [
-        "pipeline.ahead is true, but in mode 'async' rollout does not wait for updates, or engines sleep meanwhile; "
-        "use mode=microbatch, or pipeline.ahead=false"
+        "pipeline.ahead is true, but in mode 'async' rollout does not wait for updates, or engines sleep "
+        "during training; use mode=microbatch, or pipeline.ahead=false"
     ]
 
 
@@ -398,7 +398,7 @@ def test_a_critic_is_there_exactly_where_credit_looks_at_values(config):
         "use policies.one.training.critic={}, or another estimator"
     )
     assert refused(config, "policies.one.training.critic={}") == [
-        "policies.one.training.critic is set, but credit looks at no values of its agents; use critic=null, or "
+        "policies.one.training.critic is set, but no estimator of its agents reads values; use critic=null, or "
         "credit.estimator.type=gae"
     ]
 
@@ -636,22 +636,22 @@ def test_what_follows_a_call_is_added_up_once(config):
     to_go = "credit.shaping=[{type: process}, {type: reward_to_go, agents: [solver]}]"
     steps = "credit.per_agent={solver: {type: step_gae}}"
     assert refused(config, to_go, "credit.per_agent={solver: {type: gigpo}}")[0].startswith(
-        "credit.shaping[1] adds up what follows each call of agent 'solver', and so does its estimator, gigpo"
+        "credit.shaping[1] adds up the rewards after each call of agent 'solver', as does its estimator, gigpo"
     )
     assert refused(config, to_go, "credit.estimator={type: gdpo}")[0].startswith(
         "credit.shaping[1] adds up all parts of the rewards that follow each call of agent 'solver', but its estimator"
     )
     assert refused(config, to_go, steps, "policies.one.training.critic={}") == [
-        "credit.shaping[1] adds up what follows each call of agent 'solver', and so does its estimator, step_gae: it "
-        "would count twice; leave reward_to_go out, or use another estimator"
+        "credit.shaping[1] adds up the rewards after each call of agent 'solver', as does its estimator, step_gae: "
+        "they would count twice; leave reward_to_go out, or use another estimator"
     ]
     load_run(config, [to_go.replace("solver", "writer"), steps, "policies.one.training.critic={}"])
 
 
 def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
     assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
-        "credit.estimator remembers from episode to episode, in a fixed order, but mode 'async' takes groups as they "
-        "finish; use mode=microbatch or mode=fifo, or an estimator without a memory"
+        "credit.estimator keeps a state from episode to episode, in a fixed order, but mode 'async' takes groups as "
+        "they finish; use mode=microbatch or mode=fifo, or an estimator without a state"
     ]
 
 
@@ -672,15 +672,15 @@ def test_what_goes_from_call_to_call_needs_episodes_that_do_not_branch(config):
     }
     for override, where in given.items():
         assert refused(config, tree, override) == [
-            f"credit.{where} goes from call to call, but team.workflow.candidates is 4, so that an episode branches at "
-            "every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
+            f"credit.{where} follows calls one by one, but team.workflow.candidates is 4, so that an episode branches "
+            "at every turn; use team.workflow.candidates=1, or compare the candidates of a turn "
             "(credit.estimator.type=atgrpo or c3, shaping type tree)"
         ]
         load_run(config, [override, tree.replace("4", "1")])
-    assert "credit.estimator goes from call to call" in "".join(
+    assert "credit.estimator follows calls one by one" in "".join(
         refused(config, tree, "credit.estimator={type: step_gae}")
     )
-    assert "credit.shaping[0] goes from call to call" in "".join(
+    assert "credit.shaping[0] follows calls one by one" in "".join(
         refused(config, tree, "credit.shaping=[{type: potential}]")
     )
     load_run(config, [tree, "credit.shaping=[{type: turn_weighted}, {type: process}]"])
@@ -695,7 +695,7 @@ def test_rows_stream_only_where_their_gradients_are_a_line_of_their_credit(confi
         "credit.streaming is 'linear', but policies.one.training.entropy_coef adds a term that no advantage "
         "multiplies; leave it out; or credit.streaming=off"
     ]
-    assert "deterministic must be false" in refused(config, "credit.streaming=linear", "deterministic=true")[0]
+    assert "which needs deterministic=false" in refused(config, "credit.streaming=linear", "deterministic=true")[0]
 
 
 def test_groups_are_replaced_where_a_step_waits_for_them(config):
@@ -770,4 +770,4 @@ def test_a_row_that_is_ready_alone_has_no_filter_and_does_not_stream(config):
         "credit.ready=group"
     ]
     streaming = ["credit.streaming=linear", "credit.ready=trajectory", "credit.filter=null"]
-    assert any("and credit.ready 'group'" in line for line in refused(config, *streaming))
+    assert any("and credit.ready=group" in line for line in refused(config, *streaming))

@@ -283,7 +283,7 @@ def test_lines_over_scores_are_the_credit(estimator: dict[str, object], counts: 
 )
 def test_what_is_no_line_cannot_be_streamed(options: dict[str, object]) -> None:
     assert not configured(**options).linear
-    with pytest.raises(ValidationError, match="streaming: 'linear' needs advantages that are a line"):
+    with pytest.raises(ValidationError, match="streaming: 'linear' needs advantages that are linear"):
         configured(streaming="linear", **options)
 
 

@@ -291,7 +291,7 @@ def test_a_filter_sees_the_reshaped_outcome_and_no_penalty():
         (("binary", "margin"), "binary and margin both replace the outcome of every agent"),
         (
             ({"type": "binary", "agents": ["solver"]}, "margin"),
-            "both replace the outcome of solver; give one of them, or say with `agents` whose each is",
+            "both replace the outcome of solver; use one of them, or limit each with `agents`",
         ),
         (("reward_to_go", "process"), "reward_to_go comes before process, but reads it; put it last"),
         (({"type": "overlong", "max_tokens": 5, "buffer": 9},), "buffer: 9 is more than max_tokens=5"),

@@ -8,7 +8,7 @@ from flexmarl.events.event import Event, Events
 from flexmarl.events.group_events import GroupReady, RolloutEnded
 from flexmarl.events.journal import Journal
 from flexmarl.events.run_events import ProcessStarted, RunStarted, StepEnded, WorkerLost
-from flexmarl.events.serving_events import Called, InstanceLost, QueuesSeen
+from flexmarl.events.serving_events import Called, InstanceLost, QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Updated
 from flexmarl.records import CONTROLLER, FinishReason, InstanceId, WorkerId
 
@@ -84,7 +84,7 @@ def _step(start: float, step: int) -> Iterator[tuple[float, Event]]:
         busy = max(0, 24 - look * 2)
         yield (
             start + look / 4,
-            QueuesSeen(
+            QueueCounts(
                 queued={"solver": busy // 2, "verifier": 0}, running={"solver": busy, "verifier": busy // 3}, lag_ms=1.5
             ),
         )

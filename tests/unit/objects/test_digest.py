@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.objects import tensors
-from flexmarl.objects.interface import Checksum, checksum, names_checksum, vouches
+from flexmarl.objects.interface import Checksum, checksum, confirms, names_checksum
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.objects.tensors import (
     BLOCK,
@@ -135,11 +135,11 @@ def test_ranks_that_hold_some_tensors_each_add_up(mine: list[bool]) -> None:
 
 def test_who_vouches_for_names_alone_vouches_for_any_values_under_them() -> None:
     zeros, ones, others = {"w": torch.zeros(3)}, {"w": torch.ones(3)}, {"v": torch.ones(3)}
-    assert vouches(checksum(zeros), checksum(zeros))
-    assert not vouches(checksum(zeros), checksum(ones))
-    assert vouches(names_checksum(zeros), checksum(ones))
-    assert not vouches(names_checksum(others), checksum(ones))
-    assert not vouches(Checksum(""), checksum(ones))
+    assert confirms(checksum(zeros), checksum(zeros))
+    assert not confirms(checksum(zeros), checksum(ones))
+    assert confirms(names_checksum(zeros), checksum(ones))
+    assert not confirms(names_checksum(others), checksum(ones))
+    assert not confirms(Checksum(""), checksum(ones))
 
 
 def test_engines_on_a_cpu_check_every_byte_unless_told_otherwise() -> None:

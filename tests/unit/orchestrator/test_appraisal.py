@@ -26,7 +26,7 @@ DRIFT = 0.5
 class Opinionated(FakeTrainer):
     """Values are the places of the tokens; every token was less likely under the reference by `DRIFT`."""
 
-    def opinion(self, turn: Turn) -> Appraised:
+    def appraisal(self, turn: Turn) -> Appraised:
         drift = np.full(turn.num_tokens, DRIFT)
         values = np.arange(turn.num_tokens, dtype=np.float32)
         return Appraised(values=values, reference=turn.raw_logprobs, divergence=drift)
@@ -35,7 +35,7 @@ class Opinionated(FakeTrainer):
 class Unequal(FakeTrainer):
     """No two groups are equally far from the reference."""
 
-    def opinion(self, turn: Turn) -> Appraised:
+    def appraisal(self, turn: Turn) -> Appraised:
         far = 0.9 + int(str(turn.episode)[1:].partition("e")[0]) / 70
         divergence = np.full(turn.num_tokens, np.exp(-far) + far - 1)
         return Appraised(values=None, reference=turn.raw_logprobs, divergence=divergence)

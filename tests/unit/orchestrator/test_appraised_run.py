@@ -19,14 +19,14 @@ SOLVER = PolicyName("solver")
 KL = {"type": "k1", "where": "reward", "coef": 0.1, "target": 0.1, "horizon": 40}
 
 
-def opinion(turn: Turn) -> Appraised:
+def appraisal(turn: Turn) -> Appraised:
     """A critic that expects a quarter, and a reference half a nat away."""
     values, divergence = np.full(turn.num_tokens, 0.25, np.float32), np.full(turn.num_tokens, 0.5)
     return Appraised(values=values, reference=turn.raw_logprobs - np.float32(0.5), divergence=divergence)
 
 
 async def appraise(trainer: Any, ids: Sequence[SampleId]) -> list[Appraised]:
-    return [opinion(turn) for turn in await trainer.rows.turns(ids)]
+    return [appraisal(turn) for turn in await trainer.rows.turns(ids)]
 
 
 def run_of(folder: Path, *, estimator: str = "gae", critic: bool = True, steps: int = 3, **more: Any) -> ScriptedRun:

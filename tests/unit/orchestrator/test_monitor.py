@@ -24,7 +24,7 @@ from flexmarl.events.notices import (
 )
 from flexmarl.events.progress import NullProgress
 from flexmarl.events.run_events import Evaluated, StepStarted
-from flexmarl.events.serving_events import QueuesSeen
+from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Updated
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
@@ -393,7 +393,7 @@ def test_queues_go_into_the_journal_when_they_change():
     async def scenario():
         events = RememberedEvents()
         await watched(monitor_of(Screen(), events=events), 10)
-        (queues,) = events.of(QueuesSeen)
+        (queues,) = events.of(QueueCounts)
         assert (queues.running, queues.queued, queues.lag_ms) == ({"solver": 0}, {"solver": 0}, 0)
 
     run_virtual(scenario())
@@ -408,7 +408,7 @@ def test_calls_that_wait_in_the_pool_are_queued():
             await watched(monitor_of(Screen(), events=events, pool=pool), 0.1)
             for call in calls:
                 call.cancel()
-        (queues,) = events.of(QueuesSeen)
+        (queues,) = events.of(QueueCounts)
         assert (queues.running, queues.queued) == ({"solver": 2}, {"solver": 3})
 
     run_virtual(scenario())

@@ -104,5 +104,5 @@ def test_tasks_that_end_while_a_step_is_refilled_make_it_short_whatever_on_short
 
 
 def test_what_follows_a_shortfall_is_refused_where_nothing_is_refilled():
-    with pytest.raises(ValidationError, match="on_shortfall: 'error' says what follows when refill does not suffice"):
+    with pytest.raises(ValidationError, match="on_shortfall: 'error' applies when refill does not suffice"):
         OutcomeFilter(on_shortfall="error")

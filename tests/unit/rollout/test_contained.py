@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from flexmarl.agents.workflow_tasks import end_left_behind
+from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.errors import StoreError
 from flexmarl.records import RowState
 from flexmarl.rollout.player import AT_THE_END_S
@@ -32,7 +32,7 @@ def test_an_odd_workflow_is_a_record_with_its_reason(kind, recorded):
         states = {state for state, _, _ in (await rows(store)).values()}
         if not episode.finished:
             assert states <= {"failed"}
-        await end_left_behind(grace_s=1.0)
+        await end_leftover_tasks(grace_s=1.0)
 
     run_virtual(scenario())
 
@@ -75,7 +75,7 @@ def test_nothing_is_written_and_no_call_is_sent_after_the_end_of_an_episode(kind
         before, sent, ended = await rows(store), len(model.requests), episode.turns
         await asyncio.sleep(1000)
         assert (await rows(store), len(model.requests), episode.turns) == (before, sent, ended)
-        await end_left_behind(grace_s=1.0)
+        await end_leftover_tasks(grace_s=1.0)
 
     run_virtual(scenario())
 

@@ -22,7 +22,7 @@ def test_a_simulated_run_is_drawn(tmp_path: Path) -> None:
 def test_a_run_of_many_policies_is_drawn_without_queues(tmp_path: Path) -> None:
     many = {f"agent{number}": f"policy{number}" for number in range(MOST_LINES + 2)}
     facts = read_facts(ScriptedRun(take_turns, agents=many).play().events.all)
-    facts.looks.clear()
+    facts.queue_counts.clear()
     draw_run(facts, tmp_path / "simulation.png", "many")
     assert (tmp_path / "simulation.png").exists()
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample
 from flexmarl.training.aggregation import divisors_of
-from flexmarl.training.backends.causal_lm import DoubleStays
+from flexmarl.training.backends.causal_lm import KeepFloat64
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.batching import rows_of
 from flexmarl.training.corrections import (
@@ -249,7 +249,7 @@ def test_p9_the_update_is_the_weighted_gradient_over_the_original_counts(
     make_model: Model, make_samples: Samples, seed: int, cap: float
 ) -> None:
     samples = filtered_sampling(make_samples(seed, 4, version=1, weights=(1.0, 0.5), empty=0.0))
-    with DoubleStays():
+    with KeepFloat64():
         expected = naive_update(make_model(dtype=torch.float64), samples, cap)
     found, _ = update(make_model(), samples, TruncatedImportanceSampling(cap=cap))
     assert float((found - expected).norm() / expected.norm()) <= 1e-10

@@ -17,7 +17,7 @@ from flexmarl.objects.interface import ObjectStore, weights_key
 from flexmarl.records import MicroBatch, PolicyName, Sample, Turn, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import divisors_of
-from flexmarl.training.backends.causal_lm import DoubleStays
+from flexmarl.training.backends.causal_lm import KeepFloat64
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader
 from flexmarl.training.settings import TrainingSettings
@@ -120,7 +120,7 @@ def test_every_term_together_gives_the_weights_of_plain_pytorch(make_model: Mode
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     found = asyncio.run(ours())
-    with DoubleStays():
+    with KeepFloat64():
         model, initial = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
         expected = naive_steps(model, initial, steps)
     assert float((found - expected).norm() / expected.norm()) <= 1e-10
@@ -247,7 +247,7 @@ def test_a_critic_has_a_rate_of_its_own_on_the_policys_schedule(make_model: Mode
         """Largest change of a weight of the policy, and of the head."""
         model = make_model()
         trainer = trainer_of(model, critic={"learning_rate": rate}, optimizer=optimizer, **training)
-        head = trainer._network.beside["value_head.weight"]
+        head = trainer._network.extra["value_head.weight"]
         before = [p.detach().clone() for p in model.parameters()]
         for _ in range(3):
             await step(trainer, samples)

@@ -23,7 +23,7 @@ from flexmarl.records import GenerationRequest, MicroBatch, PolicyName, Sample, 
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends import network
-from flexmarl.training.backends.causal_lm import DoubleStays, unique_tensors
+from flexmarl.training.backends.causal_lm import KeepFloat64, unique_tensors
 from flexmarl.training.backends.network import Adapter
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader
@@ -160,7 +160,7 @@ def naive_full_batch(model: PeftModel, steps: Sequence[Sequence[Sample]]) -> Non
         total = torch.zeros((), dtype=torch.float64)
         for sample in (s for s in samples if s.num_tokens):
             n, ids = sample.num_tokens, torch.tensor([*sample.turn.prompt_ids, *sample.turn.response_ids]).long()
-            with DoubleStays():
+            with KeepFloat64():
                 logprobs = model(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1)
             total = total - sample.weight * sample.advantage * logprobs[torch.arange(n), ids[-n:]].sum()
         optimizer.zero_grad()

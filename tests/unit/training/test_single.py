@@ -25,7 +25,7 @@ from flexmarl.objects.interface import ObjectKey, ObjectStore
 from flexmarl.records import Divisors, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import Aggregation, divisors_of
-from flexmarl.training.backends.causal_lm import DoubleStays
+from flexmarl.training.backends.causal_lm import KeepFloat64
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import RowReader, UpdateReport
 from flexmarl.training.losses import Ppo, ReinforceLoss
@@ -115,7 +115,7 @@ def test_law_2_any_order_and_split_gives_the_full_batch_weights(
             await trainer.step(divisors_of(samples))
         return weights_of(model)
 
-    with DoubleStays():
+    with KeepFloat64():
         expected = naive_full_batch(make_model(dtype=torch.float64), steps)
     assert relative(asyncio.run(streamed()), expected) <= 1e-10
 

@@ -73,7 +73,7 @@ class RayResident(Generic[T]):
         self._place = ResidentPlace(node=node, pid=0)
         self._on_end = on_end
         self._pending: set[asyncio.Future[Any]] = set()
-        self._gone: str | None = None
+        self._end_reason: str | None = None
         self._actor = start_actor(spec, slot)
 
     @property
@@ -98,16 +98,16 @@ class RayResident(Generic[T]):
         self._place = ResidentPlace(node=self._place.node, pid=pid)
 
     async def make(self) -> None:
-        """Makes the hosted object. From then on the death of the process is a loss."""
-        answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), whose=str(self))
+        """Makes the hosted object; raises the error of its `make`. From then on the death of the process is a loss."""
+        answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), name=str(self))
         self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the actor: the `Channel` of the resident's proxy."""
-        if self._gone is not None:
-            raise WorkerError(self._gone)
+        if self._end_reason is not None:
+            raise WorkerError(self._end_reason)
         asked = getattr(self._actor, method).remote(packed(*args, **kwargs))
-        return answer(await self._reply(asked), whose=str(self))
+        return answer(await self._reply(asked), name=str(self))
 
     async def stop(self) -> None:
         self.end("was stopped")
@@ -119,11 +119,11 @@ class RayResident(Generic[T]):
 
         `how` completes the error's text; `lost` is the reason if this is a loss.
         """
-        if self._gone is not None:
+        if self._end_reason is not None:
             return
-        self._gone = f"{self} {how}"
+        self._end_reason = f"{self} {how}"
         for call in self._pending:
-            settle(call, error=WorkerError(self._gone))
+            settle(call, error=WorkerError(self._end_reason))
         with suppress(RayError):
             ray.kill(self._actor)
         self._on_end(self, lost)
@@ -145,7 +145,7 @@ class RayResident(Generic[T]):
     def _settle(self, call: asyncio.Future[Any], done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, RayError):
-            error = WorkerError(self._gone or f"{self} failed: {reason(error)}")
+            error = WorkerError(self._end_reason or f"{self} failed: {reason(error)}")
         settle(call, result=None if error else done.result(), error=error)
 
     def _died(self, hold: Future[Any]) -> None:
@@ -199,7 +199,7 @@ class RayCluster:
         self._residents: set[RayResident[Any]] = set()
         self._free: list[ActorSlot] = []
         self._watch: asyncio.Task[None] | None = None
-        self._trouble: str | None = None
+        self._failure: str | None = None
         self._closed = False
 
     @property
@@ -218,8 +218,8 @@ class RayCluster:
         self._watch = self._tasks.create_task(self._watch_ray(), name="watch ray")
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
-        if self._trouble is not None:
-            raise WorkerError(f"no new residents: {self._trouble}")
+        if self._failure is not None:
+            raise WorkerError(f"no new residents: {self._failure}")
         for spec in specs:
             require_one_process(spec, nodes=[self._node])
         slots = await self._slots([spec.devices for spec in specs])
@@ -287,11 +287,11 @@ class RayCluster:
 
     async def _watch_ray(self) -> None:
         """Waits until Ray itself is gone, and then ends all residents as lost."""
-        while self._trouble is None:
+        while self._failure is None:
             await asyncio.sleep(WATCH_S)
-            self._trouble = await asyncio.to_thread(self._ray.trouble)
+            self._failure = await asyncio.to_thread(self._ray.failure)
         for resident in list(self._residents):
-            resident.end(f"is lost: {self._trouble}", lost=self._trouble)
+            resident.end(f"is lost: {self._failure}", lost=self._failure)
 
 
 @lru_cache
@@ -330,11 +330,11 @@ def reserve(gpus: Sequence[int], *, node: str) -> list[ActorSlot]:
     All slots are on one machine, because weights travel through its memory and rows are read from its disk.
     """
     asked = {"CPU": float(len(gpus)), "GPU": float(sum(gpus))}
-    here = f"node:{node}"
-    has = next((one["Resources"] for one in ray.nodes() if one["Alive"] and here in one["Resources"]), {})
+    node_resource = f"node:{node}"
+    has = next((one["Resources"] for one in ray.nodes() if one["Alive"] and node_resource in one["Resources"]), {})
     if any(has.get(kind, 0.0) < amount for kind, amount in asked.items()):
         raise ConfigError(f"no room for {len(gpus)} more residents on {node}: {shortage(asked, has)}")
-    bundles = [{"CPU": 1.0, "GPU": float(n), here: 0.001} for n in gpus]
+    bundles = [{"CPU": 1.0, "GPU": float(n), node_resource: 0.001} for n in gpus]
     group = placement_group([{k: v for k, v in bundle.items() if v} for bundle in bundles], strategy="STRICT_PACK")
     if not group.wait(PLACE_S):
         free = ray.available_resources()

@@ -68,7 +68,7 @@ class PrivateRay:
                 if (name := process.name()) in VITAL:
                     self._vital[process] = name
 
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         """The reason if Ray has ended, else None. Ray itself notices after 15 to 60 s, and then ends this process."""
         for process, name in self._vital.items():
             if has_ended(process):
@@ -98,15 +98,15 @@ class JoinedRay:
 
     def open(self) -> None:
         """Connects. Raises ConfigError if nobody listens at the address, or no Ray with a node on this machine."""
-        if trouble := self.trouble():
-            raise ConfigError(f"cluster.address={self._address}: {trouble}; {self._advice}")
+        if failure := self.failure():
+            raise ConfigError(f"cluster.address={self._address}: {failure}; {self._advice}")
         silence()
         try:
             ray.init(self._address, namespace=self._leases.folder.name, log_to_driver=False, configure_logging=False)
         except Exception as error:
             raise ConfigError(f"cluster.address={self._address}: cannot join: {error}; {self._advice}") from error
 
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         """The reason if the address cannot be reached, else None."""
         host, _, port = self._address.rpartition(":")
         try:

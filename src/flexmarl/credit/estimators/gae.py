@@ -24,7 +24,7 @@ class Gae(Ungrouped):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """1: the whole return, minus the value; 0: the next token's value stands for everything after it."""
+    """1: the whole return, minus the value; 0: the next token's value replaces all that follows."""
     whiten: Scope = "policy"
     """Tokens that share one mean and variance."""
 
@@ -82,7 +82,7 @@ class StepGae(Ungrouped):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per call."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """1: the whole return, minus the value; 0: the next call's value stands for everything after it."""
+    """1: the whole return, minus the value; 0: the next call's value replaces all that follows."""
 
     @property
     def learns_from_equal_rewards(self) -> bool:

@@ -200,7 +200,7 @@ class Process(AddedTerm):
     def _costs_are_costs(cls, costs: Mapping[Signal, float]) -> Mapping[Signal, float]:
         for signal, cost in costs.items():
             if cost < 0:
-                raise ValueError(f"{signal}: a cost must be at least 0, got {cost}; what is found is never paid for")
+                raise ValueError(f"{signal}: a cost must be at least 0, got {cost}; a signal is never rewarded")
         return costs
 
     @property

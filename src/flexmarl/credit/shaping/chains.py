@@ -199,10 +199,10 @@ class Tree(OutcomeTerm):
     def _base(self, node: Node, nodes: Mapping[Node, float], family: Sequence[Node]) -> float | None:
         parent = nodes.get(_parent(node))
         others = [nodes[other] for other in family if other != node]
-        beside = sum(others) / len(others) if others else None
-        if parent is None or beside is None:
-            return parent if beside is None else beside
-        return (1 - self.siblings) * parent + self.siblings * beside
+        siblings_mean = sum(others) / len(others) if others else None
+        if parent is None or siblings_mean is None:
+            return parent if siblings_mean is None else siblings_mean
+        return (1 - self.siblings) * parent + self.siblings * siblings_mean
 
 
 def _node(row: CreditRow) -> Node:

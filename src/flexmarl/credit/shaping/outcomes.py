@@ -230,8 +230,8 @@ class RewardToGo(AddedTerm):
             estimator = credit.estimator_of(agent)
             if estimator.adds_up_calls:
                 yield (
-                    f"credit.{where} adds up what follows each call of agent '{agent}', and so does its estimator, "
-                    f"{estimator.type}: it would count twice; leave reward_to_go out, or use another estimator"
+                    f"credit.{where} adds up the rewards after each call of agent '{agent}', as does its estimator, "
+                    f"{estimator.type}: they would count twice; leave reward_to_go out, or use another estimator"
                 )
             if estimator.compares_parts:
                 yield (

@@ -99,8 +99,8 @@ def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[Credi
     sums = {row.sample_id: _Sum(row, given(row)) for row in rewarded}
     for term in terms:
         seen = [sums[row.sample_id].row_now() for row in rewarded] if isinstance(term, RewardToGo) else rewarded
-        said = term.outcomes(seen) if isinstance(term, OutcomeTerm) else term.added(seen)
-        for sample_id, value in said.items():
+        changes = term.outcomes(seen) if isinstance(term, OutcomeTerm) else term.added(seen)
+        for sample_id, value in changes.items():
             if term.is_for(sums[sample_id].row.agent):
                 sums[sample_id].take(term, value)
     return [sums[row.sample_id].row_now() if row.sample_id in sums else row for row in rows]
@@ -118,7 +118,7 @@ def check_terms(terms: Sequence[AnyTerm]) -> Sequence[AnyTerm]:
             if isinstance(term, OutcomeTerm) and isinstance(other, OutcomeTerm) and (shared := _shared(term, other)):
                 raise ValueError(
                     f"{other.name} and {term.name} both replace the outcome of {shared}; "
-                    f"give one of them, or say with `agents` whose each is"
+                    f"use one of them, or limit each with `agents`"
                 )
     return terms
 

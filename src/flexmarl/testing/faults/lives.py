@@ -23,7 +23,7 @@ from typing import Any, cast
 from flexmarl.agents import Team
 from flexmarl.agents.characters import character_renderer
 from flexmarl.analysis.costs import EngineCosts, TrainerCosts
-from flexmarl.assemble.commands import failure_told
+from flexmarl.assemble.commands import recorded_failure
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool
@@ -211,7 +211,7 @@ class MortalRun(ScriptedRun):
             running.cancel()
 
         self._injection.begin(self.events, die)
-        with failure_told(self.events):
+        with recorded_failure(self.events):
             if self._torn is not None:
                 self._injection.note(self._torn)
             limit = asyncio.timeout(LIMIT_S)

@@ -52,7 +52,7 @@ def check_model_files(source: str | Path) -> PreTrainedModel:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_messages() -> Iterator[None]:
     """Hides transformers' progress bars, and its report of differing tensors, which our error contains."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -67,17 +67,17 @@ def _quietly() -> Iterator[None]:
 
 def _loaded(source: str | Path, **options: Any) -> PreTrainedModel:
     """The model, if its files hold exactly its tensors. Tied tensors and buffers may be missing."""
-    with boundary(ConfigError, f"loading the model '{source}'"), _quietly():
+    with boundary(ConfigError, f"loading the model '{source}'"), _without_messages():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         model, found = loaded
-    lacking, strange = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    lacking, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     problems = [f"its files lack {some_of(lacking)}"] if lacking else []
     for name, held, wanted in sorted(found["mismatched_keys"]):
         problems.append(f"{name} has the shape {list(held)} in its files, and {list(wanted)} by its config.json")
-    if strange:
-        problems.append(f"its files hold {some_of(strange)}, for which the model of its config.json has no place")
+    if unexpected:
+        problems.append(f"its files hold {some_of(unexpected)}, for which the model of its config.json has no place")
     if problems or found["error_msgs"]:
         raise ConfigError(
             f"the model '{source}' is not whole: {some_of([*problems, *found['error_msgs']])}; copy config.json and "
@@ -154,7 +154,7 @@ def prepare_for_training(model: PreTrainedModel, *, activation_checkpointing: bo
         enable({"use_reentrant": False, **contexts})
 
 
-class DoubleStays(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """Keeps float64 tensors from being cast to float32 inside the block.
 
     Models cast to float32 inside their norms to protect low precision. In double precision that cast loses digits, and
@@ -172,7 +172,7 @@ class DoubleStays(TorchFunctionMode):
 
 def precision(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Context in which forward and backward passes of the model must run."""
-    return DoubleStays() if model.dtype == torch.float64 else nullcontext()
+    return KeepFloat64() if model.dtype == torch.float64 else nullcontext()
 
 
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -214,15 +214,15 @@ class Updater:
         model: PreTrainedModel,
         settings: UpdateSettings,
         *,
-        beside: Mapping[str, nn.Parameter] = {},
-        beside_rate: float | None = None,
+        extra: Mapping[str, nn.Parameter] = {},
+        extra_rate: float | None = None,
     ) -> None:
-        """`beside` are parameters, by name, that are trained with the model but are not part of it.
+        """`extra` are parameters, by name, that are trained with the model but are not part of it.
 
-        `beside_rate` is their peak learning rate; None means that of the model.
+        `extra_rate` is their peak learning rate; None means that of the model.
         """
         self._settings = settings
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(beside)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(extra)
         for parameter in self.parameters.values():
             if parameter.dtype == torch.bfloat16:
                 parameter.grad_dtype = torch.float32
@@ -230,9 +230,9 @@ class Updater:
             name: p.detach().float() if p.dtype == torch.bfloat16 else p for name, p in self.parameters.items()
         }
         adamw = settings.optimizer
-        own = [master for name, master in self.masters.items() if name not in beside]
-        self._rates = [adamw.learning_rate, *([beside_rate or adamw.learning_rate] if beside else [])]
-        groups = [{"params": own}, *([{"params": [self.masters[name] for name in beside]}] if beside else [])]
+        own = [master for name, master in self.masters.items() if name not in extra]
+        self._rates = [adamw.learning_rate, *([extra_rate or adamw.learning_rate] if extra else [])]
+        groups = [{"params": own}, *([{"params": [self.masters[name] for name in extra]}] if extra else [])]
         self.optimizer = torch.optim.AdamW(
             groups,
             lr=adamw.learning_rate,

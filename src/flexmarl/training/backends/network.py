@@ -220,7 +220,7 @@ class Network:
         return self._value_head is not None
 
     @property
-    def beside(self) -> Mapping[str, nn.Parameter]:
+    def extra(self) -> Mapping[str, nn.Parameter]:
         """Trained parameters that are not part of the model, by name."""
         return {} if self._value_head is None else dict(self._value_head.named_parameters(prefix="value_head"))
 

@@ -79,8 +79,8 @@ class Objective:
         `weights` [B] are the weights of each row's tokens in S. Rows with weight 0 are skipped, whatever they hold.
         `version` is the trained version. `reference` [N] are the log-probabilities under the initial weights.
         """
-        taught = [number for number, weight in enumerate(weights) if weight]
-        tokens = _Tokens.of(samples, taught, outputs, reference)
+        trained = [number for number, weight in enumerate(weights) if weight]
+        tokens = _Tokens.of(samples, trained, outputs, reference)
         sampled = tokens.sampled(version)
         if self._loss.one_advantage_per_row:
             _require_one_advantage(tokens.samples, getattr(self._loss, "type", ""))
@@ -101,12 +101,12 @@ class Objective:
         if self._critic is not None:
             error = self._value_losses(tokens)
             losses, measured = losses + self._critic.coef * error, [*measured, error.detach()]
-        weighted = losses * tokens.per_token([weights[number] for number in taught])
+        weighted = losses * tokens.per_token([weights[number] for number in trained])
         own = tokens.per_token([s.weight for s in tokens.samples])
         columns = [weighted.detach(), *(own * values for values in measured)]
         figures = torch.stack([tokens.rows.sum(column.double()) for column in columns], dim=1)
         every_row = figures.new_zeros(len(samples), len(columns))
-        every_row[taught] = figures
+        every_row[trained] = figures
         return weighted.sum(), every_row
 
     def sums(self, samples: Sequence[Sample], figures: Tensor) -> dict[str, float]:
@@ -142,13 +142,13 @@ class Objective:
         """The measures per weighted token, over everything that was accumulated."""
         totals = self.total(report.sums for report in reports)
         means: dict[str, float] = {}
-        for of_whom in [name.removeprefix(TOKENS) for name in totals if name.startswith(TOKENS)]:
-            tokens = totals[TOKENS + of_whom]
-            measured = [name for name in self.measures if tokens and name + of_whom in totals]
-            found = {name: totals[name + of_whom] / tokens for name in measured}
+        for suffix in [name.removeprefix(TOKENS) for name in totals if name.startswith(TOKENS)]:
+            tokens = totals[TOKENS + suffix]
+            measured = [name for name in self.measures if tokens and name + suffix in totals]
+            found = {name: totals[name + suffix] / tokens for name in measured}
             if _SQUARED in found:
                 found["correction_effective"] = _effective_size(found["correction_weight"], found.pop(_SQUARED))
-            means |= {name + of_whom: mean for name, mean in found.items()}
+            means |= {name + suffix: mean for name, mean in found.items()}
         return means
 
     def _value_losses(self, tokens: "_Tokens") -> Tensor:
@@ -160,8 +160,8 @@ class Objective:
         pairs = list(zip(tokens.samples, nothing, strict=True))
         returns = tokens.joined([n if s.returns is None else s.returns for s, n in pairs])
         expected = tokens.joined([n if s.values is None else s.values for s, n in pairs])
-        was_seen = tokens.per_token([s.values is not None for s in tokens.samples], torch.bool)
-        old = expected.where(was_seen, tokens.values.detach())
+        has_value = tokens.per_token([s.values is not None for s in tokens.samples], torch.bool)
+        old = expected.where(has_value, tokens.values.detach())
         return self._critic.per_token(tokens.values, old, returns).where(has_return, 0)
 
 
@@ -178,15 +178,15 @@ class _Tokens:
 
     @classmethod
     def of(
-        cls, samples: Sequence[Sample], taught: Sequence[int], outputs: TokenOutputs, reference: Tensor | None
+        cls, samples: Sequence[Sample], trained: Sequence[int], outputs: TokenOutputs, reference: Tensor | None
     ) -> "_Tokens":
-        """The tokens of the rows `taught`. The others are left out, not multiplied by 0: NaN times 0 is NaN."""
+        """The tokens of the rows `trained`. The others are left out, not multiplied by 0: NaN times 0 is NaN."""
         device = outputs.logprobs.device
         of_row = rows_of([s.num_tokens for s in samples], device)
         counts = torch.zeros(len(samples), dtype=torch.bool)
-        counts[taught] = True
+        counts[trained] = True
         kept = of_row.spread(counts.to(device)).nonzero().squeeze(-1)
-        chosen = [samples[number] for number in taught]
+        chosen = [samples[number] for number in trained]
         return cls(
             samples=chosen,
             rows=rows_of([s.num_tokens for s in chosen], device),

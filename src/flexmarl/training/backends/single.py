@@ -99,7 +99,7 @@ class SingleProcessTrainer:
         self._network = Network(model, settings, device=device, seed=seed, deterministic=deterministic)
         self._objective = Objective(settings)
         rate = None if settings.critic is None else settings.critic.learning_rate
-        self._updater = Updater(model, settings, beside=self._network.beside, beside_rate=rate)
+        self._updater = Updater(model, settings, extra=self._network.extra, extra_rate=rate)
         scale = settings.accumulation_scale
         self._backward = Backward(self._network, self._objective, self._updater, scale=scale)
         self._version = Version(version)
@@ -108,7 +108,7 @@ class SingleProcessTrainer:
         self._rows = rows
         self._turn = asyncio.Lock()
         """Held by the call that is being executed; waiting calls get it in their order."""
-        self._ruined = ""
+        self._failure = ""
         """The reason why the weights belong to no version any more; empty while they do."""
 
     @property
@@ -140,7 +140,7 @@ class SingleProcessTrainer:
 
         Each pass is one piece of work of the device thread, so that decode steps of an engine run between passes.
         """
-        self._require_sound()
+        self._require_finite()
         if batch.policy != self._policy:
             raise TrainingError(
                 f"{batch.micro_batch_id} is of policy '{batch.policy}', this trainer's is '{self._policy}'"
@@ -152,7 +152,7 @@ class SingleProcessTrainer:
         weights = token_weights(batch.samples, loss.aggregation, loss.horizon_tokens)
         skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
         weighted = [pair for pair in zip(batch.samples, weights.tolist(), strict=True) if pair[1]]
-        trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].teaches or not skip_zero)]
+        trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].has_gradient or not skip_zero)]
         with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
             await self._run(self._updater.take_gradients)
             sums = [
@@ -178,7 +178,7 @@ class SingleProcessTrainer:
         async with self._turn:
             if version != self._version:
                 raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
-            self._require_sound()
+            self._require_finite()
             tensors = await self._run(self._published)
         return (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
 
@@ -217,7 +217,7 @@ class SingleProcessTrainer:
     async def save(self, path: Path) -> None:
         """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
         async with self._turn:
-            self._require_sound()
+            self._require_finite()
             with boundary(CheckpointError, f"{self._where}: saving to {path}"):
                 await self._run(self._save, path)
 
@@ -231,15 +231,15 @@ class SingleProcessTrainer:
     async def export(self, path: Path) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
         async with self._turn:
-            self._require_sound()
+            self._require_finite()
             with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
                 await self._run(self._network.export, path)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(str(path))
 
-    def _require_sound(self) -> None:
-        if self._ruined:
-            raise TrainingError(self._ruined)
+    def _require_finite(self) -> None:
+        if self._failure:
+            raise TrainingError(self._failure)
 
     def _published(self) -> dict[str, Tensor]:
         tensors = self._network.published()
@@ -299,7 +299,7 @@ class SingleProcessTrainer:
         return report
 
     def _step(self, divisors: Divisors) -> UpdateReport:
-        self._require_sound()
+        self._require_finite()
         if self._cache.open:
             raise TrainingError(
                 f"{self._where}: credit groups are open: {', '.join(self._cache.open)}; close them first"
@@ -316,7 +316,7 @@ class SingleProcessTrainer:
         try:
             norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
         except TrainingError as error:
-            self._ruined = str(error) if unbounded(self._updater.parameters) else ""
+            self._failure = str(error) if unbounded(self._updater.parameters) else ""
             raise
         self._version = Version(self._version + 1)
         update = self._report(total, norm, learning_rate)
@@ -383,7 +383,7 @@ class SingleProcessTrainer:
                 f"{path} holds weights that are not finite: {some_of(names)}; remove {path.parent} to go on from the "
                 f"checkpoint before it"
             )
-        self._ruined = ""
+        self._failure = ""
         optimizer.load_state_dict(state["optimizer"])
         self._version = Version(state["version"])
         self._cache.load(state["cache"])

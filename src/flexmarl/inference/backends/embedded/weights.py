@@ -8,7 +8,7 @@ An adapter's base is kept, and every version is merged from it anew:
 import torch
 
 from flexmarl.errors import EngineError
-from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, names_checksum, vouches
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, confirms, names_checksum
 from flexmarl.objects.settings import Verify
 
 
@@ -76,7 +76,7 @@ class AdaptedWeights:
         """
         of_base = checksum if verify == "full" else names_checksum
         base = of_base(self._without_adapter())
-        if not vouches(base, adapter.base):
+        if not confirms(base, adapter.base):
             raise EngineError(
                 f"the adapter is of a base with checksum {adapter.base}, but the engine's model has {base}; trainer "
                 f"and engine must begin with the same model (policies.*.model), in the same dtype"
