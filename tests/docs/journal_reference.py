@@ -73,7 +73,8 @@ def _rows(kind: type[Event]) -> Iterator[str]:
 
 def _default(field: Field[Any]) -> str:
     plain = field.default is not MISSING and field.name not in ("t", "ended")
-    return f", default {field.default!r}".replace("''", "empty") if plain else ""
+    value = f"`{field.default}`" if isinstance(field.default, Enum) else repr(field.default).replace("''", "empty")
+    return f", default {value}" if plain else ""
 
 
 def _type(kind: Any) -> str:

@@ -11,7 +11,7 @@ from flexmarl.credit import CreditSettings
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
 from flexmarl.events.group_events import GroupsCredited
-from flexmarl.records import GenerationRequest, PolicyName, RowState, Task
+from flexmarl.records import GenerationRequest, PolicyName, Purpose, RowState, Task
 from flexmarl.testing.scripted_run import ScriptedRun
 
 AGENTS = {"solver": "solver", "verifier": "verifier"}
@@ -45,7 +45,8 @@ def grown(candidates: int) -> Workflow:
     """Three turns with so many candidates each; the best goes on."""
 
     async def play(task: Task, team: Team) -> None:
-        await grow(turn, task, team, candidates=candidates if team.context.trains else 1, keep=1, max_turns=3)
+        tried = candidates if team.context.purpose is Purpose.TRAINING else 1
+        await grow(turn, task, team, candidates=tried, keep=1, max_turns=3)
 
     return play
 
