@@ -18,11 +18,12 @@ from flexmarl.events.run_events import StepEnded
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import read_store
 from flexmarl.records import ROW_TERMINAL
-from flexmarl.testing.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
+from tests.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
 
 E = TypeVar("E", bound=Event)
 
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 EPISODES = 8
 HANG_S = 240.0
 """Far above what a run takes on a busy machine."""
@@ -31,7 +32,7 @@ CODE = """
 import os
 from pathlib import Path
 from flexmarl.agents import workflow
-from flexmarl.testing.odd_workflows import odd_workflow, ODDITIES, Oddity, FAILED, kind_of
+from tests.odd_workflows import odd_workflow, ODDITIES, Oddity, FAILED, kind_of
 
 KINDS = os.environ["KINDS"].split(",")
 EPISODES = int(os.environ["EPISODES"])
@@ -72,7 +73,9 @@ class OddRun:
             f"rollout={{inter_query: {groups}, intra_query: {EPISODES}, episode_timeout_s: 600, cancel_grace_s: 0.5}}",
             *overrides,
         ]
+        path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"KINDS": ",".join(kinds), "EPISODES": str(EPISODES), "BEGUN": str(self._begun)}
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         self._said = (folder / "said").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", "train", str(config), *words],

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl.events.run_events import RunFailed
-from flexmarl.testing.odd_workflows import ODDITIES
+from tests.odd_workflows import ODDITIES
 from tests.odd_run import SIGTERM_S, OddRun
 
 pytestmark = pytest.mark.ray

@@ -10,7 +10,7 @@ import pytest
 from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered
 from flexmarl.events.run_events import StepEnded
 from flexmarl.records import ROW_TERMINAL, split_sample_id
-from flexmarl.testing.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
+from tests.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
 from flexmarl.testing.scripted_run import ScriptedRun
 
 EPISODES, GROUPS = 4, 4

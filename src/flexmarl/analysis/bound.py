@@ -153,7 +153,7 @@ def path_s(calls: Iterable[Called], costs: Costs) -> float:
 def alone_s(call: Called, engine: EngineCosts) -> float:
     """Seconds of a call that has an instance to itself.
 
-    >>> one = a_call(began=0, ended=9, prompt_tokens=50, sampled_tokens=100)      # of flexmarl.testing.events
+    >>> one = a_call(began=0, ended=9, prompt_tokens=50, sampled_tokens=100)
     >>> alone_s(one, EngineCosts(decode_s=0.01, decode_request_s=0.002, prefill_token_s=0.001))
     1.25
     """

@@ -53,8 +53,8 @@ MOST_COUNTS = 2000
 def queue_counts_of(calls: Sequence[Called], slots: Mapping[str, int]) -> list[QueueCounts]:
     """The queues at up to about MOST_COUNTS moments at which they change. `slots` are those of an instance, by policy.
 
-    >>> call = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)                    # of flexmarl.testing.events
-    >>> [(one.at, one.running["a"], one.queued["a"]) for one in queue_counts_of([call], {"a": 1})][:2]
+    >>> call = a_call("a/0", began=2.0, ended=4.0, waited_s=2.0)
+    >>> [(one.t, one.running["a"], one.queued["a"]) for one in queue_counts_of([call], {"a": 1})][:2]
     [(0.0, 0, 1), (2.0, 1, 0)]
     """
     changes = sorted(

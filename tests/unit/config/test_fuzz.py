@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexmarl.config import load_run, parse_override
 from flexmarl.config.load import MAX_NODES, parse_yaml, read_yaml
 from flexmarl.errors import ConfigError
-from tests.unit.config.test_load import MINIMAL
+from tests.unit.config.configs import MINIMAL
 
 ODD = (
     *(

@@ -10,7 +10,7 @@ from flexmarl.errors import StoreError
 from flexmarl.records import RowState
 from flexmarl.rollout.player import AT_THE_END_S
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.odd_workflows import ODDITIES
+from tests.odd_workflows import ODDITIES
 from tests.unit.rollout.plays import GROUP, new_store, now, player, rows
 
 VIRTUAL = [kind for kind, oddity in ODDITIES.items() if oddity.virtual]

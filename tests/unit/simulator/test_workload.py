@@ -21,8 +21,8 @@ from flexmarl.records import FinishReason, Purpose, split_sample_id
 from flexmarl.simulator.plan import DrawnPlan, PlannedCall, WorkloadSettings, draw_plan, plans_in
 from flexmarl.simulator.workload import call_graph, planned_task
 from flexmarl.tasks.generator import GeneratorTasks
-from flexmarl.testing.events import a_call
 from flexmarl.testing.scripted_run import ScriptedRun
+from tests.calls import a_call
 
 TWO = {"planner": 0.75, "writer": 0.25}
 THREE_TURNS = {"agents": TWO, "turns_min": 3, "sigma_query": 0.0, "sigma_traj": 0.0, "sigma_call": 0.0}

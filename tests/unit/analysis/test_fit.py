@@ -6,7 +6,7 @@ from flexmarl.analysis.costs import CostSettings, EngineCosts, SharedHost, Train
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit import Fit, fit_costs
 from flexmarl.errors import ConfigError
-from tests.unit.simulator.simulated_runs import AGENTS, simulated_run
+from tests.unit.analysis.simulated_runs import AGENTS, simulated_run
 
 TRAINER = TrainerCosts(micro_batch_s=0.1, sample_s=0.03, update_s=0.5, publish_s=0.7)
 PARALLEL = {"inter_query": 6, "intra_query": 4}

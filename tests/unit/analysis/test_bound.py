@@ -8,8 +8,8 @@ from flexmarl.analysis.costs import CostSettings, EngineCosts, TrainerCosts
 from flexmarl.events.serving_events import Called
 from flexmarl.events.training_events import MicroBatchDone
 from flexmarl.records import PolicyName, WorkerId
-from flexmarl.testing.events import a_call
-from tests.unit.simulator.simulated_runs import simulated_run
+from tests.calls import a_call
+from tests.unit.analysis.simulated_runs import simulated_run
 
 ONE_SECOND = {
     "default": CostSettings(

@@ -14,10 +14,10 @@ from flexmarl.events.catalogue import CATALOGUE
 from flexmarl.events.event import Event, from_json
 from flexmarl.events.training_events import Updated
 from flexmarl.records import Purpose, RowState, Version
-from flexmarl.testing.events import a_call
 from flexmarl.testing.scripted_run import ScriptedRun
-from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
-from tests.unit.simulator.tables_as_text import as_text
+from tests.calls import a_call
+from tests.unit.analysis.simulated_runs import AGENTS, simulated_run, take_turns
+from tests.unit.analysis.tables_as_text import as_text
 
 ALONE = Pools(costs={})
 

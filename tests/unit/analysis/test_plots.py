@@ -9,7 +9,7 @@ from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
 from flexmarl.analysis.plots import MOST_LINES, draw_run, draw_sweep, level
 from flexmarl.testing.scripted_run import ScriptedRun
-from tests.unit.simulator.simulated_runs import AGENTS, simulated_run, take_turns
+from tests.unit.analysis.simulated_runs import AGENTS, simulated_run, take_turns
 
 
 def test_a_simulated_run_is_drawn(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from flexmarl.analysis.queues import MOST_COUNTS, queue_counts_of
 from flexmarl.events.serving_events import Called
-from flexmarl.testing.events import a_call
+from tests.calls import a_call
 
 
 def call(began: float, ended: float, *, waited: float = 0.0, instance: str = "a/0") -> Called:

@@ -11,7 +11,7 @@ from flexmarl.analysis.timeline import render_timeline, trace_events
 from flexmarl.events.event import Timed
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.testing.events import a_call
+from tests.calls import a_call
 from tests.unit.events.runs import write_command
 
 

@@ -1,0 +1,31 @@
+"""Settings that are allowed and have a price."""
+
+from flexmarl.config import cautions, load_run
+
+
+def keys_of(config, *overrides):
+    return [caution.key for caution in cautions(load_run(config, overrides))]
+
+
+def test_what_is_allowed_and_has_a_price_is_said_and_nothing_else(config):
+    assert keys_of(config) == keys_of(config, "mode=async") == []
+    warm = "team.agents.solver.sampling.temperature=0.7"
+    assert keys_of(config, warm) == ["team.agents.solver.sampling"]
+    assert keys_of(config, "team.agents.writer.sampling={top_k: 5, top_p: 0.9}") == ["team.agents.writer.sampling"]
+    (caution,) = cautions(load_run(config, [warm]))
+    assert str(caution).startswith("team.agents.solver.sampling: temperature 0.7, but the loss takes log-probabilities")
+    assert str(caution).endswith("or policies.one.training.correction={type: tis}")
+    assert keys_of(config, warm, "policies.one.training.correction={type: tis}") == []
+    assert keys_of(config, warm, "policies.one.trainable=false") == []
+    uncorrected = [f"policies.{name}.training.correction={{type: none}}" for name in ("one", "two")]
+    assert keys_of(config, "mode=greedy", *uncorrected) == [
+        *("policies.one.training.correction", "policies.two.training.correction")
+    ]
+    tree = "team.workflow={type: turns, turn: any, candidates: 4}"
+    by_depth = "credit.shaping=[{type: turn_discount, max_turns: 3, gamma: 0.5}]"
+    assert keys_of(config, by_depth) == []
+    (caution,) = cautions(load_run(config, [tree, by_depth]))
+    assert caution.key == "credit.shaping[0]"
+    assert "the first one counts 0.25 times the last" in caution.price
+    for kind in ("turn_weighted", "shaped"):
+        assert keys_of(config, tree, f"credit.shaping=[{{type: {kind}}}]") == ["credit.shaping[0]"]

@@ -1,0 +1,151 @@
+"""Settings of when to play, update and train that exclude each other are refused together, each by its name."""
+
+import pytest
+
+from flexmarl.config import load_run
+from tests.unit.config.configs import refused
+
+
+def test_a_frozen_policy_may_be_served_in_any_type(config):
+    mixed = ["policies.two.engine.dtype=bfloat16"]
+    assert refused(config, *mixed)[0].startswith("policies.two.engine.dtype is 'bfloat16', but training.dtype")
+    assert load_run(config, [*mixed, "policies.two.trainable=false"]).trained == {"one"}
+
+
+def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
+    assert refused(config, "balance.rule=queue_gap") == [
+        "balance.rule is 'queue_gap', but only simulated instances can be moved to another policy so far; "
+        "use cluster.backend=simulated, or balance.rule=none"
+    ]
+    assert refused(config, "process_groups.at_once=1") == [
+        "process_groups.at_once is 1, but only simulated trainers can leave their devices so far; "
+        "use cluster.backend=simulated, or process_groups.at_once=null"
+    ]
+
+
+def test_rows_are_ready_alone_only_if_nothing_compares_them(config):
+    assert refused(config, "credit.ready=trajectory", "credit.filter=null") == [
+        "credit.ready is 'trajectory', but credit.estimator compares the rows of a group; use credit.estimator.type="
+        "reinforce without terms that compare episodes, whitening or balance, or credit.ready=group"
+    ]
+    alone = "estimator: {type: reinforce}, filter: null, ready: trajectory"
+    for also, where in {
+        "per_agent: {writer: {type: rloo}}": "per_agent.writer",
+        "shaping: [{type: binary}, {type: completion_time}]": "shaping[1]",
+        "whiten: policy": "whiten",
+        "agent_balance: equal, whiten: agent": "whiten, credit.agent_balance",
+    }.items():
+        (line,) = refused(config, f"credit={{{alone}, {also}}}")
+        assert line.startswith(f"credit.ready is 'trajectory', but credit.{where} compares the rows of a ")
+
+
+def test_a_deterministic_run_is_on_policy(config):
+    assert refused(config, "deterministic=true", "mode=async") == [
+        "deterministic is true, but mode is 'async', in which the rows of a batch depend on time; "
+        "use mode=microbatch, or deterministic=false"
+    ]
+
+
+def test_what_takes_whole_groups_needs_whole_groups(config):
+    alone = ["credit={estimator: {type: reinforce}, filter: null, ready: trajectory}"]
+    assert refused(config, "mode=greedy", *alone) == [
+        "credit.ready is 'trajectory', but mode 'greedy' takes whole groups; use credit.ready=group"
+    ]
+    assert refused(config, "pipeline.updates=per_policy") == [
+        "pipeline.updates is 'per_policy', but in mode 'microbatch' all policies end a step together; use mode=async, "
+        "or pipeline.updates=together"
+    ]
+
+
+def test_what_depends_on_time_is_no_part_of_a_deterministic_run(config):
+    alone = ["credit={estimator: {type: reinforce}, filter: null, ready: trajectory}"]
+    assert refused(config, "deterministic=true", *alone) == [
+        "deterministic is true, but credit.ready is 'trajectory', and which trajectory ends first depends on time; "
+        "use credit.ready=group, or deterministic=false"
+    ]
+
+
+def test_rollout_is_ahead_only_where_it_would_wait(config):
+    assert refused(config, "mode=async", "pipeline.ahead=true") == [
+        "pipeline.ahead is true, but in mode 'async' rollout does not wait for updates, or engines sleep "
+        "during training; use mode=microbatch, or pipeline.ahead=false"
+    ]
+
+
+def test_costs_are_those_of_a_policy_or_of_the_rest(config):
+    assert refused(config, "simulation.costs={onee: {}, default: {}, two: {}}") == [
+        "simulation.costs.onee is for none of the policies; there are: one, two, and default for the rest"
+    ]
+
+
+def test_what_whitens_or_balances_makes_credit_look_at_the_whole_step(config):
+    whitened = ["mode=async", "pipeline.updates=per_policy", "credit.whiten=policy"]
+    assert refused(config, *whitened) == [
+        "pipeline.updates is 'per_policy', but credit compares a whole batch; use pipeline.updates=together"
+    ]
+
+
+def test_a_critic_is_there_exactly_where_credit_looks_at_values(config):
+    problems = refused(config, "credit.estimator={type: gae}")
+    assert problems[0] == (
+        "credit compares agent 'solver' with a critic's values, but policies.one.training.critic is null; "
+        "use policies.one.training.critic={}, or another estimator"
+    )
+    assert refused(config, "policies.one.training.critic={}") == [
+        "policies.one.training.critic is set, but no estimator of its agents reads values; use critic=null, or "
+        "credit.estimator.type=gae"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sync", "microbatch", "colocated", "one_step_off", "async", "fifo", "greedy"])
+def test_what_older_versions_sampled_is_corrected_unless_it_is_said_otherwise(config, mode):
+    def chosen(*overrides):
+        policies = load_run(config, [f"mode={mode}", *overrides]).policies
+        return [policies[name].training.correction.model_dump() for name in ("one", "two")]
+
+    capped = {"type": "tis", "low": 0.0, "cap": 2.0, "veto": None, "batch_normalise": False}
+    none, on_policy = {"type": "none"}, mode in ("sync", "microbatch", "colocated")
+    assert chosen() == [none if on_policy else capped] * 2
+    assert chosen("policies.one.training.correction={type: none}") == [none, none if on_policy else capped]
+    assert chosen("policies.one.training.correction={type: icepop}")[0]["type"] == "icepop"
+    assert chosen("policies.two.trainable=false")[1] == none
+
+
+def test_an_estimator_with_a_memory_needs_groups_in_an_order(config):
+    assert refused(config, "mode=async", "credit.estimator={type: rae}") == [
+        "credit.estimator keeps a state from episode to episode, in a fixed order, but mode 'async' takes groups as "
+        "they finish; use mode=microbatch or mode=fifo, or an estimator without a state"
+    ]
+
+
+def test_rows_stream_only_where_their_gradients_are_a_line_of_their_credit(config):
+    assert refused(config, "credit.streaming=linear", "mode=sync") == [
+        "credit.streaming is 'linear', but in mode 'sync' rows wait for more than their group, or are not on-policy; "
+        "use mode=microbatch, or credit.streaming=off"
+    ]
+    assert refused(config, "credit.streaming=linear", "policies.one.training.entropy_coef=0.1") == [
+        "credit.streaming is 'linear', but policies.one.training.entropy_coef adds a term that no advantage "
+        "multiplies; leave it out; or credit.streaming=off"
+    ]
+    assert "which needs deterministic=false" in refused(config, "credit.streaming=linear", "deterministic=true")[0]
+
+
+def test_groups_are_replaced_where_a_step_waits_for_them(config):
+    assert refused(config, "credit.filter.refill=true", "mode=async") == [
+        "credit.filter.refill is true, but mode 'async' admits another task for every dropped one anyway; "
+        "use refill=false there"
+    ]
+
+
+def test_a_memory_has_no_order_in_a_greedy_run_either(config):
+    assert "in a fixed order, but mode 'greedy'" in refused(config, "mode=greedy", "credit.estimator={type: rae}")[0]
+
+
+def test_a_row_that_is_ready_alone_has_no_filter_and_does_not_stream(config):
+    alone = ["credit.ready=trajectory", "credit.estimator={type: reinforce}"]
+    assert refused(config, *alone) == [
+        "credit.ready is 'trajectory', but credit.filter judges whole groups; use credit.filter=null, or "
+        "credit.ready=group"
+    ]
+    streaming = ["credit.streaming=linear", "credit.ready=trajectory", "credit.filter=null"]
+    assert any("and credit.ready=group" in line for line in refused(config, *streaming))
