@@ -268,19 +268,34 @@ class Estimator(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterCalls:
+    """How an estimator or a term adds the rewards of later calls to those of a call."""
+
+    scope: Literal["descendants", "agent", "team"]
+    """The calls whose rewards count: those that depend on the call, the agent's later ones, or all later ones."""
+    gamma: float
+    """Discount from one call, or step of the environment, to the next."""
+    lam: float = 1.0
+    """Below 1, a critic's value stands for a part of what follows; 1: nothing but rewards is added up."""
+
+
 class EstimatorSettings(Estimator, Protocol):
     """An estimator that a config can choose, with the properties that are known before there are rows."""
 
     follows_calls: ClassVar[bool]
     """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
-    adds_up_calls: ClassVar[bool]
-    """True if it adds up the rewards of later calls. A term that does so as well would count them twice."""
     has_fixed_baseline: ClassVar[bool]
     """True if the baseline of a return does not depend on what is sampled from the call on. A term that is known before
     the call, such as a potential, then changes no expected gradient."""
 
     compares_parts: ClassVar[bool]
     """True if it compares the parts of a reward one by one, and not their sum."""
+
+    @property
+    def later_calls(self) -> LaterCalls | None:
+        """How it adds up the rewards of later calls; None if it does not. A term would count them a second time."""
+        ...
 
     @property
     def type(self) -> str:

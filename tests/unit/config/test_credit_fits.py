@@ -150,6 +150,17 @@ def test_a_potential_is_refused_wherever_it_would_not_cancel(config, overrides, 
     assert any(said.startswith(line) for said in refused(config, "credit.shaping=[{type: potential}]", *overrides))
 
 
+def test_a_potential_of_frozen_agents_alone_changes_nothing_and_is_refused(config):
+    to_go = ["credit.shaping=[{type: potential, agents: [solver]}, {type: reward_to_go, scope: agent}]"]
+    to_go += ["credit.estimator={type: reinforce}"]
+    load_run(config, to_go)
+    assert refused(config, *to_go, "policies.one.trainable=false") == [
+        "credit.shaping[0] is a potential for solver, which no training changes; name a trained agent in its agents "
+        "(writer), or leave potential out"
+    ]
+    load_run(config, [*to_go, "policies.one.trainable=false", "policies.two.trainable=false"])
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -162,7 +162,7 @@ def of_one_act(kind: str) -> list[Estimator]:
     """The preset, where it gives a row one number."""
     cls = pkgutil.resolve_name(ESTIMATORS[kind])
     made = cls(singleton="zero") if issubclass(cls, Grouped) else cls()
-    return [] if made.uses or made.adds_up_calls else [made]
+    return [] if made.uses or made.later_calls else [made]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ESTIMATORS if of_one_act(kind)])

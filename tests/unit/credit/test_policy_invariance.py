@@ -8,14 +8,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.credit import CreditSettings
-from flexmarl.credit.interface import CreditRow, GraphCall
+from flexmarl.credit.interface import CreditRow, GraphCall, LaterCalls
+from flexmarl.credit.shaping.base import AddedTerm
+from flexmarl.credit.shaping.outcomes import Potential
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName
 from flexmarl.testing.credit import credit_row
@@ -193,3 +195,24 @@ def test_a_potential_beyond_what_a_reward_may_be_is_refused_by_name():
     rows = rows_of((True, True), 0, (1e300, 0.0), agents=["even"])
     with pytest.raises(CreditError, match=r"sample t0_0_t0e0 of agent even has potential 1e\+300"):
         configured(STEPS, POTENTIAL).shape(rows)
+
+
+class DoubledReturn(AddedTerm):
+    """A term of a user that adds up the agent's later calls. It has no settings of its own."""
+
+    type: Literal["doubled_return"] = "doubled_return"
+
+    @property
+    def later_calls(self) -> LaterCalls:
+        return LaterCalls(scope="agent", gamma=0.5)
+
+    def added(self, rows):
+        return {}
+
+
+def test_a_term_that_adds_up_later_calls_says_how_and_needs_no_settings_of_certain_names():
+    credit = CreditSettings.model_validate({"estimator": {"type": "reinforce"}})
+    credit = credit.model_copy(update={"shaping": (Potential(), DoubledReturn())})
+    (discount, between) = credit.shaping[0].misfits("shaping[0]", credit, [AgentName("solver")])
+    assert discount.startswith("credit.shaping[0].gamma is 1, but what follows a call of agent 'solver' is discounted")
+    assert between.startswith("credit.shaping[0] is a potential, but credit.shaping[1].gamma is 0.5 for every call")

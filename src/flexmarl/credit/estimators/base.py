@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from flexmarl.credit.filters import RewardRange, describe
-from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Extra, GroupKey, Needs, in_order
+from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Extra, GroupKey, LaterCalls, Needs, in_order
 from flexmarl.credit.returns import Steps
 from flexmarl.credit.rows import Group, Requirement, group_name, group_rows, led
 from flexmarl.errors import CreditError
@@ -28,12 +28,15 @@ class EstimatorBase(Settings, ABC):
 
     follows_calls: ClassVar[bool] = False
     """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
-    adds_up_calls: ClassVar[bool] = False
-    """True if it adds up the rewards of later calls. A term that does so as well would count them twice."""
     has_fixed_baseline: ClassVar[bool] = False
     """True if the baseline of a return does not depend on what is sampled from the call on."""
     compares_parts: ClassVar[bool] = False
     """True if it compares the parts of a reward one by one, and not their sum."""
+
+    @property
+    def later_calls(self) -> LaterCalls | None:
+        """None: it does not add up the rewards of later calls."""
+        return None
 
     @property
     def grouping(self) -> GroupKey:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from flexmarl.credit.estimators.base import Ungrouped, tokens_of, weighted
-from flexmarl.credit.interface import Credit, CreditRow, Extra, Needs, in_order
+from flexmarl.credit.interface import Credit, CreditRow, Extra, LaterCalls, Needs, in_order
 from flexmarl.credit.order import Scope, whiten
 from flexmarl.credit.returns import Steps, generalised_advantages, own_rewards, token_rewards, token_values
 from flexmarl.records import SampleId
@@ -72,7 +72,6 @@ class StepGae(Ungrouped):
     """
 
     follows_calls: ClassVar[bool] = True
-    adds_up_calls: ClassVar[bool] = True
     has_fixed_baseline: ClassVar[bool] = True
 
     type: Literal["step_gae"] = "step_gae"
@@ -83,6 +82,11 @@ class StepGae(Ungrouped):
     """Discount per call."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """1: the whole return, minus the value; 0: the next call's value replaces all that follows."""
+
+    @property
+    def later_calls(self) -> LaterCalls:
+        """The rewards of the calls in `scope`."""
+        return LaterCalls(scope=self.scope, gamma=self.gamma, lam=self.lam)
 
     @property
     def learns_from_equal_rewards(self) -> bool:

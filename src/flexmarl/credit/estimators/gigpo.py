@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flexmarl.credit.estimators.base import EstimatorBase
 from flexmarl.credit.estimators.group_relative import GroupRelative
-from flexmarl.credit.interface import Credit, CreditRow, GroupKey, in_order
+from flexmarl.credit.interface import Credit, CreditRow, GroupKey, LaterCalls, in_order
 from flexmarl.credit.returns import discounted_returns, own_rewards
 from flexmarl.credit.rows import also, group_rows
 from flexmarl.credit.shaping.shape import PART as PENALTY
@@ -34,7 +34,6 @@ class GiGpo(EstimatorBase):
     """
 
     follows_calls: ClassVar[bool] = True
-    adds_up_calls: ClassVar[bool] = True
 
     type: Literal["gigpo"] = "gigpo"
     key: GroupKey = ("task", "agent")
@@ -51,6 +50,11 @@ class GiGpo(EstimatorBase):
     """Discount per environment step, in S."""
     similarity: float | None = Field(default=None, gt=0, lt=1)
     """Anchors at least this similar (difflib's ratio) count as the same. The time is quadratic in their number."""
+
+    @property
+    def later_calls(self) -> LaterCalls:
+        """The returns S."""
+        return LaterCalls(scope="team", gamma=self.gamma)
 
     @property
     def learns_from_equal_rewards(self) -> bool:

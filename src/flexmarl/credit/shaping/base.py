@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.interface import CreditRow, LaterCalls
 from flexmarl.records import AgentName, SampleId
 from flexmarl.settings import Settings
 
@@ -31,8 +31,11 @@ class Term(Settings):
     """True if it follows calls one by one, as if an episode were a single path. It cannot handle trees of turns."""
     needs_branches: ClassVar[bool] = False
     """True if it compares the candidates of a turn. It can handle only trees of turns."""
-    adds_up_calls: ClassVar[bool] = False
-    """True if it adds up the rewards of later calls, over its `scope` and discounted by its `gamma`."""
+
+    @property
+    def later_calls(self) -> LaterCalls | None:
+        """How it adds up the rewards of later calls; None if it does not."""
+        return None
 
     @property
     def first_by_last(self) -> float | None:

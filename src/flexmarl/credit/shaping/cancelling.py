@@ -9,8 +9,10 @@ not added up          F_k = gamma phi(s') - phi(s): pays for the step alone, and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from flexmarl.credit.interface import LaterCalls
 from flexmarl.records import AgentName
 
 if TYPE_CHECKING:
@@ -24,18 +26,21 @@ REMEDY = (
 
 
 class _Returns(NamedTuple):
-    """How the rewards that follow an agent's call are added up."""
+    """The setting that adds up the rewards that follow an agent's call, and how it does."""
 
     by: str
     """Key of the setting that adds them up."""
-    scope: str
-    """The calls whose rewards count: those of the `agent`, of the `team`, or the call's `descendants`."""
-    gamma: float
-    lam: float
+    later: LaterCalls
 
 
 def misfits_of(term: Potential, where: str, credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
     """Yields a sentence for each reason why the potential `credit.{where}` does not cancel. `agents` are trained."""
+    if agents and not any(map(term.is_for, agents)):
+        yield (
+            f"credit.{where} is a potential for {', '.join(term.agents)}, which no training changes; name a trained "
+            f"agent in its agents ({', '.join(sorted(agents))}), or leave potential out"
+        )
+        return
     for agent in agents:
         yield from _of_agent(credit, where, term, agent, alone=len(agents) == 1)
     yield from _of_all(credit, where)
@@ -57,10 +62,11 @@ def _of_all(credit: CreditSettings, where: str) -> Iterator[str]:
 def _of_agent(credit: CreditSettings, where: str, term: Potential, agent: AgentName, *, alone: bool) -> Iterator[str]:
     estimator, returns = credit.estimator_of(agent), _returns(credit, agent)
     if not term.is_for(agent):
-        if returns is not None and returns.scope != "agent":
+        if returns is not None and returns.later.scope != "agent":
+            by, later = returns
             yield (
-                f"credit.{where} is a potential for {', '.join(term.agents)}, but {returns.by} adds up what they earn "
-                f"for agent '{agent}' too (scope '{returns.scope}'), for which it does not cancel; use scope=agent "
+                f"credit.{where} is a potential for {', '.join(term.agents)}, but {by} adds up what they earn "
+                f"for agent '{agent}' too (scope '{later.scope}'), for which it does not cancel; use scope=agent "
                 f"there"
             )
         return
@@ -76,24 +82,25 @@ def _of_agent(credit: CreditSettings, where: str, term: Potential, agent: AgentN
         )
     else:
         yield from _of_discounts(where, term, agent, returns)
-        if not (alone and returns.scope == "team"):
+        if not (alone and returns.later.scope == "team"):
             yield from _of_scopes(credit, where, term, agent, returns)
 
 
 def _of_discounts(where: str, term: Potential, agent: AgentName, returns: _Returns) -> Iterator[str]:
-    if term.gamma != returns.gamma:
+    by, later = returns
+    if term.gamma != later.gamma:
         yield (
             f"credit.{where}.gamma is {term.gamma:g}, but what follows a call of agent '{agent}' is discounted by "
-            f"{returns.gamma:g}, so that an agent could gain by going to and fro; use gamma={returns.gamma:g}"
+            f"{later.gamma:g}, so that an agent could gain by going to and fro; use gamma={later.gamma:g}"
         )
-    if returns.by.startswith("credit.shaping") and returns.gamma != 1:
+    if by.startswith("credit.shaping") and later.gamma != 1:
         yield (
-            f"credit.{where} is a potential, but {returns.by}.gamma is {returns.gamma:g} for every call of the team in "
+            f"credit.{where} is a potential, but {by}.gamma is {later.gamma:g} for every call of the team in "
             f"between, which is not what lies between two calls of a chain; use gamma=1 in both"
         )
-    if returns.lam != 1:
+    if later.lam != 1:
         yield (
-            f"credit.{where} is a potential, but {returns.by}.lam is {returns.lam:g}, with which a critic that has not "
+            f"credit.{where} is a potential, but {by}.lam is {later.lam:g}, with which a critic that has not "
             f"learned phi lets some of it through; use lam=1"
         )
 
@@ -101,29 +108,27 @@ def _of_discounts(where: str, term: Potential, agent: AgentName, returns: _Retur
 def _of_scopes(
     credit: CreditSettings, where: str, term: Potential, agent: AgentName, returns: _Returns
 ) -> Iterator[str]:
-    if term.scope != returns.scope:
-        use = "scope=agent in both" if returns.scope == "descendants" else f"scope={returns.scope}"
+    by, later = returns
+    if term.scope != later.scope:
+        use = "scope=agent in both" if later.scope == "descendants" else f"scope={later.scope}"
         yield (
-            f"credit.{where}.scope is '{term.scope}', but {returns.by} adds up what follows by scope "
-            f"'{returns.scope}', so that phi before and after a call of agent '{agent}' does not cancel; use {use}"
+            f"credit.{where}.scope is '{term.scope}', but {by} adds up what follows by scope "
+            f"'{later.scope}', so that phi before and after a call of agent '{agent}' does not cancel; use {use}"
         )
-    elif term.scope == "team" and (term.agents or (credit.per_agent and returns.by == "credit.estimator")):
+    elif term.scope == "team" and (term.agents or (credit.per_agent and by == "credit.estimator")):
         yield (
             f"credit.{where}.scope is 'team', but not all agents of the team have it, or another estimator has some of "
-            f"them, so that phi does not cancel for agent '{agent}'; use scope=agent for the term and in {returns.by}"
+            f"them, so that phi does not cancel for agent '{agent}'; use scope=agent for the term and in {by}"
         )
 
 
 def _returns(credit: CreditSettings, agent: AgentName) -> _Returns | None:
     """Returns what adds up an agent's rewards: its estimator, or its reward_to_go term. None if nothing does."""
-    estimator = credit.estimator_of(agent)
-    if estimator.adds_up_calls:
-        gamma, lam = (getattr(estimator, name, 1.0) for name in ("gamma", "lam"))
+    if (later := credit.estimator_of(agent).later_calls) is not None:
         if agent in credit.per_agent:  # It sees no other agent's calls.
-            return _Returns(f"credit.per_agent.{agent}", "agent", gamma, lam)
-        return _Returns("credit.estimator", getattr(estimator, "scope", "team"), gamma, lam)
+            return _Returns(f"credit.per_agent.{agent}", replace(later, scope="agent"))
+        return _Returns("credit.estimator", later)
     for where, term in credit.terms.items():
-        if term.adds_up_calls and term.is_for(agent):
-            scope, gamma = (getattr(term, name) for name in ("scope", "gamma"))
-            return _Returns(f"credit.{where}", scope, gamma, 1.0)
+        if term.is_for(agent) and (later := term.later_calls) is not None:
+            return _Returns(f"credit.{where}", later)
     return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from flexmarl.credit.interface import CreditRow
+from flexmarl.credit.interface import CreditRow, LaterCalls
 from flexmarl.credit.returns import own_rewards
 from flexmarl.credit.shaping.base import AddedTerm, RowOutcome, Sees, by_episode
 from flexmarl.credit.shaping.bonuses import descendants
@@ -222,13 +222,17 @@ class RewardToGo(AddedTerm):
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True
     of_call: ClassVar[bool] = False
-    adds_up_calls: ClassVar[bool] = True
+
+    @property
+    def later_calls(self) -> LaterCalls:
+        """The rewards of the calls in `scope`."""
+        return LaterCalls(scope=self.scope, gamma=self.gamma)
 
     def misfits(self, where: str, credit: CreditSettings, agents: Collection[AgentName]) -> Iterator[str]:
         """Yields estimators that add up rewards a second time, or that compare the parts of a reward."""
         for agent in filter(self.is_for, agents):
             estimator = credit.estimator_of(agent)
-            if estimator.adds_up_calls:
+            if estimator.later_calls:
                 yield (
                     f"credit.{where} adds up the rewards after each call of agent '{agent}', as does its estimator, "
                     f"{estimator.type}: they would count twice; leave reward_to_go out, or use another estimator"
