@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.host import Host, answer, packed
-from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
+from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_new_names, require_one_process
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
@@ -60,6 +60,11 @@ class InprocResident(Generic[T]):
         return not self._ended.done()
 
     @property
+    def made(self) -> bool:
+        """True once the hosted object is made. Until then a death is reported by the error of `spawn` alone."""
+        return self._remote is not None
+
+    @property
     def hosted(self) -> T:
         """The hosted object, for tests and for faults."""
         return self._host.hosted
@@ -99,7 +104,7 @@ class InprocResident(Generic[T]):
         """Ends it. Closes the hosted object too, if there is no proxy and its contract has `close`."""
         if self.alive:
             self.end("was stopped", "")
-            if self._remote is self._host.hosted and "close" in methods_of(self.spec.contract):
+            if self.made and self._remote is self._host.hosted and "close" in methods_of(self.spec.contract):
                 with suppress(TimeoutError):  # An object that never answers must not keep the others from ending.
                     async with asyncio.timeout(CLOSE_TIMEOUT_S):
                         await self._remote.close()
@@ -198,11 +203,10 @@ class InprocCluster:
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         """Starts each resident on the node that its spec names, or on the node with most room."""
-        if len(specs) > (free := sum(self._free.values())):
-            raise ConfigError(f"the cluster has room for {free} more residents, got {len(specs)}; give it more nodes")
         for spec in specs:
             require_one_process(spec, nodes=list(self._free))
-        residents = [self._place(spec) for spec in specs]
+        require_new_names(specs, taken=[resident.name for resident in self.residents if resident.alive])
+        residents = self._placed(specs)
         self.residents.extend(residents)
         try:
             if self._start_s:
@@ -212,7 +216,8 @@ class InprocCluster:
                 resident.make()
         except BaseException:
             for resident in residents:
-                resident.end("was stopped", "")
+                await resident.stop()
+            self.residents = [resident for resident in self.residents if resident not in residents]
             raise
         if self._crosses:
             for resident in residents:
@@ -237,15 +242,32 @@ class InprocCluster:
             resident.die(because)
         return [resident.name for resident in dying]
 
-    def _place(self, spec: ResidentSpec[T]) -> InprocResident[T]:
-        node = spec.node or max(self._free, key=lambda name: self._free[name])
-        self._free[node] -= 1
-        place = ResidentPlace(node=node, pid=next(self._pids))
-        return InprocResident(spec, place, on_end=self._ended, latency_s=self._latency_s)
+    def _placed(self, specs: Sequence[ResidentSpec[T]]) -> list[InprocResident[T]]:
+        """Gives each resident a place; those whose spec names a node choose first. Raises ConfigError without room."""
+        free, nodes = dict(self._free), dict[str, str]()
+        if len(specs) > (room := sum(free.values())):
+            raise ConfigError(f"the cluster has room for {room} more residents, got {len(specs)}; give it more nodes")
+        for spec in sorted(specs, key=lambda spec: spec.node is None):
+            node = spec.node or max(free, key=lambda name: free[name])
+            if not free[node]:
+                elsewhere = ", ".join(name for name, number in free.items() if number)
+                raise ConfigError(f"{spec.name}: node '{node}' has no room for it; there is room on {elsewhere}")
+            free[node] -= 1
+            nodes[spec.name] = node
+        self._free = free
+        return [
+            InprocResident(
+                spec,
+                ResidentPlace(node=nodes[spec.name], pid=next(self._pids)),
+                on_end=self._ended,
+                latency_s=self._latency_s,
+            )
+            for spec in specs
+        ]
 
     def _ended(self, resident: InprocResident[Any], because: str) -> None:
         place = resident.place
         if place.node in self._free:
             self._free[place.node] += 1
-        if because:
+        if because and resident.made:
             self.events.emit(WorkerLost(process=resident.name, node=place.node, pid=place.pid, because=because))

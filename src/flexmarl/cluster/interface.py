@@ -8,7 +8,7 @@ a rollout worker, a node agent, a rank of a place, a sandbox pool. The controlle
     await resident.remote.publish(version)      # a method of `Trainer`, wherever the trainer lives
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,7 +95,8 @@ class Resident(Protocol[T_co]):
 class Cluster(Protocol):
     """The residents of one run. A context manager opens it and, at the end of its block, calls `close`.
 
-    It emits `WorkerLost` once for every resident that ended without having been stopped, as soon as that is known.
+    It emits `WorkerLost` once for every resident that ended without having been stopped, as soon as that is known. A
+    resident that dies before its hosted object is made is no loss: `spawn` raises the error.
     """
 
     @property
@@ -116,7 +117,8 @@ class Cluster(Protocol):
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         """Starts residents at the same time; returns when all their hosted objects are made.
 
-        Raises ConfigError if there is no room for them, or the first error of a `make`. Then none of them is left.
+        Raises ConfigError if there is no room for them or a live resident has one of their names, or the first error
+        of a `make`. Then none of them is left.
         """
         ...
 
@@ -135,3 +137,14 @@ def require_one_process(spec: ResidentSpec[Any], *, nodes: Sequence[str]) -> Non
         raise ConfigError(
             f"{spec.name}: python is {spec.python}; residents of this cluster run on the controller's interpreter"
         )
+
+
+def require_new_names(specs: Sequence[ResidentSpec[Any]], *, taken: Iterable[str]) -> None:
+    """Raises ConfigError if two of `specs` have one name, or one has a name of `taken`: those of live residents."""
+    names = set(taken)
+    for spec in specs:
+        if spec.name in names:
+            raise ConfigError(
+                f"{spec.name}: a resident with this name lives already; stop it first, or give the new one another name"
+            )
+        names.add(spec.name)

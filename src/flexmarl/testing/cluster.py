@@ -2,6 +2,8 @@
 # ruff: noqa: D103  (the name of a check is its sentence)
 
 import asyncio
+import fcntl
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -112,6 +114,20 @@ class Probe:
     def fail(self, kind: str) -> None:
         """Raises an error of this kind."""
         raise {"value": ValueError("torn"), "extra": MissingExtra("vllm", "speed"), "odd": odd_error()}[kind]
+
+
+class LockingProbe(Probe):
+    """A probe that holds a lock on a file until it is closed or its process ends."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = open(path, "w")  # noqa: SIM115  (it is open as long as the probe lives)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    async def close(self) -> None:
+        """Ends all waits and lets go of the lock."""
+        await super().close()
+        self._file.close()
 
 
 def odd_error() -> Exception:
@@ -325,6 +341,30 @@ async def an_error_of_make_comes_back_and_leaves_none(cluster: Cluster, kill: Ki
     assert not losses.told, f"nobody died, got {losses.told}"
 
 
+async def an_error_of_make_leaves_no_object_either(cluster: Cluster, kill: Kill, losses: Losses) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        held = probe("held", partial(LockingProbe, f"{folder}/lock"))
+        await raised(cluster.spawn([held, probe("bad", make_nothing)]), ConfigError)
+        (resident,) = await cluster.spawn([held])  # BlockingIOError if the object of the first spawn still lives
+        await resident.stop()
+
+
+async def a_name_of_a_live_resident_is_refused(cluster: Cluster, kill: Kill, losses: Losses) -> None:
+    assert "twin" in str(await raised(cluster.spawn([probe("twin"), probe("twin")]), ConfigError))
+    (first,) = await cluster.spawn([probe("twin")])
+    assert "twin" in str(await raised(cluster.spawn([probe("twin")]), ConfigError))
+    assert await first.remote.echo(1) == 1
+    await first.stop()
+    (again,) = await cluster.spawn([probe("twin")])
+    await again.stop()
+
+
+async def more_than_there_is_room_for_is_refused(cluster: Cluster, kill: Kill, losses: Losses) -> None:
+    await raised(cluster.spawn([probe(f"crowd/{number}") for number in range(4)]), ConfigError)
+    for resident in await cluster.spawn([probe("crowd/0"), probe("crowd/1")]):
+        await resident.stop()
+
+
 async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill, losses: Losses) -> None:
     dies, lives = await cluster.spawn([probe("dies"), probe("lives")])
     place = dies.place
@@ -378,6 +418,9 @@ CALL_CHECKS: tuple[Callable[..., Any], ...] = (
 LIFE_CHECKS: tuple[Callable[..., Any], ...] = (
     cancelling_a_call_stops_the_wait_and_not_the_work,
     an_error_of_make_comes_back_and_leaves_none,
+    an_error_of_make_leaves_no_object_either,
+    a_name_of_a_live_resident_is_refused,
+    more_than_there_is_room_for_is_refused,
     a_death_fails_its_calls_and_is_told_once,
     a_death_is_told_though_nobody_calls,
     a_stop_is_no_loss_and_fails_calls_under_way,

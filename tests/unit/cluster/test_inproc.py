@@ -1,6 +1,7 @@
 """Residents that are objects of this process keep the laws of a cluster; places, starts, deaths are modelled."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S
 from flexmarl.errors import ConfigError, EngineError, WorkerError
 from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.testing.cluster import Losses, check_cluster, make_nothing, probe
+from flexmarl.testing.cluster import Losses, check_cluster, make_nothing, probe, raised
 from flexmarl.testing.inference import FrozenEngine
 from tests.unit.hosted import engine_spec
 
@@ -47,6 +48,45 @@ def test_residents_go_where_most_room_is_and_leave_it_when_they_end() -> None:
             with pytest.raises(ConfigError, match=r"probe\.size"):
                 await cluster.spawn([probe("five", make_nothing)])
             await cluster.spawn([probe("six")])
+
+    run_virtual(scenario())
+
+
+def test_a_node_that_is_full_is_named_though_others_have_room() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster({"a": 1, "b": 2}) as cluster:
+            (first,) = await cluster.spawn([replace(probe("one"), node="a")])
+            with pytest.raises(ConfigError, match="two: node 'a' has no room for it; there is room on b"):
+                await cluster.spawn([replace(probe("two"), node="a")])
+            pinned = [probe("two"), replace(probe("three"), node="b")]
+            assert [resident.place.node for resident in await cluster.spawn(pinned)] == ["b", "b"]
+            await first.stop()
+            assert (await cluster.spawn([probe("four")]))[0].place.node == "a"
+
+    run_virtual(scenario())
+
+
+def test_residents_of_a_failed_spawn_are_not_kept() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster() as cluster:
+            with pytest.raises(ConfigError, match=r"probe\.size"):
+                await cluster.spawn([probe("good"), probe("bad", make_nothing)])
+            assert cluster.residents == []
+
+    run_virtual(scenario())
+
+
+def test_a_node_that_is_lost_while_residents_start_there_is_told_once_by_the_spawn() -> None:
+    async def scenario() -> None:
+        async with inproc_cluster({"a": 1, "b": 2}, start_s=30.0) as cluster:
+            (first,) = await cluster.spawn([replace(probe("first"), node="b")])
+            losses = Losses(cluster)
+            asyncio.get_running_loop().call_later(10.0, cluster.kill_node, "b", "its node lost power")
+            error = await raised(cluster.spawn([probe("one"), replace(probe("two"), node="b")]), WorkerError)
+            assert str(error) == "two died: its node lost power"
+            assert [(lost.process, lost.node) for lost in losses.told] == [("first", "b")]
+            assert not first.alive
+            assert (await cluster.spawn([probe("one")]))[0].place.node == "a"
 
     run_virtual(scenario())
 

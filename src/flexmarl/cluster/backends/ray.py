@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
 from flexmarl.cluster.concurrency import OwnThread, task_block
 from flexmarl.cluster.host import Host, answer, packed
-from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_one_process
+from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_new_names, require_one_process
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.proxy import methods_of, proxy_of
 from flexmarl.cluster.settings import ClusterSettings
@@ -222,6 +222,7 @@ class RayCluster:
             raise WorkerError(f"no new residents: {self._failure}")
         for spec in specs:
             require_one_process(spec, nodes=[self._node])
+        require_new_names(specs, taken=[resident.name for resident in self._residents])
         slots = await self._slots([spec.devices for spec in specs])
         residents = [
             RayResident(spec, slot, node=self._node, tasks=self._tasks, on_end=self._ended)
