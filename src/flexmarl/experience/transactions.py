@@ -6,6 +6,7 @@ caller's thread, the durable store on its own threads.
 
 import json
 import sqlite3
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -369,6 +370,10 @@ class _Payloads:
         return sum(map(len, self._values))
 
 
+class StoreConnection(sqlite3.Connection):
+    """A connection to which its own SQL function has a weak reference: SQLite would keep both for ever otherwise."""
+
+
 def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
     """Opens a connection with the SQL function `payload(key)`, for use in any one thread.
 
@@ -381,9 +386,13 @@ def connect(database: str, *, wait_s: float = 0.0) -> sqlite3.Connection:
         cached_statements=CACHED_STATEMENTS,
         timeout=wait_s,
         uri=database.startswith("file:"),
+        factory=StoreConnection,
     )
+    own = weakref.ref(db)
 
     def payload(key: int | None) -> str | None:
+        db = own()
+        assert db is not None, "a connection that is gone asks for nothing"
         found = db.execute("SELECT value FROM payloads WHERE key = ?", (key,)).fetchone()
         if found is None:
             return None

@@ -1,10 +1,12 @@
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.backends.transactions import StoreConnection
 from flexmarl.experience.interface import Column, ColumnKind, Outcome
 from flexmarl.records import AgentName, GroupId, RowState
 from flexmarl.simulator.virtual_time import run_virtual
@@ -147,3 +149,17 @@ async def _life_and_clock() -> float:
     await ready(store, SOLVER, sample(0))
     await store.claim(SHARED, 1)
     return asyncio.get_running_loop().time()
+
+
+def test_a_store_that_nobody_has_any_more_is_gone_though_it_was_not_closed() -> None:
+    """SQLite holds a connection's own functions where no garbage collector sees it."""
+
+    def open_connections() -> int:
+        gc.collect()
+        return sum(type(one) is StoreConnection for one in gc.get_objects())
+
+    before = open_connections()
+    store = in_memory(AGENTS, COLUMNS)
+    assert open_connections() == before + 1
+    del store
+    assert open_connections() == before
