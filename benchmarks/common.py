@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -115,8 +116,17 @@ def report(
         verdict += "" if most is None else f"   wanted <= {most:g}: {'yes' if value <= most else 'NO'}"
         console.print(f"{name} = {value:.2f}{verdict}", highlight=False)
     if as_json:
-        rounded = {name: round(value, 3) for name, value in figures.items()}
-        print(json.dumps({"figures": rounded, "machine": machine()}))
+        print(json_line(figures))
+
+
+def json_line(figures: Mapping[str, float]) -> str:
+    """The figures, to three decimals, and the machine as one line of strict JSON. A figure that is not finite is null.
+
+    >>> json.loads(json_line({"speed": 1.23456, "ratio": math.nan}))["figures"]
+    {'speed': 1.235, 'ratio': None}
+    """
+    rounded = {name: round(value, 3) if math.isfinite(value) else None for name, value in figures.items()}
+    return json.dumps({"figures": rounded, "machine": machine()}, allow_nan=False)
 
 
 def _cpu_name() -> str:
