@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
 

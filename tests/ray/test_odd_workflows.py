@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flexmarl.events.run_events import RunFailed
-from tests.odd_workflows import ODDITIES
 from tests.odd_run import SIGTERM_S, OddRun
+from tests.odd_workflows import ODDITIES
 
 pytestmark = pytest.mark.ray
 

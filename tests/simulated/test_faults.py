@@ -29,11 +29,11 @@ from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.laws_of_serving import law_3_tokens_are_as_fresh_as_promised
 from flexmarl.testing.faults.lives import Stuck, at_most, live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
-from flexmarl.testing.faults.schedule import MODES, PER_POLICY, draw, loses_while_streaming
+from flexmarl.testing.faults.schedule import ENGINE_COSTS, MODES, PER_POLICY, draw, loses_while_streaming
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.trials import catch, digest, try_seed
 from flexmarl.testing.faults.watched import WatchedCache, WatchedTrainer
-from flexmarl.testing.faults.witness import COMBINATIONS, REACTIONS, combined, seen
+from flexmarl.testing.faults.witness import COMBINATIONS, combined, reactions_of, seen
 from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.training.aggregation import divisors_of
 from tests.unit.training.conftest import random_samples
@@ -221,7 +221,7 @@ def test_seeds_that_are_no_range_are_refused() -> None:
 def test_a_plan_draws_every_kind_and_follows_its_seed() -> None:
     plans = [draw_plan(Random(seed), TARGETS) for seed in range(200)]
     assert {fault.kind for plan in plans for fault in plan.faults} == set(DRAWN)
-    assert set(REACTIONS) == set(FaultKind)
+    assert set(reactions_of(lambda policy: ENGINE_COSTS)) == set(FaultKind)
     assert plans == [draw_plan(Random(seed), TARGETS) for seed in range(200)]
 
 

@@ -10,8 +10,8 @@ import pytest
 from flexmarl.events.group_events import EpisodeFailed, GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered
 from flexmarl.events.run_events import StepEnded
 from flexmarl.records import ROW_TERMINAL, split_sample_id
-from tests.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
 from flexmarl.testing.scripted_run import ScriptedRun
+from tests.odd_workflows import FINISHED, ODDITIES, kind_of, odd_workflow
 
 EPISODES, GROUPS = 4, 4
 KINDS = tuple(kind for kind, oddity in ODDITIES.items() if oddity.virtual)

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.assemble import simulate
 from flexmarl.cli import app
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
-from flexmarl.events.run_events import CheckpointSaved, Resumed, RunFailed, StepEnded, WorkerLost
+from flexmarl.events.run_events import CheckpointSaved, FaultStruck, Resumed, RunFailed, StepEnded, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced, Loaded
-from flexmarl.records import InstanceId
+from flexmarl.records import InstanceId, PolicyName
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
@@ -42,6 +43,11 @@ simulation:
 """
 
 
+def default_costs(policy: PolicyName) -> EngineCosts:
+    """The costs of CONFIG's engines, but for the time that they take to start."""
+    return EngineCosts()
+
+
 def settings_of(folder: Path, *overrides: str) -> RunSettings:
     config = folder / "run.yaml"
     config.write_text(CONFIG)
@@ -63,7 +69,7 @@ def test_a_lost_instance_is_noticed_through_its_process_and_replaced(tmp_path: P
     assert of(events, WorkerLost)[0].process == "engine/solver/0"
     assert of(events, InstanceReplaced)[0].replaces == "solver/0"
     assert len(of(events, StepEnded)) == 3
-    assert seen_in(events)[1] == {FaultKind.LOST_INSTANCE: 1}
+    assert seen_in(events, default_costs)[1] == {FaultKind.LOST_INSTANCE: 1}
 
 
 def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ def test_a_run_that_loses_a_trainer_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert resumed.step >= 1, "the step that was saved is not made again"
     assert resumed.t >= of(events, RunFailed)[0].t + 60
     assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
-    assert seen_in(events)[1] == {FaultKind.LOST_TRAINER: 1}
+    assert seen_in(events, default_costs)[1] == {FaultKind.LOST_TRAINER: 1}
 
 
 def test_a_run_that_loses_a_node_loses_all_that_lived_there_and_goes_on_on_the_others(tmp_path: Path) -> None:
@@ -88,7 +94,7 @@ def test_a_run_that_loses_a_node_loses_all_that_lived_there_and_goes_on_on_the_o
     assert {event.process.split("/")[0] for event in lost} == {"engine", "trainer"}
     assert len(of(events, Resumed)) == 1
     assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
-    assert seen_in(events)[1] == {FaultKind.LOST_NODE: 1}
+    assert seen_in(events, default_costs)[1] == {FaultKind.LOST_NODE: 1}
 
 
 def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
@@ -102,9 +108,22 @@ def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
         Fault(kind=FaultKind.TORN_CHECKPOINT, how="flipped"),
     )
     events = played(tmp_path, *faults)
-    struck, _ = seen_in(events)
+    struck, _ = seen_in(events, default_costs)
     assert set(struck) >= {fault.kind for fault in faults} - {FaultKind.TORN_CHECKPOINT}
     assert sorted({event.step for event in of(events, StepEnded)}) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("decode_s", [0.001, 1.0])
+def test_a_slow_instance_is_noticed_by_what_its_engine_takes(tmp_path: Path, decode_s: float) -> None:
+    """At 1 ms or 1 s a token: a call counts if it took as long as an engine of these costs takes when slowed."""
+    slow = Fault(kind=FaultKind.SLOW_INSTANCE, target="solver/1", after=0.0, amount=20.0)
+    never = Fault(kind=FaultKind.SLOW_INSTANCE, target="verifier/1", after=0.0, amount=20.0)
+    engine = EngineCosts(decode_s=decode_s, decode_request_s=0.0)
+    costs = f"simulation.costs.default.engine={{decode_s: {decode_s}, decode_request_s: 0, start_s: 5}}"
+    events = played(tmp_path, slow, overrides=(costs, "rollout={episode_timeout_s: 1e6, call_timeout_s: 1e6}"))
+    assert seen_in(events, lambda policy: engine) == ({slow.kind: 1}, {slow.kind: 1})
+    begun = FaultStruck(t=0.0, kind=never.kind, target=never.target, after=0.0, amount=never.amount, how="")
+    assert seen_in([begun, *events], lambda policy: engine) == ({slow.kind: 2}, {slow.kind: 1}), "nobody slowed it"
 
 
 def test_a_simulation_saves_where_the_config_says_so_and_nowhere_else(tmp_path: Path) -> None:

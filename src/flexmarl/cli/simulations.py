@@ -93,7 +93,9 @@ def planned(path: Path, settings: RunSettings) -> FaultPlan:
 
 def witness_table(outcome: SimulatedRun, plan: FaultPlan) -> Table:
     """Returns a table of the faults: how many of each kind were planned, struck, and were noticed by the run."""
-    struck, noticed = seen_in(list(read_run(outcome.folder.journal)))
+    costs = outcome.settings.simulation.costs
+    events = list(read_run(outcome.folder.journal))
+    struck, noticed = seen_in(events, lambda policy: costs_of(costs, policy).engine)
     table = Table("fault", "planned", "struck", "noticed", box=box.SIMPLE_HEAD)
     for kind, times in Counter(fault.kind for fault in plan.faults).items():
         table.add_row(kind, str(times), str(struck[kind]), str(noticed[kind]))

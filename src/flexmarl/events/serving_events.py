@@ -33,7 +33,7 @@ class Called(Timed):
     prompt_tokens: int
     """Number of tokens of the prompt."""
     reused_tokens: int
-    """Number of prompt tokens whose keys and values the instance still had."""
+    """Number of prompt tokens, and of tokens that a move kept, whose keys and values the instance still had."""
     sampled_tokens: int
     """Number of tokens of the answer."""
     finish: FinishReason
@@ -52,8 +52,8 @@ class Called(Timed):
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that the instance had to compute."""
-        return self.prompt_tokens - self.reused_tokens
+        """Tokens that the instance had to compute before it sampled: the prompt's, and those that a move kept."""
+        return self.prompt_tokens + self.kept_tokens - self.reused_tokens
 
     @property
     def trajectory(self) -> str:

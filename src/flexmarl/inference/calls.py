@@ -166,8 +166,7 @@ class Line:
 def rest_of(request: GenerationRequest, part: Generation) -> GenerationRequest:
     """The request that continues after `part`: its prompt ends with the tokens of `part`, its budget is smaller.
 
-    >>> rest_of(request, part).prompt_ids      # request asked after [1, 2], part answered [7]
-    array([1, 2, 7], dtype=int32)
+    If `request` asked after [1, 2] and `part` answered [7], the rest has the prompt [1, 2, 7].
     """
     sampled = len(part.response_ids)
     if not sampled:

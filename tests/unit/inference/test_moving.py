@@ -69,6 +69,7 @@ def test_requests_of_a_moved_instance_go_on_at_another_one_where_they_stopped():
         assert now() == 10.0
         moved = at.calls[-1]
         assert (moved.request, moved.prompt_tokens, moved.sampled_tokens, moved.kept_tokens) == ("1", 3, 10, 5)
+        assert moved.computed_tokens == len(rest.prompt_ids) == 3 + 5, "its new instance had none of its tokens"
 
     play(scenario)
 

@@ -6,9 +6,9 @@ schedule.py              draws a small random run
 fault_plan.py            a plan of faults, drawn from a seed or read from a file
 injection.py, faulty.py  carry out a plan, with wrappers around engines, trainers, the store and the task source
 planned.py               carries out a plan on a run of `flexmarl simulate`
-watched.py               wrappers that remember what the laws check
 lives.py                 plays a run and resumes it after every death
 story.py                 the story of all lives: events, rows, and what engines and trainers remember
+watched.py               wrappers that remember what the laws check
 witness.py               which faults struck, and whether the system reacted
 laws.py, laws_of_*.py    the laws, each a function of a story
 mutations.py             rules broken on purpose: each one must break a law

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from flexmarl.agents import Team
 from flexmarl.agents.characters import character_renderer
-from flexmarl.analysis.costs import EngineCosts, TrainerCosts
+from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.assemble.commands import recorded_failure
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
@@ -36,7 +36,7 @@ from flexmarl.testing.faults.fault_plan import Fault, FaultKind
 from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer, SlowStore
 from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
-from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN, Schedule
+from flexmarl.testing.faults.schedule import ENGINE_COSTS, Schedule
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.watched import MortalEvents, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
@@ -63,9 +63,6 @@ def tear(injection: Injection, folder: Path) -> Fault | None:
     return fault
 
 
-ENGINE_COSTS = EngineCosts(
-    decode_s=SECONDS_PER_TOKEN, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0
-)
 LIMIT_S = 3000.0
 """Virtual seconds that one life may take. A step takes about 10, and about 100 if every call times out."""
 CPU_S = 30.0

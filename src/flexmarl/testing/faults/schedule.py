@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, PolicyName
 from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
@@ -23,7 +24,10 @@ TEAMS: tuple[Mapping[str, str], ...] = (
     {"solver": "solver", "verifier": "verifier", "judge": "frozen"},
 )
 """Teams: the agents, and the policy of each. The policy `frozen` is not trained."""
-SECONDS_PER_TOKEN = 0.1
+ENGINE_COSTS = EngineCosts(
+    decode_s=0.1, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0
+)
+"""The costs of every engine of a run."""
 LOSSES_WHILE_STREAMING = 0.05
 """Share of runs that stream credit to trainers that are swapped, and lose a trainer and a write of the store.
 

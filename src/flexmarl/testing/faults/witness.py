@@ -1,8 +1,13 @@
-"""Decides whether the system noticed a fault that struck: a later event in the journal shows its reaction."""
+"""Decides, from a journal, which faults struck and to which of them the system reacted.
+
+A witness is a later event that shows the reaction to a fault that struck.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from flexmarl.analysis.costs import EngineCosts
 from flexmarl.events.event import Event
 from flexmarl.events.group_events import GroupExpired, GroupFailed, GroupFiltered, GroupRetried
 from flexmarl.events.run_events import (
@@ -15,27 +20,31 @@ from flexmarl.events.run_events import (
 )
 from flexmarl.events.serving_events import Called, InstanceLost
 from flexmarl.events.training_events import MicroBatchDone, Swapped
+from flexmarl.records import PolicyName
 from flexmarl.testing.faults.fault_plan import FaultKind
-from flexmarl.testing.faults.schedule import SECONDS_PER_TOKEN
+from flexmarl.testing.faults.schedule import ENGINE_COSTS
 from flexmarl.testing.faults.story import Story
 
 Reaction = Callable[[FaultStruck, Event], bool]
 """Rule that returns True if the second event is the system's reaction to the fault in the first."""
+CostsOf = Callable[[PolicyName], EngineCosts]
+"""Returns the costs of a policy's engines."""
 
 
 def seen(story: Story) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """Counts, by kind, the faults that struck, and those to which the system reacted afterwards."""
-    return seen_in(story.events)
+    """Counts, by kind, the faults that struck in a run of the campaign, and those to which it reacted afterwards."""
+    return seen_in(story.events, lambda policy: ENGINE_COSTS)
 
 
-def seen_in(events: Sequence[Event]) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
-    """Counts like `seen`, for the events of a journal."""
+def seen_in(events: Sequence[Event], costs_of: CostsOf) -> tuple[Counter[FaultKind], Counter[FaultKind]]:
+    """Counts like `seen`, for the events of any journal. `costs_of` are those that its engines were simulated with."""
     struck, answered = Counter[FaultKind](), Counter[FaultKind]()
+    reactions = reactions_of(costs_of)
     for place, fault in enumerate(events):
         if isinstance(fault, FaultStruck):
             kind = FaultKind(fault.kind)
             struck[kind] += 1
-            if any(REACTIONS[kind](fault, event) for event in events[place + 1 :]):
+            if any(reactions[kind](fault, event) for event in events[place + 1 :]):
                 answered[kind] += 1
     return struck, answered
 
@@ -71,12 +80,19 @@ def _lost(fault: FaultStruck, event: Event) -> bool:
     return mine or (isinstance(event, InstanceLost) and "as planned" in event.because)
 
 
-def _late(fault: FaultStruck, event: Event) -> bool:
-    """A call counts if it took as long as the slowed engine needs, or was aborted."""
-    if not isinstance(event, Called) or event.instance != fault.target:
-        return "was aborted" in event.because
-    slow_s = fault.amount * SECONDS_PER_TOKEN * event.sampled_tokens
-    return event.finish == "abort" or event.t - event.began > 0.9 * slow_s > 0
+@dataclass(frozen=True, slots=True)
+class SlowCall:
+    """Reaction to a slow instance: a call took as long as the slowed engine needs, or was aborted."""
+
+    costs_of: CostsOf
+
+    def __call__(self, fault: FaultStruck, event: Event) -> bool:
+        if not isinstance(event, Called) or event.instance != fault.target:
+            return "was aborted" in event.because
+        engine = self.costs_of(event.policy)
+        token_s = engine.decode_s + engine.decode_request_s
+        slow_s = fault.amount * token_s * (event.sampled_tokens - event.kept_tokens)
+        return event.finish == "abort" or event.t - event.began > 0.9 * slow_s > 0
 
 
 def _node_lost(fault: FaultStruck, event: Event) -> bool:
@@ -123,10 +139,14 @@ def _exhausted(fault: FaultStruck, event: Event) -> bool:
     return isinstance(event, RunFailed) and "SourceExhausted" in event.because
 
 
-REACTIONS: Mapping[FaultKind, Reaction] = {
+def reactions_of(costs_of: CostsOf) -> Mapping[FaultKind, Reaction]:
+    """Returns the reaction to each kind of fault, in a run whose engines have these costs."""
+    return REACTIONS | {FaultKind.SLOW_INSTANCE: SlowCall(costs_of)}
+
+
+REACTIONS: dict[FaultKind, Reaction] = {
     FaultKind.LOST_INSTANCE: _lost,
     FaultKind.LOST_NODE: _node_lost,
-    FaultKind.SLOW_INSTANCE: _late,
     FaultKind.ENGINE_SILENCE: _silent,
     FaultKind.ENGINE_ERRORS: _erred,
     FaultKind.FAILED_PUBLISH: _lost,
@@ -141,3 +161,4 @@ REACTIONS: Mapping[FaultKind, Reaction] = {
     FaultKind.ALL_FILTERED: _filtered,
     FaultKind.SOURCE_EXHAUSTED: _exhausted,
 }
+"""The reaction to each kind but a slow instance, whose reaction depends on the costs of engines."""
