@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes that tests run in; each takes one core and up to 2 GB of memory.
-JOBS ?= 2
+JOBS ?= 3
 # Random runs that break, and how often each kind of fault must be witnessed in them.
 SEEDS ?= 0:10000,40000:45000
 LEAST ?= 300

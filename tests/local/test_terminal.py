@@ -11,6 +11,7 @@ import pytest
 
 from flexmarl.cli.terminal import READER_CLOSED
 from flexmarl.events.journal import read_journal
+from tests.commands import run_commands
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
 CHATTY = '''
@@ -91,32 +92,42 @@ def test_other_commands_end_when_their_reader_has_gone_with_a_code_of_its_own(sm
 
 
 def test_no_command_lets_a_text_steer_the_terminal_and_json_is_strict(small_run, chatty, tmp_path):
-    def said(*words: str, code: int = 0) -> bytes:
-        done = subprocess.run([*FLEXMARL, *words], cwd=tmp_path, capture_output=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert b"\x1b[2J" not in done.stdout + done.stderr
-        assert "\u202e".encode() not in done.stdout + done.stderr
-        return done.stdout
+    def said(*commands: tuple[str, ...], codes: tuple[int, ...]) -> list[bytes]:
+        ended = run_commands(*commands, cwd=tmp_path)
+        assert tuple(one.returncode for one in ended) == codes, ended
+        for one in ended:
+            assert b"\x1b[2J" not in one.stdout + one.stderr
+            assert "\u202e".encode() not in one.stdout + one.stderr
+        return [one.stdout for one in ended]
 
-    table = said("train", str(small_run), *chatty)
+    table, _, _ = said(
+        ("train", str(small_run), *chatty),
+        ("train", str(small_run), "name=\x1b[2J"),
+        ("check", str(small_run), 'tasks.name="\\e[2J"'),
+        codes=(0, 2, 2),
+    )
     assert b"\\x1b[2J\\u202esuccess" in table
     (folder,) = map(str, tmp_path.glob("runs/*"))
-    assert b"\\x1b[2J" in said("eval", folder)
-    assert said("eval", folder, "--json").isascii()
     odd = "SELECT x'ff' AS a, 9e999 AS b, char(27) || '[2J' AS c, x'80' AS d"
-    assert b"\\x1b[2J" in said("store", folder, odd)
-    (row,) = json.loads(said("store", folder, odd, "--json"), parse_constant=pytest.fail)
+    figures, figures_as_json, rows, rows_as_json, _ = said(
+        ("eval", folder),
+        ("eval", folder, "--json"),
+        ("store", folder, odd),
+        ("store", folder, odd, "--json"),
+        ("store", folder, "SELECT char(27) || '[2J"),
+        codes=(0, 0, 0, 0, 2),
+    )
+    assert b"\\x1b[2J" in figures
+    assert figures_as_json.isascii()
+    assert b"\\x1b[2J" in rows
+    (row,) = json.loads(rows_as_json, parse_constant=pytest.fail)
     assert row == {"a": "x'ff'", "b": "inf", "c": "\x1b[2J", "d": "x'80'"}
-    said("store", folder, "SELECT char(27) || '[2J", code=2)
-    said("train", str(small_run), "name=\x1b[2J", code=2)
-    said("check", str(small_run), 'tasks.name="\\e[2J"', code=2)
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_in_words(small_run, tmp_path):
     odd = tmp_path / os.fsdecode(b"\xff")
     odd.mkdir()
     (odd / "run.yaml").write_text(small_run.read_text(encoding="utf-8"), encoding="utf-8")
-    for words in (["check", str(small_run)], ["train", str(small_run)], ["train", "run.yaml"]):
-        done = subprocess.run([*FLEXMARL, *words], cwd=odd, capture_output=True, text=True, check=False)
-        assert (done.returncode, "is not UTF-8" in done.stderr) == (2, True), done.stderr
-        assert "Traceback" not in done.stderr
+    for done in run_commands(("check", small_run), ("train", small_run), ("train", "run.yaml"), cwd=odd):
+        assert (done.returncode, b"is not UTF-8" in done.stderr) == (2, True), done.stderr
+        assert b"Traceback" not in done.stderr

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ray
 
 FIRST = int(os.environ.get("FLEXMARL_SEED", "0"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("FLEXMARL_KILLS", "1")))
-STEPS, GROUPS, EPISODES = 6, 6, 4
+STEPS, GROUPS, EPISODES = 4, 4, 4
 OVERRIDES = [
     "deterministic=true",
     "cluster.threads=1",
@@ -259,6 +259,7 @@ def test_kill_9_of_an_engine_is_made_up_for_by_another_one_while_the_store_is_re
     print(f"{note}; replaced within {replaced[0].seconds:.1f} s, ended as if undisturbed")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kill_9_of_a_trainer_is_an_error_that_names_it_and_resume_goes_on(seed, kill: Kill, undisturbed: Left):
     doomed, pid, note = kill("trainer", seed)

@@ -18,11 +18,11 @@ from tests.ray.child_run import Child, Left, listening, name_of
 
 pytestmark = pytest.mark.ray
 
+BRIEF = ("cluster.backend=ray", "steps=2", "evaluate.tasks=0", "checkpoint.every=0")
+
 
 def test_no_process_of_a_run_listens_beyond_loopback(small_run: Path, tmp_path: Path, short_root: Path) -> None:
-    child = Child(
-        "train", small_run, "cluster.backend=ray", "steps=4", f"out={tmp_path}", cwd=tmp_path, temp=short_root
-    )
+    child = Child("train", small_run, *BRIEF, f"out={tmp_path}", cwd=tmp_path, temp=short_root)
     try:
         while child.wait_for(lambda: trained(tmp_path), observing=True) and child.process.poll() is None:
             child.footprint.observe()

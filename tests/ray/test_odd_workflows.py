@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ray
 RAY = "cluster.backend=ray"
 
 
+@pytest.mark.deep
 def test_sigterm_ends_a_run_within_ten_seconds_whatever_its_workflows_do(small_run: Path, tmp_path: Path) -> None:
     with OddRun(small_run, tmp_path, tuple(ODDITIES), RAY) as run:
         run.wait_until_all_have_begun()
