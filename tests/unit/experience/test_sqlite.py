@@ -6,8 +6,8 @@ import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.backends.transactions import StoreConnection
 from flexmarl.experience.interface import Column, ColumnKind, Outcome
+from flexmarl.experience.transactions import StoreConnection
 from flexmarl.records import AgentName, GroupId, RowState
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.experience import (
