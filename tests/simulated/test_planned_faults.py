@@ -116,8 +116,8 @@ def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("decode_s", [0.001, 1.0])
 def test_a_slow_instance_is_noticed_by_what_its_engine_takes(tmp_path: Path, decode_s: float) -> None:
     """At 1 ms or 1 s a token: a call counts if it took as long as an engine of these costs takes when slowed."""
-    slow = Fault(kind=FaultKind.SLOW_INSTANCE, target="solver/1", after=0.0, amount=20.0)
-    never = Fault(kind=FaultKind.SLOW_INSTANCE, target="verifier/1", after=0.0, amount=20.0)
+    slow = Fault(kind=FaultKind.SLOW_INSTANCE, target=InstanceId("solver", 1), after=0.0, amount=20.0)
+    never = Fault(kind=FaultKind.SLOW_INSTANCE, target=InstanceId("verifier", 1), after=0.0, amount=20.0)
     engine = EngineCosts(decode_s=decode_s, decode_request_s=0.0)
     costs = f"simulation.costs.default.engine={{decode_s: {decode_s}, decode_request_s: 0, start_s: 5}}"
     events = played(tmp_path, slow, overrides=(costs, "rollout={episode_timeout_s: 1e6, call_timeout_s: 1e6}"))
