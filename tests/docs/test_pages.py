@@ -1,6 +1,8 @@
 """What the pages say is so: links, the tree, the words, the laws, the way to the gradient, the keys of a config."""
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +21,14 @@ VOCABULARY = (
     "Task Agent Policy Team Workflow Environment Turn Episode Group Sample Micro-batch Step Instance "
     "Process_group Rule loop backend"
 )
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[str]]:
+    """The files of both journeys, counted while a tiny team trains."""
+    command = [sys.executable, "benchmarks/journey.py", "--files"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return json.loads(lines[-1])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -113,6 +123,19 @@ def test_the_way_to_the_gradient_is_at_most_nine_files() -> None:
     assert len({file for file, _ in hops}) <= 9
     for file, text in hops:
         assert text in (PACKAGE / file).read_text(), f"{file} does not hold {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("journey", "heading"), [("tokens", "### The tokens of one call"), ("weights", "### A version of the weights")]
+)
+def test_both_journeys_name_every_file_that_is_counted(
+    counted: dict[str, list[str]], journey: str, heading: str
+) -> None:
+    (section,) = (part for part in re.split(r"\n(?=##)", read("docs/architecture.md")) if part.startswith(heading))
+    named = [
+        file for row in section.splitlines() if row.startswith("|") for file in re.findall(r"\[`(.+?\.py)`\]", row)
+    ]
+    assert sorted(named) == sorted(counted[journey])
 
 
 def test_the_page_of_keys_is_what_the_settings_classes_say() -> None:
