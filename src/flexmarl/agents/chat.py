@@ -166,7 +166,10 @@ class Conversation:
         return twin
 
     def receive(self, message: Message) -> None:
-        """Adds a message of someone else and makes the prompt of the agent's next call."""
+        """Adds a message of someone else, and sets `prompt_ids` and `parent` for the agent's next call.
+
+        Where the prompt is rendered anew, `parent` is None and a new `branch` begins.
+        """
         last, trust = self._last, self._trust_special
         extended = last and self._renderer.extend(
             last.prompt_ids, last.response_ids, message, thinking=self._thinking, trust_special=trust

@@ -67,7 +67,7 @@ class Residents(Protocol):
 
 @dataclass(slots=True)
 class Processes:
-    """Every process that the run has had, by its name."""
+    """The live processes of the run's residents, by name. `watch_workers` removes those that are lost."""
 
     places: dict[WorkerId, ResidentPlace] = field(default_factory=dict)
 

@@ -49,7 +49,10 @@ class OwnThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def run(self, work: Callable[[], T], *, timeout: float) -> T:
-        """Calls `work` on the thread, after earlier work. Raises TimeoutError after `timeout` s; the work runs on."""
+        """Calls `work` on the thread, after earlier work.
+
+        Raises TimeoutError `timeout` s after the call, the wait for earlier work included; the work still runs.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

@@ -80,7 +80,7 @@ class Instances:
 
     @property
     def expected(self) -> bool:
-        """True if no instance is live, but one may come."""
+        """True if none is live, but one is being started, moves here, or is leaving and can be taken back."""
         return not self.live and (self._coming > 0 or bool(self.leaving))
 
     @property

@@ -132,7 +132,10 @@ class SimulatedStore:
         return len(discarded)
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
-        """Drops payloads of the oldest groups until the store fits the budget; returns the number of rows pruned."""
+        """Drops payloads of rows that have ended, oldest groups first, while the store is larger than the budget.
+
+        Groups from `before_group` on keep theirs. Returns the number of rows pruned.
+        """
         self._check_open()
         ended: dict[int, list[_Kept]] = defaultdict(list)
         for row in self._rows.values():

@@ -189,8 +189,8 @@ class ModelledTrainer:
         self._check_alive()
         with boundary(CheckpointError, f"policy '{self.policy}': loading {path}"):
             state = json.loads((path / "trainer.json").read_text())
-        self.weight, self.version = state["weight"], Version(state["version"])
-        self.cache.load(state)
+            self.weight, self.version = state["weight"], Version(state["version"])
+            self.cache.load(state)
         return self.version
 
     async def export(self, path: Path) -> None:

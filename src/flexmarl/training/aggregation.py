@@ -57,7 +57,7 @@ def token_weights(
 
 
 def divisors_of(samples: Iterable[CreditedTurn]) -> Divisors:
-    """Counts the weighted tokens, rows and episodes of one policy's samples, which must be whole groups.
+    """Counts the weighted tokens, rows and episodes of one policy's samples, which must be whole episodes.
 
     Each sum is exact until one rounding at its end, so the order of the samples cannot change its last bit.
     """

@@ -7,7 +7,7 @@ import pytest
 
 from flexmarl.analysis.costs import SharedHost, TrainerCosts
 from flexmarl.cluster.allocation import Lease
-from flexmarl.errors import TrainingError, WorkerError
+from flexmarl.errors import CheckpointError, TrainingError, WorkerError
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import MicroBatch, PolicyName, Sample, Version
@@ -45,6 +45,13 @@ def test_it_keeps_the_contract(tmp_path: Path) -> None:
         return ModelledTrainer(SOLVER, COSTS, objects, rows=rows)
 
     run_virtual(check_trainer(make, batches, tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"weight": 1, "version": 2}'])
+def test_a_damaged_checkpoint_is_an_error_that_names_the_policy(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="policy 'solver': loading"):
+        run_virtual(new_trainer().load(tmp_path))
 
 
 def test_its_process_group_keeps_the_contract() -> None:

@@ -88,8 +88,8 @@ class PrivateRay:
 class JoinedRay:
     """A Ray that somebody else started. It keeps running after `close`, with nothing left of this run.
 
-    A process that has had a private Ray cannot join another: it still asks callers for a token, which these workers
-    lack.
+    A process that has had a private Ray must not join another: it still asks callers for a token, which these workers
+    lack. Nothing here checks for it.
     """
 
     def __init__(self, leases: RunLeases, *, address: str) -> None:
