@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flexmarl.config.run_settings import RunSettings
+from flexmarl.plugins import SettingsTable
 
 HEAD = """# Every key of a config
 
@@ -64,7 +65,7 @@ def _sections(model: type[BaseModel], path: str, like: type[BaseModel] | None = 
     told: list[list[type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         kinds: list[type[BaseModel]] = []
-        of_field = list(_models(field.annotation, f"{path}.{name}".removeprefix(".")))
+        of_field = list(_models(field.annotation, f"{path}.{name}".removeprefix("."), field.metadata))
         # Of two keys with the same kinds, such as credit.estimator and credit.per_agent.NAME, the first has the tables.
         told.append([kind for _, kind in of_field])
         for where, below in of_field if told[-1] not in told[:-1] or len(told[-1]) < 2 else []:
@@ -81,13 +82,20 @@ def _as_in(other: type[BaseModel] | None, name: str, field: FieldInfo) -> bool:
     return other is not None and other.model_fields[name].default == field.default
 
 
-def _models(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The settings classes that a field may hold, and their dotted paths."""
+def _table(metadata: typing.Iterable[Any]) -> SettingsTable[Any] | None:
+    """The table that a field's settings are chosen from, if there is one."""
+    return next((one for one in metadata if isinstance(one, SettingsTable)), None)
+
+
+def _models(annotation: Any, path: str, metadata: typing.Iterable[Any] = ()) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The settings classes that a field may hold, and their dotted paths: of a table, those of the package."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if table := _table(metadata):
+        yield from ((path, table[name]) for name in table.built_in)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield path, annotation
     elif origin is typing.Annotated:
-        yield from _models(arguments[0], path)
+        yield from _models(arguments[0], path, arguments[1:])
     elif origin in (typing.Union, types.UnionType):
         for argument in arguments:
             yield from _models(argument, path)
@@ -98,7 +106,7 @@ def _models(annotation: Any, path: str) -> Iterator[tuple[str, type[BaseModel]]]
 
 
 def _type(field: FieldInfo) -> str:
-    shown = _name(field.annotation)
+    shown = _name(field.annotation, field.metadata)
     for constraint in field.metadata:
         for sign, attribute in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
             bound = getattr(constraint, attribute, None)
@@ -107,12 +115,14 @@ def _type(field: FieldInfo) -> str:
     return shown
 
 
-def _name(annotation: Any) -> str:
+def _name(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if _table(metadata):
+        return "section"
     if annotation is type(None):
         return "null"
     if origin is typing.Annotated:
-        return _name(arguments[0])
+        return _name(arguments[0], arguments[1:])
     if origin is typing.Literal:
         return " / ".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
@@ -151,7 +161,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     own = field.description or _docstrings(model).get(name, "")
     if not own and name == "type":
         own = "This kind."
-    kinds = [below for _, below in _models(field.annotation, "")]
+    kinds = [below for _, below in _models(field.annotation, "", field.metadata)]
     if not own and kinds:
         own = _first_sentence(kinds[0])
     if len(kinds) > 1:

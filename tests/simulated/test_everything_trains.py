@@ -83,14 +83,14 @@ def with_options(kind: str) -> dict[str, Any]:
     return {"type": kind, **OPTIONS.get(kind, {})}
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", ESTIMATORS.built_in)
 def test_every_estimator_trains(kind: str) -> None:
     invalid_action = {"order": "after"} if kind == "max_rl" else {}
     credit = {"estimator": with_options(kind), "invalid_action": invalid_action}
     trained(credit, policies=CRITIC if kind in ("gae", "step_gae") else {})
 
 
-@pytest.mark.parametrize("kind", SHAPING)
+@pytest.mark.parametrize("kind", SHAPING.built_in)
 def test_every_term_trains_and_is_a_part_of_the_reward_with_a_mean_of_its_own(kind: str) -> None:
     then = RETURNS["then"] if kind == "potential" else []
     by = {"estimator": RETURNS["estimator"]} if kind == "potential" else {}

@@ -4,8 +4,9 @@ from flexmarl.agents.chat import ChatRenderer
 from flexmarl.agents.context import EpisodeContext, Generate, NoRecorder, Recorder
 from flexmarl.agents.interpret import parser
 from flexmarl.agents.seat import Reply, Seat, ToolUse
-from flexmarl.agents.spec import Level, TeamSpec, load_code
+from flexmarl.agents.spec import Level, TeamSpec
 from flexmarl.agents.team import Team, Workflow, workflow
+from flexmarl.plugins import load_code
 
 __all__ = [
     "ChatRenderer",

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from flexmarl.plugins import Registry
 from flexmarl.settings import Settings
-from flexmarl.tasks.registry import Registry
 from flexmarl.tools import Incomplete, Malformed, Parsed, ToolCall
 
 
@@ -59,7 +59,7 @@ def next_move(call: Parsed, ending: Ending, *, may_call: bool) -> Next:
 
 Parser = Callable[[str], Any]
 
-PARSERS: Registry[Parser] = Registry("parser", setting="parser")
+PARSERS: Registry[Parser] = Registry("parser", setting="parser", group="parsers")
 
 
 def parser(name: str) -> Callable[[Parser], Parser]:

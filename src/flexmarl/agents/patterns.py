@@ -26,14 +26,14 @@ from flexmarl.agents.context import Node, task_seed
 from flexmarl.agents.seat import Reply
 from flexmarl.agents.team import WORKFLOWS, Team, Workflow
 from flexmarl.errors import EpisodeError
+from flexmarl.plugins import Registry
 from flexmarl.records import Purpose, Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.registry import Registry
 
 PlayTurn = Callable[[Task, Team], Awaitable[bool]]
 """`async def turn(task, team) -> bool`: lets an agent act, applies and rewards its action; True if the play is over."""
 
-TURNS: Registry[PlayTurn] = Registry("turn", setting="team.workflow.turn")
+TURNS: Registry[PlayTurn] = Registry("turn", setting="team.workflow.turn", group="turns")
 turn = TURNS.register
 """Decorator that makes a function the turn of that name: `@turn("maze")`."""
 

@@ -1,17 +1,8 @@
-"""TeamSpec: the team of a run, made from its settings. It gives each episode a Team of its own.
+"""TeamSpec: the team of a run, made from its settings. It gives each episode a Team of its own."""
 
-load_code imports the user's files that a config lists under `code`.
-"""
-
-import hashlib
-import importlib.util
-import pickle
-import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from flexmarl.agents.caller import AgentSpec
@@ -21,37 +12,9 @@ from flexmarl.agents.interpret import PARSERS
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team, Workflow
 from flexmarl.errors import ConfigError
+from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
 from flexmarl.tasks import Environment
-
-
-def load_code(path: str | Path) -> ModuleType:
-    """Imports a user's file by its path, once per process. A config can then name what the file registers."""
-    path = Path(path).resolve()
-    # The module is named by its path: two files called team.py are two modules, and what they define can be pickled.
-    name = f"flexmarl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"code: {str(path)!r} is no Python file; give the path of a .py file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, Exception):
-            raise
-        raise ConfigError(f"code: {path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _line(error: Exception, path: Path) -> int:
-    """The last line of the file through which the error passed; 1 if there is none."""
-    if isinstance(error, SyntaxError):
-        return error.lineno or 1
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 1 for frame in reversed(frames) if frame.filename == str(path)), 1)
 
 
 class Level(NamedTuple):
@@ -79,8 +42,7 @@ class TeamSpec:
     """The user's files in which workflows, tools and parsers are defined; another process imports them first."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        contents = {one.name: getattr(self, one.name) for one in fields(self)}
-        return _received, (self.code, pickle.dumps(contents, protocol=5))
+        return _received, (CodeFiles(self.code), {one.name: getattr(self, one.name) for one in fields(self)})
 
     @classmethod
     def build(
@@ -131,11 +93,9 @@ class TeamSpec:
         return Team(self.agents, context)
 
 
-def _received(code: Sequence[Path], contents: bytes) -> TeamSpec:
+def _received(code: CodeFiles, contents: Mapping[str, Any]) -> TeamSpec:
     """Rebuilds a pickled TeamSpec in the process that it was sent to."""
-    for path in code:
-        load_code(path)
-    return TeamSpec(**pickle.loads(contents))
+    return TeamSpec(**contents)
 
 
 def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, ChatRenderer]) -> AgentSpec:

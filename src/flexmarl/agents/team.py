@@ -12,9 +12,9 @@ from flexmarl.agents.context import EpisodeContext, Node, episode_seed
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.seat import Seat
 from flexmarl.errors import EpisodeError, is_unicode, writable
+from flexmarl.plugins import Registry
 from flexmarl.records import AgentName, SampleId, Task, Turn
 from flexmarl.tasks import Environment
-from flexmarl.tasks.registry import Registry
 
 
 class Team:
@@ -122,7 +122,7 @@ def reserved_names() -> frozenset[str]:
 Workflow = Callable[[Task, Team], Awaitable[None]]
 """`async def run(task, team)`: how the agents interact on one task; an exception in it fails the episode."""
 
-WORKFLOWS: Registry[Workflow] = Registry("workflow", setting="team.workflow.name")
+WORKFLOWS: Registry[Workflow] = Registry("workflow", setting="team.workflow.name", group="workflows")
 
 
 def workflow(name: str) -> Callable[[Workflow], Workflow]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flexmarl.agents import ChatRenderer, TeamSpec, load_code
+from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
@@ -54,9 +54,7 @@ def check_device(cluster: ClusterSettings) -> None:
 
 
 def open_tasks(settings: RunSettings) -> TaskSource:
-    """Loads the user's code and opens the tasks; training and held-out ones must be disjoint."""
-    for path in settings.code:
-        load_code(settings.path(path))
+    """Opens the tasks; training and held-out ones must be disjoint."""
     source = settings.tasks.open(seed=settings.seed, base=settings.base)
     num_train = settings.batch.groups * settings.steps
     if source.num_train is not None and source.num_train < num_train:

@@ -22,6 +22,7 @@ from flexmarl.events.progress import Progress
 from flexmarl.events.run_events import ProcessStarted, RunStarted
 from flexmarl.experience.window import Window
 from flexmarl.inference.scaling import RULES
+from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.orchestrator.asynchronous import Asynchronous, Stream
 from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import RunState
@@ -304,7 +305,7 @@ def slots_of(settings: RunSettings, policy: PolicyName) -> int:
     if settings.cluster.backend == "simulated":
         slots = costs_of(settings.simulation.costs, policy).engine.slots
     else:
-        slots = settings.policies[policy].engine.slots
+        slots = getattr(settings.policies[policy].engine, "slots", EmbeddedSettings().slots)
     return min(slots, settings.pool.max_running or slots)
 
 

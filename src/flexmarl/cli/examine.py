@@ -1,20 +1,39 @@
 """Examines what a run needs, as far as that is possible without its weights and devices.
 
-code ──► tasks, workflow ──► models, tokenizers, team ──► libraries, devices, memory, ports
+code ──► tasks, workflow, a task played ──► models, tokenizers, team ──► libraries, devices, memory, ports
 
 Each look yields findings, some with a to-do for this machine, or raises a problem of the config. If a look fails, only
 the looks that need its subject are skipped.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
-from flexmarl.agents import load_code
+import numpy as np
+
+from flexmarl.agents import ChatRenderer, Generate, TeamSpec
+from flexmarl.agents.characters import character_renderer
+from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble import open_tasks, seat_team
 from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.events.machine import this_machine
+from flexmarl.records import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    GroupId,
+    GroupRecord,
+    PolicyName,
+    Version,
+    VersionRun,
+)
+from flexmarl.rollout.player import Player
 from flexmarl.tasks.interface import MOST_COMPARED
+
+PLAY_S = 20.0
+"""Most seconds of one play with scripted replies. A tool or environment of the user's may wait for something."""
 
 Examination = Callable[[], Iterable[Finding]]
 
@@ -34,10 +53,12 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
             return False
         return True
 
-    if succeeded(lambda: _code(settings)):
-        succeeded(lambda: _tasks(settings))
-        succeeded(lambda: _workflow(settings))
     simulated = settings.cluster.backend == "simulated"
+    if settings.code:
+        findings.append(Finding("code", f"{', '.join(map(str, settings.code))} can be imported"))
+    parts = [succeeded(lambda: _tasks(settings)), succeeded(lambda: _workflow(settings))]
+    if all(parts) and not simulated:
+        succeeded(lambda: _play(settings))
     models = {} if simulated else examine_models(settings, problems)
     findings += [found.finding for found in models.values()]
     if not problems and all(found.readable for found in models.values()):
@@ -45,13 +66,6 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     succeeded(lambda: _run(settings))
     succeeded(lambda: examine_machine(settings, models, this_machine()))
     return findings, problems
-
-
-def _code(settings: RunSettings) -> Iterator[Finding]:
-    for path in settings.code:
-        load_code(settings.path(path))
-    if settings.code:
-        yield Finding("code", f"{', '.join(map(str, settings.code))} can be imported")
 
 
 def _tasks(settings: RunSettings) -> Iterator[Finding]:
@@ -68,6 +82,45 @@ def _tasks(settings: RunSettings) -> Iterator[Finding]:
 def _workflow(settings: RunSettings) -> Iterator[Finding]:
     settings.team.workflow.resolve()
     yield Finding("team.workflow", f"{settings.team.workflow.type}: can be resolved")
+
+
+def _play(settings: RunSettings) -> Iterator[Finding]:
+    """Plays the first task with scripted replies, which call no tool. No model is needed: a token is a character."""
+    task = settings.tasks.open(seed=settings.seed, base=settings.base).train(0)
+    renderer, timeout_s = character_renderer(), min(settings.rollout.episode_timeout_s, PLAY_S)
+    team = TeamSpec.build(settings.team, {PolicyName(name): renderer for name in settings.policies}, settings.trained)
+    group, failed = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, str]()
+    replies = [reply for reply in (task.reference, "I do not know.") if reply]
+    for reply in replies:
+        player = Player(team=team, generate=_scripted(renderer, reply), run_seed=settings.seed, timeout_s=timeout_s)
+        episode = asyncio.run(player.play(group, 0))
+        if not episode.finished:
+            failed[reply] = episode.reason
+    if len(failed) == len(replies):
+        raise ConfigError(
+            f"team.workflow: task '{task.input_id}', played with scripted replies ({', '.join(map(repr, replies))}), "
+            f"fails with each of them: {next(iter(failed.values()))}"
+        )
+    fails = "".join(f"; with the reply {reply!r} it fails: {reason}" for reply, reason in failed.items())
+    yield Finding("a task", f"'{task.input_id}' was played with scripted replies{fails}")
+
+
+def _scripted(renderer: ChatRenderer, reply: str) -> Generate:
+    """A model that gives the same reply to every prompt."""
+
+    async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
+        whole = [*renderer.encode(reply), renderer.stop_ids[0]]
+        ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
+        return Generation(
+            request_id=request.request_id,
+            response_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            raw_logprobs=np.zeros(len(ids), np.float32),
+            versions=(VersionRun(0, Version(0)),),
+            finish=FinishReason.STOP if len(ids) == len(whole) else FinishReason.LENGTH,
+        )
+
+    return generate
 
 
 def _team(settings: RunSettings) -> Iterator[Finding]:

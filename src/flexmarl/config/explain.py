@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flexmarl.events.safe_json import MASK, is_secret_key, masked
+from flexmarl.plugins import SettingsTable
 
 Location = tuple[int | str, ...]
 
@@ -114,7 +115,8 @@ def _meaning(node: Any) -> str:
 
 
 def _known_keys(node: Any) -> list[str]:
-    return sorted({name for member in _members(_annotation(node)) for name in _fields(member)})
+    members = _members(node)
+    return ["type"] if isinstance(members[0], SettingsTable) else sorted({n for one in members for n in _fields(one)})
 
 
 def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[Any]]:
@@ -125,8 +127,10 @@ def _walk(root: type[BaseModel], location: Location) -> tuple[list[str], list[An
     keys: list[str] = []
     nodes: list[Any] = [root]
     for part in location:
-        members = _members(_annotation(nodes[-1]))
-        if len(members) > 1:
+        members = _members(nodes[-1])
+        if isinstance(members[0], SettingsTable):
+            nodes[-1] = members[0][str(part)]
+        elif len(members) > 1:
             nodes[-1] = next((member for member in members if _is_labelled(member, str(part))), None)
         elif part != "[key]":
             keys.append(str(part))
@@ -151,18 +155,17 @@ def _step(node: Any, part: int | str) -> Any:
     return arguments[0] if origin in (list, tuple) else None
 
 
-def _annotation(node: Any) -> Any:
-    return node.annotation if isinstance(node, FieldInfo) else node
-
-
 def _fields(member: Any) -> Mapping[str, FieldInfo]:
     return member.model_fields if isinstance(member, type) and issubclass(member, BaseModel) else {}
 
 
-def _members(annotation: Any) -> list[Any]:
-    """Returns the alternatives of an annotation, without `None`."""
+def _members(node: Any) -> list[Any]:
+    """Returns the alternatives of a field or annotation, without `None`; or the table of its settings classes."""
+    annotation, metadata = (node.annotation, node.metadata) if isinstance(node, FieldInfo) else (node, [])
     if typing.get_origin(annotation) is typing.Annotated:
-        return _members(typing.get_args(annotation)[0])
+        annotation, *metadata = typing.get_args(annotation)
+    if tables := [one for one in metadata if isinstance(one, SettingsTable)]:
+        return tables
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [m for arg in typing.get_args(annotation) for m in _members(arg) if m is not type(None)]
     return [annotation]
@@ -175,4 +178,6 @@ def _tag(member: Any) -> str | None:
 
 def _kinds(node: Any) -> str:
     """Returns the values that `type` may have; empty if there is no choice by type."""
-    return ", ".join(repr(tag) for member in _members(_annotation(node)) if (tag := _tag(member)))
+    members = _members(node)
+    tags = list(members[0]) if isinstance(members[0], SettingsTable) else map(_tag, members)
+    return ", ".join(repr(tag) for tag in tags if tag)

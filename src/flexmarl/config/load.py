@@ -151,6 +151,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
     raw.setdefault("base", str(path.resolve().parent))
     try:
         return RunSettings.model_validate(raw)
+    except ConfigError as error:  # Of a file under `code`.
+        raise ConfigError(f"{path}: {error}") from error
     except ValidationError as error:
         lines = explain(RunSettings, error.errors(include_url=False))
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None

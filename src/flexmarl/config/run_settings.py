@@ -1,10 +1,8 @@
 """The settings of one run, composed of settings classes that live next to the code they configure."""
 
-from collections.abc import Iterator
-from functools import reduce
-from operator import or_
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,9 +12,10 @@ from flexmarl.config.fits import credit_misfits, has_key, overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.experience.settings import StoreSettings
-from flexmarl.inference.settings import BalanceSettings, EmbeddedSettings, PoolSettings, engine_settings_types
+from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
+from flexmarl.plugins import CodeFiles, load_code
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.settings import Settings
@@ -25,14 +24,6 @@ from flexmarl.tasks.settings import TaskSettings
 from flexmarl.training.corrections import TruncatedImportanceSampling
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
 
-if TYPE_CHECKING:
-    EngineSettings = EmbeddedSettings
-else:
-    EngineSettings = Annotated[reduce(or_, engine_settings_types()), Field(discriminator="type")]
-
-
-"""Settings field of any engine in the table, chosen by its `type`."""
-
 
 class PolicySettings(Settings):
     """Weights, how they are served, and how they are trained."""
@@ -40,7 +31,7 @@ class PolicySettings(Settings):
     model: str = Field(description="A Hugging Face folder (relative to the config) or the name of a model on the hub.")
     trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
     instances: int = Field(default=1, ge=1, le=4096, description="Inference replicas.")
-    engine: EngineSettings = EmbeddedSettings()
+    engine: AnyEngine = EmbeddedSettings()
     training: TrainingSettings = TrainingSettings()
 
     def corrected(self) -> Self:
@@ -95,6 +86,19 @@ class RunSettings(Settings):
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     simulation: SimulationSettings = SimulationSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _code_comes_first(cls, given: Any) -> Any:
+        """Imports the files of `code`: other settings may choose what they register. Raises ConfigError."""
+        files, base = (given.get("code"), given.get("base", ".")) if isinstance(given, Mapping) else ((), ".")
+        if isinstance(base, str | Path) and isinstance(files, list | tuple):  # Otherwise they are refused themselves.
+            for file in (file for file in files if isinstance(file, str | Path)):
+                load_code(Path(base) / Path(file).expanduser())
+        return given
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (CodeFiles(self.path(path).absolute() for path in self.code), self.__getstate__())
 
     @field_validator("out")
     @classmethod
@@ -247,3 +251,10 @@ class RunSettings(Settings):
     def path(self, relative: Path | str) -> Path:
         """Returns a path of the config, relative to the config's folder unless it is absolute."""
         return self.base / Path(relative).expanduser()
+
+
+def _received(code: CodeFiles, state: dict[Any, Any]) -> RunSettings:
+    """Rebuilds pickled settings in the process that they were sent to."""
+    settings = RunSettings.__new__(RunSettings)
+    settings.__setstate__(state)
+    return settings

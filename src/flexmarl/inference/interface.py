@@ -3,9 +3,10 @@
 import pkgutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.inference.settings import EngineSettings
 from flexmarl.objects.interface import Checksum, ObjectStore
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
@@ -113,13 +114,7 @@ class EngineParts:
     version: Version = FIRST_VERSION
 
 
-class EngineSettings(Protocol):
-    """Common part of the settings classes in ENGINES."""
-
-    factory: ClassVar[str]
-    """The factory `(settings, EngineParts) -> engine`, as `module:function`. Imported only when an engine is made."""
-
-
 def make_engine(settings: EngineSettings, parts: EngineParts) -> InferenceEngine:
-    """Makes a live engine with the factory that the settings name."""
-    return pkgutil.resolve_name(settings.factory)(settings, parts)
+    """Makes a live engine with the factory of the settings."""
+    factory = type(settings).factory
+    return (pkgutil.resolve_name(factory) if isinstance(factory, str) else factory)(settings, parts)

@@ -1,22 +1,39 @@
 """Settings of the engines, one class per engine `type`, and of the pool in front of them."""
 
-import pkgutil
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from flexmarl.plugins import SettingsTable
 from flexmarl.settings import Settings
 
-ENGINES: Mapping[str, str] = {
-    "embedded": "flexmarl.inference.settings:EmbeddedSettings",
-}
-"""The settings class of each engine `type`, as `module:class`. A new engine adds one line (docs/howto/engine.md)."""
+
+class EngineSettings(Protocol):
+    """Common part of the settings classes in ENGINES."""
+
+    factory: ClassVar[Any]
+    """The factory `(settings, EngineParts) -> engine`: a method, or the path `module:function` of a function, which is
+    imported only when an engine is made."""
+
+    @property
+    def type(self) -> str:
+        """The engine's name in configs."""
+        ...
 
 
-def engine_settings_types() -> tuple[type[BaseModel], ...]:
-    """The settings classes of ENGINES, for a union chosen by `type`."""
-    return tuple(pkgutil.resolve_name(path) for path in ENGINES.values())
+ENGINES: SettingsTable[EngineSettings] = SettingsTable(
+    "engine",
+    setting="policies.NAME.engine.type",
+    group="engines",
+    interface=[EngineSettings],
+    built_in={"embedded": "flexmarl.inference.settings:EmbeddedSettings"},
+)
+"""Settings of engines by `type` (docs/howto/engine.md)."""
+engine = ENGINES.register
+"""Decorator that makes a settings class that of the engine of its `type`: `@engine`."""
+
+AnyEngine = Annotated[EngineSettings, ENGINES]
+"""Settings field of any engine in the table, chosen by its `type`."""
 
 
 class EmbeddedSettings(Settings):

@@ -6,7 +6,7 @@ Episode      one run of the workflow on one task
 GroupRecord  all episodes of one task in one step
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -15,11 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, SampleId, Scalar, Version, split_sample_id
-
-
-def exact_match(answer: str, reference: str) -> float:
-    """1.0 if the answer equals the reference apart from surrounding white space, else 0.0."""
-    return float(answer.strip() == reference.strip())
+from flexmarl.records.scorers import SCORERS, Scorer, exact_match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +26,20 @@ class Task:
     """Unique in its source, e.g. `mul5x5-17`; the first part of every sample id of this task."""
     prompt: str
     reference: str = ""
-    scorer: Callable[[str, str], float] = exact_match
-    """(answer, reference) -> score; a module-level function, so that the task can cross processes."""
+    scorer: Scorer | str = exact_match
+    """(answer, reference) -> score; a module-level function, so that the task can cross processes. A name is replaced
+    by the scorer of that name; an unknown one raises ConfigError."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Further input of the workflow or the environment, e.g. a level, a seed or files."""
 
+    def __post_init__(self) -> None:
+        """Looks up a scorer that is given by its name."""
+        if isinstance(self.scorer, str):
+            object.__setattr__(self, "scorer", SCORERS[self.scorer])
+
     def score(self, answer: str) -> float:
         """The score of an answer, by `scorer`; 1.0 is a full success."""
+        assert callable(self.scorer), "a name was looked up when the task was made"
         return float(self.scorer(answer, self.reference))
 
 

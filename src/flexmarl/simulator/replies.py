@@ -22,10 +22,10 @@ from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.errors import ConfigError, EngineError, boundary
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import StoreReader, read_store
+from flexmarl.plugins import Registry
 from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, SampleId, Sampling
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
-from flexmarl.tasks.registry import Registry
 
 Responder = Callable[[GenerationRequest], IntArray]
 """request -> [R] int32, R >= 1: the ids that the request samples, a function of the request alone.
@@ -37,7 +37,7 @@ ids and `max_tokens` are applied to its reply afterwards.
 Script = Callable[[str, random.Random], str]
 """(prompt as text without special tokens, random numbers of the request's seed) -> reply."""
 
-SCRIPTS: Registry[Script] = Registry("responder", setting="name")
+SCRIPTS: Registry[Script] = Registry("responder", setting="name", group="responders")
 
 ASKED = re.compile(r"write (\d+) tokens")
 ASKED_WITHIN = 128

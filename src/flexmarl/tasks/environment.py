@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import Field
 
+from flexmarl.plugins import Registry
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,9 @@ class Environment(Protocol[S]):
 EnvironmentFactory = Callable[..., Environment[Any]]
 """`(task, **params) -> Environment`; makes one instance for one episode."""
 
-ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", setting="team.environment.name")
+ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
+    "environment", setting="team.environment.name", group="environments"
+)
 environment = ENVIRONMENTS.register
 """Decorator that makes a factory the environment of that name: `@environment("grid")`."""
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from flexmarl.errors import ConfigError, boundary
+from flexmarl.plugins import Registry
 from flexmarl.records import Task
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import Split, checked_task
-from flexmarl.tasks.registry import Registry
 
 
 class TaskGenerator(Protocol):
@@ -28,7 +28,7 @@ class TaskGenerator(Protocol):
         ...
 
 
-GENERATORS: Registry[TaskGenerator] = Registry("task generator", setting="tasks.name")
+GENERATORS: Registry[TaskGenerator] = Registry("task generator", setting="tasks.name", group="task_generators")
 task_generator = GENERATORS.register
 """Decorator that makes a function the task generator of that name: `@task_generator("products")`."""
 

@@ -17,9 +17,9 @@ from pydantic import Field
 from flexmarl.errors import ConfigError, MissingExtra, boundary
 from flexmarl.events.safe_json import parse_json
 from flexmarl.records import Task
+from flexmarl.records.scorers import SCORERS
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted, checked_task
-from flexmarl.tasks.registry import SCORERS
 
 
 class TaskTable(Settings):

@@ -1,24 +1,35 @@
 """Tools that an agent may call while it answers. In: a call found in its text. Out: a text for its next prompt."""
 
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from pydantic import Field
-
+from flexmarl.plugins import SettingsTable
 from flexmarl.tools.calculator import Calculator
 from flexmarl.tools.interface import Tool, is_refusal
-from flexmarl.tools.syntax import AnySyntax, FunctionSyntax, Incomplete, Malformed, Parsed, TagSyntax, ToolCall
+from flexmarl.tools.syntax import (
+    SYNTAXES,
+    AnySyntax,
+    FunctionSyntax,
+    Incomplete,
+    Malformed,
+    Parsed,
+    Syntax,
+    TagSyntax,
+    ToolCall,
+    syntax,
+)
 
-TOOLS = {
-    "calculator": Calculator,
-}
-"""A new tool is one file and its entry here; the settings class is the tool."""
+TOOLS: SettingsTable[Tool] = SettingsTable(
+    "tool",
+    setting="team.agents.NAME.tools.type",
+    group="tools",
+    interface=[Tool],
+    built_in={"calculator": "flexmarl.tools.calculator:Calculator"},
+)
+"""Tools by `type`; the settings class is the tool."""
+tool = TOOLS.register
+"""Decorator that makes a settings class the tool of its `type`: `@tool`."""
 
-if TYPE_CHECKING:
-    AnyTool = Tool
-else:
-    AnyTool = Annotated[reduce(or_, TOOLS.values()), Field(discriminator="type" if len(TOOLS) > 1 else None)]
+AnyTool = Annotated[Tool, TOOLS]
 """Settings field of any tool in the table, chosen by its `type`."""
 
 __all__ = [
@@ -29,9 +40,13 @@ __all__ = [
     "Incomplete",
     "Malformed",
     "Parsed",
+    "SYNTAXES",
+    "Syntax",
     "TOOLS",
     "TagSyntax",
     "Tool",
     "ToolCall",
     "is_refusal",
+    "syntax",
+    "tool",
 ]

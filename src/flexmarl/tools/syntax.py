@@ -22,6 +22,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field, field_validator
 
 from flexmarl.events.safe_json import parse_json
+from flexmarl.plugins import SettingsTable
 from flexmarl.settings import Settings
 
 
@@ -164,5 +165,16 @@ def _as_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-AnySyntax = Annotated[FunctionSyntax | TagSyntax, Field(discriminator="type")]
+SYNTAXES: SettingsTable[Syntax] = SettingsTable(
+    "syntax",
+    setting="team.agents.NAME.syntax.type",
+    group="syntaxes",
+    interface=[Syntax],
+    built_in={"function": "flexmarl.tools.syntax:FunctionSyntax", "tag": "flexmarl.tools.syntax:TagSyntax"},
+)
+"""Syntaxes of tool calls by `type`; the settings class is the syntax."""
+syntax = SYNTAXES.register
+"""Decorator that makes a settings class the syntax of its `type`: `@syntax`."""
+
+AnySyntax = Annotated[Syntax, SYNTAXES]
 """Settings field of a syntax, chosen by its `type`."""

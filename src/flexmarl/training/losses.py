@@ -10,17 +10,17 @@ In: log-probabilities and advantages of tokens. Out: the loss of each token, and
 `gmpo`        Zhao et al. 2025: the geometric mean of a row's clipped token ratios
 `gpg`         Chu et al. 2025: the loss of REINFORCE; GPG's own factor alpha is in the advantage
 
-A settings class is the loss, and this module does not import torch. To add a loss, write its class and add it to
-`LossSettings`.
+A settings class is the loss, and this module does not import torch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from flexmarl.plugins import SettingsTable
 from flexmarl.settings import Settings
 from flexmarl.training.aggregation import Aggregation
 
@@ -238,10 +238,27 @@ class GpgLoss(PolicyLoss):
         return -advantages * logprobs, logprobs.detach() > 0
 
 
-LossSettings = Annotated[Ppo | ReinforceLoss | GpgLoss | Gspo | Cispo | Sapo | Gmpo, Field(discriminator="type")]
-LOSSES: dict[str, type[PolicyLoss]] = {
-    loss.model_fields["type"].default: loss for loss in get_args(get_args(LossSettings)[0])
-}
+LOSSES: SettingsTable[PolicyLoss] = SettingsTable(
+    "loss",
+    setting="policies.NAME.training.loss.type",
+    group="losses",
+    interface=[PolicyLoss],
+    built_in={
+        "ppo": "flexmarl.training.losses:Ppo",
+        "reinforce": "flexmarl.training.losses:ReinforceLoss",
+        "gpg": "flexmarl.training.losses:GpgLoss",
+        "gspo": "flexmarl.training.losses:Gspo",
+        "cispo": "flexmarl.training.losses:Cispo",
+        "sapo": "flexmarl.training.losses:Sapo",
+        "gmpo": "flexmarl.training.losses:Gmpo",
+    },
+)
+"""Losses by `type`."""
+loss = LOSSES.register
+"""Decorator that makes a settings class the loss of its `type`: `@loss`."""
+
+LossSettings = Annotated[PolicyLoss, LOSSES]
+"""Settings field of any loss in the table, chosen by its `type`."""
 
 __all__ = [
     "Cispo",
@@ -254,4 +271,5 @@ __all__ = [
     "Ppo",
     "ReinforceLoss",
     "Sapo",
+    "loss",
 ]

@@ -195,8 +195,9 @@ class TrainingSettings(UpdateSettings):
     def streaming_obstacle(self) -> str:
         """The setting that keeps streaming credit from being exact, and what would work; empty if there is none."""
         if not self.loss.linear_in_advantage:
-            linear = ", ".join(sorted(name for name, loss in LOSSES.items() if loss.linear_in_advantage))
-            return f"loss.type is '{self.loss.type}', whose value is not linear in the advantage; use {linear}"
+            linear = ", ".join(sorted(name for name in LOSSES.built_in if LOSSES[name].linear_in_advantage))
+            kind = getattr(self.loss, "type", "")
+            return f"loss.type is '{kind}', whose value is not linear in the advantage; use {linear}"
         if self.loss.aggregation == "traj-mean-token-mean":
             return (
                 "loss.aggregation is 'traj-mean-token-mean', which has to know all rows of an episode that are trained"

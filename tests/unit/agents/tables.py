@@ -11,7 +11,7 @@ from tests.unit.agents import tokenizers_for_tests as samples
 TOKENIZER = samples.characters(samples.TERSE)
 RENDERER = ChatRenderer(TOKENIZER)
 TASK = Task(input_id="sum-1", prompt="3+4", reference="7")
-CALCULATOR = {"tools": [{}], "syntax": {"type": "function"}}
+CALCULATOR = {"tools": [{"type": "calculator"}], "syntax": {"type": "function"}}
 
 
 def spec(agents, workflow=None, *, trained=("p",), policies=("p",), adapters=(), renderer=RENDERER):

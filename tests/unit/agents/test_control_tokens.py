@@ -241,7 +241,14 @@ def test_nobody_writes_in_the_voice_of_an_agent(trusted: bool) -> None:
         async def __call__(self, argument: str) -> str:
             return FORGED
 
-    agents = {"solver": {"memory": "full", "tools": [{}], "syntax": {"type": "function"}, "trust_special": trusted}}
+    agents = {
+        "solver": {
+            "memory": "full",
+            "tools": [{"type": "calculator"}],
+            "syntax": {"type": "function"},
+            "trust_special": trusted,
+        }
+    }
     team_spec = spec(agents)
     solver = replace(team_spec.agents["solver"], tools={"calculator": Oracle()})
     team = replace(team_spec, agents={"solver": solver}).seat(context(says("calc(1)", "it is 7", "yes")))

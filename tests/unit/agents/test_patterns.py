@@ -104,12 +104,26 @@ def test_episodes_of_a_team_share_nothing():
         ({"workflow": {**ITERATIVE, "verifier": "judge"}}, "needs the agent 'judge'; the team has solver, verifier"),
         ({"agents": {"report": {"policy": "p"}}}, "agents: 'report' cannot name an agent"),
         ({"agents": {"my agent": {"policy": "p"}}}, "agents: 'my agent' cannot name an agent"),
-        ({"agents": {"solver": {"policy": "p", "tools": [{}]}}}, "syntax: an agent with tools (calculator) needs one"),
         (
-            {"agents": {"solver": {"policy": "p", "tools": [{"name": "sum"}], "syntax": {"type": "function"}}}},
+            {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator"}]}}},
+            "syntax: an agent with tools (calculator) needs one",
+        ),
+        (
+            {
+                "agents": {
+                    "solver": {
+                        "policy": "p",
+                        "tools": [{"type": "calculator", "name": "sum"}],
+                        "syntax": {"type": "function"},
+                    }
+                }
+            },
             "syntax.names: {'calc': 'calculator'} has no word for the tool 'sum'",
         ),
-        ({"agents": {"solver": {"policy": "p", "tools": [{}, {}]}}}, "tools: two are called 'calculator'"),
+        (
+            {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator"}, {"type": "calculator"}]}}},
+            "tools: two are called 'calculator'",
+        ),
         ({"agents": {"solver": {"policy": "p", "sampling": {"stop": [""]}}}}, "stop: '' would end every message"),
         ({"agents": {"solver": {"policy": "p", "memory": 0}}}, "memory"),
     ],

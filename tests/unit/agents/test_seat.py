@@ -135,11 +135,15 @@ def test_a_budget_of_calls_ends_the_loop_and_the_call_stands_as_the_reply(budget
         (CALCULATOR, "calc(1+)", "error: the expression ends too early"),
         (CALCULATOR, "calc((1+1)", "error: 1 of the parentheses of calc( not closed"),
         (
-            {"tools": [{}], "syntax": {"type": "tag"}},
+            {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}},
             '<tool_call>{"name": "calc", "arguments": "1"}</tool_call>',
             "error: there is no tool 'calc'; there are: calculator",
         ),
-        ({"tools": [{}], "syntax": {"type": "tag"}}, "<tool_call>1</tool_call>", "error: write a tool call as"),
+        (
+            {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}},
+            "<tool_call>1</tool_call>",
+            "error: write a tool call as",
+        ),
     ],
 )
 def test_a_bad_call_is_told_to_the_agent_and_counts_against_the_budget(agent, said, result):

@@ -12,7 +12,7 @@ from flexmarl.records import Task
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.agents.tables import CALCULATOR, TASK, context, says, spec
 
-TAGGED = {"tools": [{}], "syntax": {"type": "tag"}}
+TAGGED = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}}
 
 
 def signals(agent, *replies, task=TASK):

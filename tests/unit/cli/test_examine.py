@@ -43,3 +43,64 @@ def test_train_says_what_has_a_price_before_it_begins(small_run: Path, monkeypat
     assert said[0].startswith(
         "flexmarl: caution: team.agents.solver.sampling: temperature 0.7, but the loss takes log-"
     )
+
+
+BROKEN = """
+from flexmarl.agents import workflow
+from flexmarl.records import Task
+from flexmarl.tasks import scorer, task_generator
+
+
+@scorer("examined_length")
+def length(answer):
+    return float(len(answer))
+
+
+@task_generator("examined")
+def examined(seed, index, split, *, scorer="number"):
+    return Task(input_id=f"{split}-{index}", prompt=f"{split} {index}", reference="7", scorer=scorer)
+
+
+@workflow("examined_scores")
+async def scores(task, team):
+    reply = await team.solver.act(task.prompt)
+    reply.reward(task.score(reply.answer))
+
+
+@workflow("examined_reads")
+async def reads(task, team):
+    reply = await team.solver.act(task.prompt)
+    reply.reward(float(int(reply.text) == 7))
+"""
+
+
+def examined(small_run: Path, workflow: str, scorer: str) -> tuple[str, list[str]]:
+    """What `check` says of a task that is played, and the problems of the config."""
+    code = small_run.parent / "examined.py"
+    code.write_text(BROKEN)
+    chosen = [f"code=[{code}]", f"team.workflow.name={workflow}", "tasks.name=examined"]
+    findings, problems = examine(load_run(small_run, [*SHORT, *chosen, f"tasks.params={{scorer: {scorer}}}"]))
+    return next((finding.found for finding in findings if finding.subject == "a task"), ""), problems
+
+
+def test_a_task_is_played_with_a_scorer_that_python_names(small_run: Path) -> None:
+    played, problems = examined(small_run, "examined_scores", "number")
+    assert (played, problems) == ("'train-0' was played with scripted replies", [])
+
+
+def test_a_scorer_that_fails_whatever_is_answered_is_a_problem_of_the_config(small_run: Path) -> None:
+    _, (problem,) = examined(small_run, "examined_scores", "examined_length")
+    assert "fails with each of them" in problem
+    assert "length() takes 1 positional argument but 2 were given" in problem
+
+
+def test_a_scorer_that_nobody_registered_is_refused_where_the_task_is_made(small_run: Path) -> None:
+    _, problems = examined(small_run, "examined_scores", "numbr")
+    assert any("there is no scorer 'numbr'; did you mean 'number'?" in problem for problem in problems)
+
+
+def test_a_workflow_that_fails_with_some_answers_is_no_problem_and_said(small_run: Path) -> None:
+    played, problems = examined(small_run, "examined_reads", "number")
+    assert problems == []
+    assert "with the reply 'I do not know.' it fails" in played
+    assert "ValueError: invalid literal for int()" in played

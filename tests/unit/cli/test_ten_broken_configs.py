@@ -47,7 +47,7 @@ BROKEN = {
         ["team.agents.solver.tools=[{type: abacus}]"],
         "team.agents.solver.tools.0.type",
         "'abacus'",
-        "must be 'calculator'",
+        "must be one of 'calculator'",
     ),
     "tasks on both sides": (["tasks.params={leak: true}"], "tasks", "'1+1'", "remove it from one of the two"),
     "a generator's parameter that is not there": (["tasks.params={leek: true}"], "tasks.params.leek", "'sums'", "leak"),

@@ -9,20 +9,28 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from flexmarl.config import RunSettings
+from flexmarl.credit import ESTIMATORS
+from flexmarl.plugins import SettingsTable
 from flexmarl.settings import Settings
 
 
 def below(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, FieldInfo):
+        annotation = Annotated[annotation.annotation, "", *annotation.metadata]
+    if isinstance(annotation, SettingsTable):
+        for name in annotation.built_in:
+            yield from below(annotation[name])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
-            yield from below(field.annotation)
+            yield from below(field)
     for argument in typing.get_args(annotation):
         yield from below(argument)
 
@@ -45,7 +53,7 @@ def documented(settings: type[BaseModel]) -> set[str]:
 
 def test_the_tree_is_walked():
     assert len(TREE) > 20
-    assert RunSettings in TREE
+    assert {RunSettings, *(ESTIMATORS[name] for name in ESTIMATORS.built_in)} <= {*TREE}
 
 
 @pytest.mark.parametrize("settings", TREE, ids=lambda settings: settings.__name__)
@@ -54,7 +62,7 @@ def test_a_settings_class_refuses_unknown_keys_cannot_change_and_says_what_each_
     assert settings.model_config.get("frozen") is True
     assert settings.__doc__
     described = {name for name, field in settings.model_fields.items() if field.description}
-    nested = {name for name, field in settings.model_fields.items() if any(True for _ in below(field.annotation))}
+    nested = {name for name, field in settings.model_fields.items() if any(True for _ in below(field))}
     assert set(settings.model_fields) - described - documented(settings) - nested - {"type"} == set()
 
 

@@ -1,7 +1,6 @@
 """Presets, options and laws of the group-relative estimators (docs/math.md sections 5 and 7)."""
 
 import math
-import pkgutil
 
 import pytest
 from hypothesis import settings
@@ -15,11 +14,7 @@ from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
 
-CLASSES = {
-    name: estimator
-    for name, path in ESTIMATORS.items()
-    if issubclass(estimator := pkgutil.resolve_name(path), GroupRelative)
-}
+CLASSES = {name: estimator for name in ESTIMATORS.built_in if issubclass(estimator := ESTIMATORS[name], GroupRelative)}
 PRESETS = [estimator() for estimator in CLASSES.values()]
 BATCHES = st.builds(random_credit_rows, st.integers(0, 2**32))
 LAW = settings(max_examples=60, deadline=None)

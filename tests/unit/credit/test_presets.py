@@ -1,6 +1,5 @@
 """Every preset that compares rows in groups: its options, the worked example, and what is its own (docs/math.md 5)."""
 
-import pkgutil
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +32,7 @@ from flexmarl.credit.estimators.presets import (
 from flexmarl.errors import CreditError
 from flexmarl.testing.credit import check_estimator, credit_row
 
-CLASSES = {
-    name: estimator for name, path in ESTIMATORS.items() if issubclass(estimator := pkgutil.resolve_name(path), Grouped)
-}
+CLASSES = {name: estimator for name in ESTIMATORS.built_in if issubclass(estimator := ESTIMATORS[name], Grouped)}
 A, B, C = [1.0, 0.0, 0.0, 1.0], [0.5, 0.0], [0.7]
 
 

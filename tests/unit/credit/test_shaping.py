@@ -204,7 +204,7 @@ def defaults(kind):
     return {"type": kind, **more.get(kind, {})}
 
 
-@pytest.mark.parametrize("kind", SHAPING)
+@pytest.mark.parametrize("kind", SHAPING.built_in)
 @given(raw=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5))
 def test_s2_raw_rewards_are_read_and_left_as_they_are_and_parts_add_up(kind, raw):
     rows = chain(*raw)

@@ -12,7 +12,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.inference.settings import EmbeddedSettings, engine_settings_types
+from flexmarl.inference.settings import ENGINES, EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import checksum, weights_key
 from flexmarl.records import FinishReason, Version
@@ -242,5 +242,6 @@ def test_a_decode_step_has_its_own_threads_and_a_trainer_on_the_same_thread_keep
 
 
 def test_the_table_of_engines_holds_settings_classes_with_a_type_and_a_factory():
-    assert engine_settings_types() == (EmbeddedSettings,)
+    assert list(ENGINES.built_in) == ["embedded"]
+    assert ENGINES["embedded"] is EmbeddedSettings
     assert EmbeddedSettings().type == "embedded"

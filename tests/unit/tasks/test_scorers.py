@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError
-from flexmarl.tasks.registry import SCORERS, same_number, scorer
+from flexmarl.records.scorers import SCORERS, same_number, scorer
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,12 @@
 In: rows with their final rewards. Out: an advantage and a weight for each row.
 """
 
-import pkgutil
-from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import Annotated
 
 from flexmarl.credit.interface import EstimatorSettings
+from flexmarl.plugins import SettingsTable
 
-ESTIMATORS: Mapping[str, str] = {
+BUILT_IN = {
     "default": "flexmarl.credit.estimators.presets:Default",
     "grpo": "flexmarl.credit.estimators.presets:Grpo",
     "drmas": "flexmarl.credit.estimators.presets:DrMas",
@@ -39,14 +34,18 @@ ESTIMATORS: Mapping[str, str] = {
     "rae": "flexmarl.credit.estimators.baselines:Rae",
     "gigpo": "flexmarl.credit.estimators.gigpo:GiGpo",
 }
-"""Path of the class of each estimator `type`. A new estimator adds one line here (docs: write an estimator)."""
+ESTIMATORS: SettingsTable[EstimatorSettings] = SettingsTable(
+    "estimator",
+    setting="credit.estimator.type",
+    group="estimators",
+    interface=[EstimatorSettings],
+    built_in=BUILT_IN,
+)
+"""Estimators by `type`."""
+estimator = ESTIMATORS.register
+"""Decorator that makes a settings class the estimator of its `type`: `@estimator`."""
 
-if TYPE_CHECKING:
-    AnyEstimator = EstimatorSettings
-else:
-    AnyEstimator = Annotated[
-        reduce(or_, (pkgutil.resolve_name(path) for path in ESTIMATORS.values())), Field(discriminator="type")
-    ]
+AnyEstimator = Annotated[EstimatorSettings, ESTIMATORS]
 """Settings field of any estimator in the table, chosen by its `type`."""
 
-__all__ = ["ESTIMATORS", "AnyEstimator"]
+__all__ = ["ESTIMATORS", "AnyEstimator", "estimator"]

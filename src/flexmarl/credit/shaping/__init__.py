@@ -3,18 +3,15 @@
 In: rewards as the workflow gave them. Out: the same rows with final rewards, and each term's share as a named part.
 """
 
-import pkgutil
-from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
-from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, Sees
+from flexmarl.credit.shaping.base import AddedTerm, OutcomeTerm, RowOutcome, Sees
 from flexmarl.credit.shaping.shape import check_terms, shape
+from flexmarl.plugins import SettingsTable
 
-SHAPING: Mapping[str, str] = {
+BUILT_IN = {
     "none": "flexmarl.credit.shaping.outcomes:Unshaped",
     "hop_weighted": "flexmarl.credit.shaping.outcomes:HopWeighted",
     "hop_discount": "flexmarl.credit.shaping.outcomes:HopDiscount",
@@ -35,16 +32,27 @@ SHAPING: Mapping[str, str] = {
     "completion_time": "flexmarl.credit.shaping.bonuses:CompletionTime",
     "reward_to_go": "flexmarl.credit.shaping.outcomes:RewardToGo",
 }
-"""Path of the class of each term `type`. A new term is one class, and its line here."""
+SHAPING: SettingsTable[OutcomeTerm | AddedTerm] = SettingsTable(
+    "term", setting="credit.shaping.type", group="terms", interface=[OutcomeTerm, AddedTerm], built_in=BUILT_IN
+)
+"""Terms by `type`."""
+term = SHAPING.register
+"""Decorator that makes a settings class the term of its `type`: `@term`."""
 
-if TYPE_CHECKING:
-    AnyTerm = OutcomeTerm | AddedTerm
-    Terms = tuple[AnyTerm, ...]
-else:
-    AnyTerm = Annotated[
-        reduce(or_, (pkgutil.resolve_name(path) for path in SHAPING.values())), Field(discriminator="type")
-    ]
-    Terms = Annotated[tuple[AnyTerm, ...], AfterValidator(check_terms)]
-"""Settings field of one term, chosen by its `type` (AnyTerm), and of several terms that go together (Terms)."""
+AnyTerm = Annotated[OutcomeTerm | AddedTerm, SHAPING]
+"""Settings field of one term, chosen by its `type`."""
+Terms = Annotated[tuple[AnyTerm, ...], AfterValidator(check_terms)]
+"""Settings field of several terms that go together."""
 
-__all__ = ["SHAPING", "AddedTerm", "AnyTerm", "OutcomeTerm", "Sees", "Terms", "check_terms", "shape"]
+__all__ = [
+    "SHAPING",
+    "AddedTerm",
+    "AnyTerm",
+    "OutcomeTerm",
+    "RowOutcome",
+    "Sees",
+    "Terms",
+    "check_terms",
+    "shape",
+    "term",
+]
