@@ -24,14 +24,14 @@ from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
-from flexmarl.events.backends.tensorboard import TensorBoardSink
+from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
 from flexmarl.events.journal import Journal, check_format
 from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.progress import progress_on
 from flexmarl.events.run_events import MonitorFailed, RunFailed
 from flexmarl.events.run_folder import RunFolder, make_run_folder
-from flexmarl.events.safe_json import is_secret_key, parse_json
+from flexmarl.events.safe_json import is_secret_key, parse_json, plain
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
@@ -41,7 +41,7 @@ from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.saving import Checkpoints, resume
 
-LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint"})
+LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "metrics"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
 
 
@@ -92,8 +92,9 @@ class Run:
             events.listen(Event, journal.write)
             stop.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(recorded_failure(events))
-            metrics = Metrics(clock, [JsonlSink(folder.metrics), TensorBoardSink(folder.tensorboard)])
-            stack.callback(metrics.close)
+            tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=console.print)
+            metrics = Metrics(clock, [JsonlSink(folder.metrics), *tracked])
+            stack.push(lambda kind, *_: metrics.close(failed=kind is not None))
             with console.status(f"starting the {settings.cluster.backend} world"):
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))

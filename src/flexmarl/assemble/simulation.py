@@ -255,5 +255,5 @@ class _StepLines:
         if step:
             self._show(f"step {step} of {self._steps} ended at {self._clock():.6g} s")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Does nothing: there is nothing to write."""

@@ -11,6 +11,7 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config.fits import credit_misfits, has_key, overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
+from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings
 from flexmarl.objects.settings import ObjectSettings
@@ -40,6 +41,13 @@ class PolicySettings(Settings):
             return self
         training = self.training.model_copy(update={"correction": TruncatedImportanceSampling()})
         return self.model_copy(update={"training": training})
+
+    def scheduled(self, updates: int) -> Self:
+        """Fills in the length of a decay that has none: the run's number of updates."""
+        schedule = self.training.schedule.over(updates)
+        if schedule is self.training.schedule:
+            return self
+        return self.model_copy(update={"training": self.training.model_copy(update={"schedule": schedule})})
 
     @model_validator(mode="after")
     def _engine_takes_the_trained_weights(self) -> Self:
@@ -85,6 +93,7 @@ class RunSettings(Settings):
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    metrics: MetricsSettings = MetricsSettings()
     simulation: SimulationSettings = SimulationSettings()
 
     @model_validator(mode="before")
@@ -114,6 +123,18 @@ class RunSettings(Settings):
         mode = given.data.get("mode")
         off_policy = isinstance(mode, Mode) and not mode.synchronous
         return {name: policy.corrected() if off_policy else policy for name, policy in policies.items()}
+
+    @field_validator("policies")
+    @classmethod
+    def _decays_end_with_the_run(
+        cls, policies: dict[str, PolicySettings], given: ValidationInfo
+    ) -> dict[str, PolicySettings]:
+        """Sets the default of `training.schedule.decay_steps`. config.yaml of a run folder then holds the number, so
+        that a run that is resumed with more steps keeps its learning rates."""
+        updates = given.data.get("steps")
+        return (
+            {name: policy.scheduled(updates) for name, policy in policies.items()} if updates is not None else policies
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -43,8 +43,8 @@ class Sink(Protocol):
         """Takes one step's values."""
         ...
 
-    def close(self) -> None:
-        """Writes out the values that it still holds. A second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Writes out the values that it still holds. `failed`: an error ended the run. A second call does nothing."""
         ...
 
 
@@ -59,7 +59,7 @@ class JsonlSink:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, separators=(",", ":"), allow_nan=False) + "\n")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Closes the file. A second call does nothing."""
         self._file.close()
 
@@ -150,10 +150,10 @@ class Metrics:
             sink.write(step, values)
         return values
 
-    def close(self) -> None:
-        """Closes the sinks."""
+    def close(self, *, failed: bool = False) -> None:
+        """Closes the sinks. `failed`: an error ended the run."""
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed=failed)
 
     def _claim(self, name: str, kind: str) -> None:
         first = self._kinds.setdefault(name, kind)

@@ -6,6 +6,7 @@ runs/math_team-20260131-142530/
   experience.sqlite  every turn, with its reward and advantage
   metrics.jsonl      one line per step
   tensorboard/       the same for TensorBoard
+  trackers.json      ids of the run in W&B and MLflow, if it is there
   checkpoints/       what --resume needs
   summary.json       before, after, times, versions
   curve.png          the run at a glance
@@ -52,6 +53,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """TensorBoard's folder."""
         return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> Path:
+        """Ids of the run in other trackers."""
+        return self.path / "trackers.json"
 
     @property
     def checkpoints(self) -> Path:

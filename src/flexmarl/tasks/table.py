@@ -2,11 +2,13 @@
 
 TableSource       makes a task of each row, chooses the held-out tasks and orders the others
 JsonlTasks        rows from a JSONL file, one JSON object per line
-HuggingFaceTasks  rows from a Hugging Face dataset: on the hub, or in local Parquet, CSV and JSON files
+HuggingFaceTasks  rows from a Hugging Face dataset: on the hub, in a folder that `save_to_disk` wrote, or in a folder or
+                  list of local Parquet, CSV and JSON files
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -177,7 +179,8 @@ class HuggingFaceTasks(TaskTable):
 
     type: Literal["huggingface"] = "huggingface"
     dataset: str
-    """Name on the hub, e.g. `openai/gsm8k`; or `parquet`, `csv`, `json` with `data_files`."""
+    """Name on the hub, e.g. `openai/gsm8k`; or a folder, relative to the config: one that `save_to_disk` wrote, or one
+    of Parquet, CSV or JSON files; or `parquet`, `csv`, `json` with `data_files`."""
     subset: str | None = None
     """The dataset's configuration, e.g. `main`."""
     data_files: tuple[str, ...] | None = None
@@ -191,20 +194,50 @@ class HuggingFaceTasks(TaskTable):
 
     def open(self, *, seed: int, base: Path = Path("."), load: Callable[..., Any] | None = None) -> TableSource:
         """Opens the source. `load` replaces `datasets.load_dataset`. Raises MissingExtra or ConfigError."""
-        load = load or _load_dataset()
-        rows = self._rows(load, self.split, base)
-        held_out = None if self.held_out_split is None else self._rows(load, self.held_out_split, base)
-        return TableSource(self, name=self.dataset.rpartition("/")[2], rows=rows, held_out=held_out, seed=seed)
+        loads = load or self._loader(base)
+        rows = self._rows(loads, self.split, base)
+        held_out = None if self.held_out_split is None else self._rows(loads, self.held_out_split, base)
+        return TableSource(self, name=Path(self.dataset).name, rows=rows, held_out=held_out, seed=seed)
+
+    def _loader(self, base: Path) -> Callable[..., Any]:
+        datasets = _datasets()
+        return partial(_load_saved, datasets) if _is_saved(base / self.dataset) else datasets.load_dataset
 
     def _rows(self, load: Callable[..., Any], split: str, base: Path) -> list[Row]:
+        folder = base / self.dataset
         files = self.data_files and [file if "://" in file else str(base / file) for file in self.data_files]
         with boundary(ConfigError, f"tasks: loading the split '{split}' of {self.dataset}"):
-            dataset = load(self.dataset, self.subset, split=split, data_files=files, revision=self.revision)
+            dataset = load(
+                str(folder) if folder.is_dir() else self.dataset,
+                self.subset,
+                split=split,
+                data_files=files,
+                revision=self.revision,
+            )
             return [(f"{self.dataset}[{split}][{number}]", dict(row)) for number, row in enumerate(dataset)]
 
 
-def _load_dataset() -> Callable[..., Any]:
+def _datasets() -> Any:
     try:
-        return import_module("datasets").load_dataset
+        return import_module("datasets")
     except ImportError as error:
         raise MissingExtra("datasets", "tasks of type huggingface") from error
+
+
+def _is_saved(folder: Path) -> bool:
+    """True if `save_to_disk` of a dataset, or of a dictionary of splits, wrote the folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _load_saved(datasets: Any, folder: str, subset: str | None, *, split: str, **unused: object) -> Any:
+    """Loads a split of what `save_to_disk` wrote. A dataset without splits is its own split `train`."""
+    if given := [key for key, value in {"subset": subset, **unused}.items() if value is not None]:
+        raise ConfigError(f"tasks.{given[0]} is set, but {folder} was written by `save_to_disk`, which has none")
+    loaded = datasets.load_from_disk(folder)
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if split not in splits:
+        raise ConfigError(
+            f"tasks: {folder} has no split '{split}'; there are: {', '.join(splits)}. Set tasks.split and "
+            f"tasks.held_out_split, or null to hold out a share"
+        )
+    return splits[split]

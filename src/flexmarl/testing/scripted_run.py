@@ -259,7 +259,7 @@ class ScriptedRun:
         """Records the metrics of a step."""
         self.metrics[step] = {**self.metrics.get(step, {}), **values}
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Does nothing: there is nothing to write out."""
 
     async def _rows(self) -> list[Row]:

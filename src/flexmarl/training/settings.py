@@ -17,32 +17,45 @@ class ScheduleSettings(Settings):
     type: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Shape after the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Updates before the full learning rate is reached.")
     decay_steps: int | None = Field(
-        default=None, gt=0, description="Updates, warm-up included, after which the rate stays at its minimum."
+        default=None,
+        gt=0,
+        description="Updates, warm-up included, after which the rate stays at its minimum; null: the run's `steps`.",
     )
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="Final rate as a share of the learning rate.")
 
     @model_validator(mode="after")
-    def _decay_needs_its_length(self) -> Self:
+    def _there_is_a_decay_after_the_warm_up(self) -> Self:
+        if self.decay_steps is None:
+            return self
         if self.type == "constant":
-            if self.decay_steps is not None:
-                raise ValueError(f"decay_steps is {self.decay_steps} but type is 'constant'; use 'linear' or 'cosine'")
-        elif self.decay_steps is None or self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps is {self.decay_steps} but type is 'constant'; use 'linear' or 'cosine'")
+        if self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"decay_steps is {self.decay_steps} with type '{self.type}' and warmup_steps {self.warmup_steps}; set "
                 "it to the number of updates of the run, more than warmup_steps"
             )
         return self
 
+    def over(self, updates: int) -> Self:
+        """Returns the schedule of a run of so many updates: a decay without a length ends with the last of them."""
+        if self.type == "constant" or self.decay_steps is not None:
+            return self
+        return self.model_copy(update={"decay_steps": max(updates, self.warmup_steps + 1)})
+
     def factor(self, update: int) -> float:
-        """Share of the learning rate for update number `update`, counted from 0.
+        """Share of the learning rate for update number `update`, counted from 0. Raises ValueError without a length.
+
+        The warm-up is one update ahead of that of transformers' `get_scheduler`, whose first update has the rate 0.
 
         >>> [ScheduleSettings(type="linear", warmup_steps=2, decay_steps=6).factor(i) for i in range(7)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
         """
         if update < self.warmup_steps:
             return (update + 1) / self.warmup_steps
-        if self.decay_steps is None:
+        if self.type == "constant":
             return 1.0
+        if self.decay_steps is None:
+            raise ValueError(f"decay_steps is null with type '{self.type}'; set it to the number of updates of the run")
         progress = min(1.0, (update - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         shape = 1.0 - progress if self.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.min_ratio + (1.0 - self.min_ratio) * shape
@@ -221,6 +234,16 @@ class SupervisedSettings(UpdateSettings):
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = Field(
         default="token-mean", description="Whether long demonstrations weigh more (token-mean) or all the same."
     )
+
+    @field_validator("schedule")
+    @classmethod
+    def _its_length_is_known(cls, schedule: ScheduleSettings) -> ScheduleSettings:
+        if schedule.type != "constant" and schedule.decay_steps is None:
+            raise ValueError(
+                f"decay_steps is None with type '{schedule.type}'; set it to the number of updates: epochs times "
+                f"demonstrations, divided by batch"
+            )
+        return schedule
 
 
 class ProcessGroupSettings(Settings):

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from flexmarl.events.backends.tensorboard import TensorBoardSink
+from flexmarl.events.backends.trackers import TensorBoardSink
 from flexmarl.events.metrics import JsonlSink, Metrics, read_metrics, time_shares
 from flexmarl.simulator.virtual_time import run_virtual
 

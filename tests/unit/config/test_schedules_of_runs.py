@@ -1,0 +1,35 @@
+"""The length of a learning rate's decay: given, or that of the run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flexmarl.config import load_run
+from flexmarl.errors import ConfigError
+
+RELAY = Path(__file__).parents[3] / "examples" / "relay" / "cpu.yaml"
+KEY = "policies.speaker.training.schedule"
+
+
+def test_a_decay_without_a_length_ends_with_the_run() -> None:
+    settings = load_run(RELAY, ["steps=12", f"{KEY}={{type: linear, warmup_steps: 3}}"])
+    assert settings.policies["speaker"].training.schedule.decay_steps == 12
+    assert settings.policies["listener"].training.schedule.decay_steps == 80  # Given in the file.
+
+
+def test_a_run_that_is_made_longer_keeps_its_learning_rates(tmp_path: Path) -> None:
+    short = load_run(RELAY, ["steps=12", f"{KEY}={{type: cosine}}"])
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(short.model_dump(mode="json")))
+    assert load_run(written, ["steps=40"]).policies == short.policies
+
+
+def test_a_run_shorter_than_its_warm_up_still_loads() -> None:
+    settings = load_run(RELAY, ["steps=2", f"{KEY}={{type: cosine, warmup_steps: 5}}"])
+    assert settings.policies["speaker"].training.schedule.decay_steps == 6
+
+
+def test_a_length_for_a_constant_rate_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=rf"{KEY}.*decay_steps is 5 but type is 'constant'"):
+        load_run(RELAY, [f"{KEY}={{type: constant, decay_steps: 5}}"])
