@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def offline_file(folder: RunFolder) -> list[bytes]:
     """The records of W&B's offline files, oldest file first: LevelDB's log format behind a header of 7 bytes."""
     records, part = [], b""
-    for file in sorted(folder.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+    for file in sorted(folder.path.glob("wandb/*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         raw, at = file.read_bytes(), 7
         while at + 7 <= len(raw):
             left = 2**15 - at % 2**15
@@ -95,6 +95,8 @@ class TestWandb:
             sink.write(step, {"team/success": success, "train/solver/loss": float("nan")})
             sink.close()
             ids.append(folder.trackers.read_text())
+            (part,) = folder.path.glob("wandb/offline-run-*")
+            part.rename(part.parent / f"of-step-{step}")  # W&B names it by the second.
         assert ids[0] == ids[1]
         assert wandb_history(folder) == {3: {"team/success": 0.25}, 2: {"team/success": 0.5}}
 
