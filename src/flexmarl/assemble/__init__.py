@@ -19,13 +19,15 @@ from flexmarl.assemble.blueprint import (
     open_tasks,
     seat_team,
 )
-from flexmarl.assemble.commands import Run, assemble_run, evaluate_once, export_policies, newest_checkpoint
+from flexmarl.assemble.commands import Run, assemble_run, evaluate_once, newest_checkpoint
+from flexmarl.assemble.export import Exported, export_policies, push
 from flexmarl.assemble.simulation import simulate
 from flexmarl.assemble.wire import wire
 from flexmarl.assemble.world import World, open_world
 
 __all__ = [
     "Blueprint",
+    "Exported",
     "Run",
     "World",
     "assemble_run",
@@ -39,6 +41,7 @@ __all__ = [
     "model_source",
     "open_tasks",
     "open_world",
+    "push",
     "seat_team",
     "simulate",
     "wire",

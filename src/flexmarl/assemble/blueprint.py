@@ -11,9 +11,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError
+from flexmarl.config import RunSettings, load_run
+from flexmarl.config.run_settings import FromRun
+from flexmarl.errors import CheckpointError, ConfigError
+from flexmarl.events.journal import check_format
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.inference.backends.embedded.kv_slots import attention_shape
+from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import check_model_files
@@ -38,6 +42,15 @@ def draw_up(settings: RunSettings) -> Blueprint:
         for policy in settings.policies:
             check_model(settings, policy)
     return Blueprint(settings=settings, source=open_tasks(settings), team=seat_team(settings))
+
+
+def refuse_simulated(settings: RunSettings) -> None:
+    """Raises ConfigError if the run is to be simulated, for commands whose engines and trainers compute."""
+    if settings.cluster.backend == "simulated":
+        raise ConfigError(
+            "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
+            "cluster.backend=inline or ray"
+        )
 
 
 def check_device(cluster: ClusterSettings) -> None:
@@ -76,7 +89,7 @@ def seat_team(settings: RunSettings) -> TeamSpec:
     renderers = {PolicyName(name): load_renderer(settings, name) for name in settings.policies}
     trained = [PolicyName(name) for name in settings.trained]
     adapters = [name for name in trained if settings.policies[name].training.lora is not None]
-    one_base = len({settings.policies[name].model for name in adapters}) == 1
+    one_base = len({str(settings.policies[name].model) for name in adapters}) == 1
     code = [settings.path(path).absolute() for path in settings.code]
     return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else (), code=code)
 
@@ -90,7 +103,10 @@ def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
 
 def has_folder(settings: RunSettings, policy: str) -> bool:
     """Says whether the policy's model is in a folder of this machine."""
-    return (settings.path(settings.policies[policy].model) / "config.json").is_file()
+    model = settings.policies[policy].model
+    if isinstance(model, FromRun):
+        return Path(model_source(settings, policy)).is_dir()
+    return (settings.path(model) / "config.json").is_file()
 
 
 def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBase:
@@ -140,9 +156,37 @@ def cached_numbers(model: torch.nn.Module) -> int:
     return 2 * layers * key_heads * head_size
 
 
+def settings_of_run(settings: RunSettings, start: FromRun, key: str) -> tuple[RunSettings, RunFolder]:
+    """Returns the settings and the folder of the run that a policy begins with. Raises ConfigError that names `key`."""
+    folder = RunFolder(settings.path(start.run))
+    if not folder.config.is_file():
+        raise ConfigError(
+            f"{key}.run: '{folder.path}' is no run folder: it has no config.yaml; give the path that `train` printed"
+        )
+    check_format(folder.journal)
+    theirs = load_run(folder.config)
+    if start.policy not in theirs.trained:
+        raise ConfigError(
+            f"{key}.policy: '{folder.path}' trained no policy '{start.policy}'; it trained: "
+            f"{', '.join(sorted(theirs.trained))}"
+        )
+    try:
+        CheckpointFolder(folder.checkpoints).named(start.step)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}.step is {start.step!r}: {error}") from error
+    return theirs, folder
+
+
 def model_source(settings: RunSettings, policy: str) -> str:
-    """Finds a policy's model: a folder, or a name on the Hugging Face hub. Raises ConfigError."""
+    """Finds a policy's model: a folder, or a name on the Hugging Face hub. Raises ConfigError.
+
+    For a policy that begins as one of another run, it is the model that the other run began with: the same but for the
+    weights.
+    """
     model = settings.policies[policy].model
+    if isinstance(model, FromRun):
+        theirs, _ = settings_of_run(settings, model, f"policies.{policy}.model")
+        return model_source(theirs, model.policy)
     folder = settings.path(model)
     if has_folder(settings, policy):
         return str(folder)

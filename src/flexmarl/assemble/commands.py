@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,8 @@ from rich.console import Console
 
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
-from flexmarl.assemble.blueprint import Blueprint, draw_up
+from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated
+from flexmarl.assemble.export import with_starts
 from flexmarl.assemble.residents import settle_memory
 from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import World, initial_versions, make_evaluator, open_world, watch_workers
@@ -41,7 +43,7 @@ from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.saving import Checkpoints, resume
 
-LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "metrics"})
+LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "stop", "metrics"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
 
 
@@ -223,21 +225,14 @@ def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> R
     blueprint = draw_up(settings)
     if resume_from is None:
         folder = new_run_folder(settings)
+        settings = with_starts(settings, folder.path / "start")
+        blueprint = replace(blueprint, settings=settings)
         written = folder.config.with_suffix(".partial")
         written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
     else:
         folder = RunFolder(resume_from)
     return Run(blueprint, folder, resumed=resume_from is not None)
-
-
-def refuse_simulated(settings: RunSettings) -> None:
-    """Raises ConfigError if the run is to be simulated, for commands whose engines and trainers compute."""
-    if settings.cluster.backend == "simulated":
-        raise ConfigError(
-            "cluster.backend is 'simulated', whose seconds are virtual; use `flexmarl simulate`, or "
-            "cluster.backend=inline or ray"
-        )
 
 
 def new_run_folder(settings: RunSettings) -> RunFolder:
@@ -283,7 +278,9 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
 def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
     """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are."""
     refuse_simulated(settings)
-    return run_and_leave_threads(_evaluate_once(draw_up(settings), checkpoints))
+    with TemporaryDirectory(prefix="flexmarl-") as starts:
+        blueprint = draw_up(with_starts(settings, Path(starts)))
+        return run_and_leave_threads(_evaluate_once(blueprint, checkpoints))
 
 
 async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluation:
@@ -300,20 +297,6 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
             return await make_evaluator(blueprint, world, versions).run()
         finally:
             await end_leftover_tasks(LEFT_BEHIND_S)
-
-
-def export_policies(settings: RunSettings, checkpoints: Path, out: Path) -> list[Path]:
-    """Writes every trained policy of the newest checkpoint as a Hugging Face folder `out/{policy}`."""
-    refuse_simulated(settings)
-    return asyncio.run(_export_policies(draw_up(settings), checkpoints, out))
-
-
-async def _export_policies(blueprint: Blueprint, folder: Path, out: Path) -> list[Path]:
-    async with scratch_world(blueprint) as world:
-        await Checkpoints(folder, keep=1).load(world.trainers)
-        for policy, trainer in world.trainers.items():
-            await trainer.export((out / policy).absolute())
-        return [out / policy for policy in world.trainers]
 
 
 @asynccontextmanager

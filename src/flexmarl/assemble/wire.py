@@ -125,6 +125,8 @@ class _Wiring:
             events=self._events,
             steps=settings.steps,
             evaluate=settings.evaluate,
+            best=settings.checkpoint.best,
+            stop=settings.stop,
         )
 
     @property

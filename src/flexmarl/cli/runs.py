@@ -114,15 +114,46 @@ def check(config: Config, overrides: Overrides = None) -> None:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder; its newest checkpoint is exported.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
     out: Annotated[
         Path, typer.Argument(help="Where to write; each policy gets a folder of its own.", show_default=False)
     ],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint of this step, not the newest.", show_default=False)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best evaluation.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write adapters alone; each needs its base.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Write whole models.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO",
+            help="Upload to this repository of the Hugging Face hub, or to REPO-POLICY for each of several policies.",
+            show_default=False,
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make new repositories public, not private.")] = False,
 ) -> None:
-    """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it."""
+    """Write each trained policy so that `AutoModelForCausalLM.from_pretrained` loads it, with a model card.
+
+    Without --adapter or --merged, `training.lora.export` decides.
+    """
+    if step is not None and best:
+        raise ConfigError("--step and --best exclude each other; use one of them")
+    if adapter and merged:
+        raise ConfigError("--adapter and --merged exclude each other; use one of them")
     settings, folder = load_run_folder(run)
-    for path in assemble.export_policies(settings, folder.checkpoints, out):
-        print_text(str(path))
+    which = step if step is not None else "best" if best else "newest"
+    form = "adapter" if adapter else "merged" if merged else None
+    exported = assemble.export_policies(settings, folder, out, which=which, form=form)
+    for one in exported:
+        print_text(str(one.path))
+    if push is not None:
+        alone = len(exported) == 1
+        for address in assemble.push(
+            {push if alone else f"{push}-{one.policy}": one for one in exported}, public=public
+        ):
+            print_text(address)
 
 
 def clean(

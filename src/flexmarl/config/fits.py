@@ -4,6 +4,7 @@
                     `credit.ready`, `credit.streaming` and `deterministic`; the table of what each of them decides is in
                     docs/architecture.md, section Modes
 `credit_misfits`    the agents that credit names, the branches that it compares, its terms
+`evaluation_misfits`    whether there are evaluations that `checkpoint.best` and `stop` can compare
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,9 +12,34 @@ from collections.abc import Collection, Iterator, Mapping
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.credit.interface import GroupKey
 from flexmarl.credit.settings import CreditSettings, divides_by_mean
-from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.orchestrator.settings import (
+    CheckpointSettings,
+    EvaluateSettings,
+    Mode,
+    PipelineSettings,
+    StopSettings,
+)
 from flexmarl.records import AgentName
 from flexmarl.training.settings import TrainingSettings
+
+
+def evaluation_misfits(
+    evaluate: EvaluateSettings, checkpoint: CheckpointSettings, stop: StopSettings | None
+) -> Iterator[str]:
+    """Yields a sentence for each setting that leaves `checkpoint.best` or `stop` without evaluations to compare."""
+    compares = " and ".join(key for key, set_ in (("checkpoint.best", checkpoint.best), ("stop", stop)) if set_)
+    if not compares:
+        return
+    if not evaluate.tasks or not evaluate.every:
+        key, value = ("every", 10) if evaluate.tasks else ("tasks", 256)
+        yield f"{compares}: evaluations are compared, but evaluate.{key} is 0; use evaluate.{key}={value}"
+    elif evaluate.every_tasks < evaluate.tasks:
+        yield (
+            f"{compares}: evaluations are compared, but those in between play {evaluate.every_tasks} tasks "
+            f"(evaluate.every_tasks) and the others {evaluate.tasks}; use evaluate.every_tasks={evaluate.tasks}"
+        )
+    if checkpoint.best is not None and not checkpoint.every:
+        yield "checkpoint.best is set, but checkpoint.every is 0, which saves none; use checkpoint.every=10"
 
 
 def overlap_misfits(

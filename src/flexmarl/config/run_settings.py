@@ -2,20 +2,27 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.fits import credit_misfits, has_key, overlap_misfits
+from flexmarl.config.fits import credit_misfits, evaluation_misfits, has_key, overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings
 from flexmarl.objects.settings import ObjectSettings
-from flexmarl.orchestrator.settings import BatchSettings, CheckpointSettings, EvaluateSettings, Mode, PipelineSettings
+from flexmarl.orchestrator.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    EvaluateSettings,
+    Mode,
+    PipelineSettings,
+    StopSettings,
+)
 from flexmarl.plugins import CodeFiles, load_code
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
@@ -26,10 +33,23 @@ from flexmarl.training.corrections import TruncatedImportanceSampling
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
 
 
+class FromRun(Settings):
+    """A policy of another run, whose weights a run begins with. With an adapter there, they are the merged ones."""
+
+    run: Path = Field(description="The other run's folder, relative to the config.")
+    policy: str = Field(description="The name of the policy in that run.")
+    step: Literal["newest", "best"] | int = Field(
+        default="newest", description="Its newest checkpoint, its best one, or that of a step."
+    )
+
+
 class PolicySettings(Settings):
     """Weights, how they are served, and how they are trained."""
 
-    model: str = Field(description="A Hugging Face folder (relative to the config) or the name of a model on the hub.")
+    model: str | FromRun = Field(
+        description="A Hugging Face folder (relative to the config), the name of a model on the hub, or a policy of "
+        "another run: {run: runs/RUN, policy: solver}, whose weights are copied into the new run's folder."
+    )
     trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
     instances: int = Field(default=1, ge=1, le=4096, description="Inference replicas.")
     engine: AnyEngine = EmbeddedSettings()
@@ -93,6 +113,7 @@ class RunSettings(Settings):
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    stop: StopSettings | None = Field(default=None, description="Early stopping; null: all steps are made.")
     metrics: MetricsSettings = MetricsSettings()
     simulation: SimulationSettings = SimulationSettings()
 
@@ -143,6 +164,7 @@ class RunSettings(Settings):
             *self._costs_are_of_policies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
+            *evaluation_misfits(self.evaluate, self.checkpoint, self.stop),
             *credit_misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
             *overlap_misfits(
                 self.mode,

@@ -152,6 +152,24 @@ class CheckpointDropped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointBest(Event):
+    """A checkpoint is that of the best evaluation so far, and is kept until another one is better."""
+
+    name: ClassVar[str] = "checkpoint_best"
+    step: int
+    """Steps done at that checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEarly(Event):
+    """A run ends before its last step, because its evaluations no longer improve."""
+
+    name: ClassVar[str] = "stopped_early"
+    step: int
+    """Steps done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRemoved(Event):
     """An incomplete checkpoint, left by a killed command, was removed."""
 

@@ -5,6 +5,8 @@
         solver/ verifier/   what each trainer saved: weights, optimiser, version, its empty gradient cache
         MANIFEST.json       {"solver/trainer.pt": {"bytes": 9120, "blake2b": "1f0c22..."}, ...}
 
+    checkpoints/best        a link to the checkpoint of the best evaluation, if `checkpoint.best` is set
+
 The folder is written under another name, the manifest last. It is flushed to the disk, and renamed when it is complete.
 If a checkpoint is damaged nevertheless, by the disk for example, the manifest shows it: a file is missing, torn or
 changed. It is then passed over for the newest intact one.
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.errors import CheckpointError, boundary
@@ -37,6 +39,9 @@ _digest = partial(hashlib.blake2b, digest_size=16)
 _COMPLETE, _PARTIAL = "step-", ".partial-"
 """Prefixes of the folder names. A partial folder is being written or removed, or was left behind by a killed run."""
 _STEP = re.compile("[0-9]{1,18}")
+_BEST = "best"
+Which = Literal["newest", "best"] | int
+"""A checkpoint of a run: by its age, by its evaluation, or by its number of completed steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class RunState:
     """Sum of the seconds that each process of the run took so far."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """State of the estimators, e.g. running baselines, to the last bit. Empty if an older checkpoint has none."""
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Figures of every evaluation so far, by completed steps, to the last bit (orchestrator/stopping.py)."""
 
     @property
     def replayed(self) -> tuple[GroupId, ...]:
@@ -128,6 +135,59 @@ class CheckpointFolder:
         """Every checkpoint in the folder, oldest first. Only file sizes are checked, not contents."""
         return [_look(folder) for folder in self._folders()]
 
+    def best(self) -> int | None:
+        """The step of the best checkpoint; None if none is marked, or if the marked one is gone."""
+        link = self.path / _BEST
+        step = link.readlink().name.removeprefix(_COMPLETE) if link.is_symlink() else ""
+        return int(step) if _STEP.fullmatch(step) and self.of_step(int(step)).is_dir() else None
+
+    def mark_best(self, step: int) -> None:
+        """Marks the checkpoint of a step as the best, in place of the one that was."""
+        made = self.path / f"{_PARTIAL}{_BEST}"
+        made.unlink(missing_ok=True)
+        made.symlink_to(self.of_step(step).name)
+        made.replace(self.path / _BEST)
+        flush(self.path)
+
+    def chosen(self, which: Which) -> Path:
+        """Path of the newest intact checkpoint, of the best one, or of that of a step, which is read and is intact.
+
+        Raises CheckpointError that says which ones there are.
+        """
+        if which != "newest":
+            verify(path := self.named(which))
+            return path
+        found = self.verified()
+        if found.path is None:
+            raise CheckpointError(self.none_intact(found))
+        return found.path
+
+    def named(self, which: Which) -> Path:
+        """Path of the newest, the best, or a step's checkpoint, which need not be intact. Raises as `chosen` does."""
+        folders = self._folders()
+        if which == "newest":
+            if not folders:
+                raise CheckpointError(self.none_intact(Found(path=None)))
+            return folders[-1]
+        step = self.best() if which == "best" else which
+        if step is None:
+            raise CheckpointError(
+                f"no checkpoint in {self.path} is marked as the best; train with checkpoint.best={{}}"
+            )
+        if not self.of_step(step).is_dir():
+            there = ", ".join(str(_step_of(folder)) for folder in folders) or "none"
+            raise CheckpointError(f"no checkpoint of step {step} in {self.path}; there are those of steps: {there}")
+        return self.of_step(step)
+
+    def none_intact(self, found: Found) -> str:
+        """The error text for a missing intact checkpoint; it says what to do."""
+        if not found.passed_over:
+            return f"no checkpoint in {self.path}; train first, with checkpoint.every above 0"
+        return (
+            f"no intact checkpoint in {self.path}: {'; '.join(found.passed_over)}. Put back a copy of one, or "
+            f"remove that folder: --resume then begins at step 0"
+        )
+
     def verified(self) -> Found:
         """Reads checkpoints, newest first, until one is intact."""
         passed_over: list[str] = []
@@ -142,8 +202,8 @@ class CheckpointFolder:
     def clear_partial(self) -> list[Path]:
         """Removes the partial folders of a killed run. Only the one process that runs in this folder may call it."""
         left = sorted(self.path.glob(f"{_PARTIAL}*"))
-        for folder in left:
-            shutil.rmtree(folder)
+        for path in left:
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
         return left
 
     def _folders(self) -> list[Path]:
@@ -243,12 +303,14 @@ def read_state(path: Path) -> RunState:
         raw = parse_json((path / "state.json").read_bytes())
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
         memory, versions = _floats(raw.pop("memory", {})), dict(raw.pop("versions"))
+        evaluations = {int(step): _floats(figures) for step, figures in raw.pop("evaluations", {}).items()}
         for policy, version in versions.items():
             _check_count(version, f"versions.{policy}")
         state = RunState(
             **raw,
             versions=versions,
             memory=memory,
+            evaluations=evaluations,
             before=_evaluation_of(before) if before else None,
             admission=admission,
         )

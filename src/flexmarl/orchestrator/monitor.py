@@ -16,7 +16,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics, time_shares
 from flexmarl.events.notices import EvaluationStarted, FiguresWritten, GroupPlayed
 from flexmarl.events.progress import Progress, ProgressView
-from flexmarl.events.run_events import Evaluated, StepStarted
+from flexmarl.events.run_events import Evaluated, StepStarted, StoppedEarly
 from flexmarl.events.serving_events import QueueCounts
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.publish import Versions
@@ -78,6 +78,7 @@ class Monitor:
         events.listen(GroupPlayed, self._group_played)
         events.listen(Evaluated, self._evaluated)
         events.listen(FiguresWritten, self._figures_written)
+        events.listen(StoppedEarly, lambda end: progress.note(f"stopped after step {end.step}: {end.because}"))
 
     async def watch(self) -> None:
         """Draws the screen and watches the queues and the event loop, until it is cancelled."""

@@ -19,14 +19,15 @@ from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.errors import cause_of
 from flexmarl.events.event import Events
 from flexmarl.events.notices import EvaluationStarted, StepSettled, phase
-from flexmarl.events.run_events import Evaluated, Resumed, StepEnded, StepStarted
+from flexmarl.events.run_events import Evaluated, Resumed, StepEnded, StepStarted, StoppedEarly
 from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.evaluation import Evaluation, Evaluator
 from flexmarl.orchestrator.publish import Updates, Versions
 from flexmarl.orchestrator.saving import Saver
-from flexmarl.orchestrator.settings import EvaluateSettings
+from flexmarl.orchestrator.settings import EvaluateSettings, FigureSettings, StopSettings
+from flexmarl.orchestrator.stopping import check_figure, figures_of, stop_after
 from flexmarl.records import CONTROLLER, GroupId
 from flexmarl.rollout.admission import Admission
 
@@ -83,6 +84,8 @@ class RunProgress:
         """Number of completed steps."""
         self.before = start.before if start else None
         """The evaluation before the first step."""
+        self.evaluations = dict(start.evaluations) if start else {}
+        """Figures of every evaluation so far, by completed steps."""
         self._earlier_s = start.wall_s if start else 0.0
         self._began = asyncio.get_running_loop().time()
 
@@ -100,6 +103,7 @@ class RunProgress:
             before=self.before,
             wall_s=self.wall_s,
             memory=dict(self._crediting.memory),
+            evaluations=dict(self.evaluations),
         )
 
 
@@ -118,11 +122,17 @@ class Orchestrator:
         events: Events,
         steps: int,
         evaluate: EvaluateSettings,
+        best: FigureSettings | None = None,
+        stop: StopSettings | None = None,
     ) -> None:
-        """`balancer` is None if no instances are moved."""
+        """`balancer` is None if no instances are moved. `best`: the figure of the best checkpoint."""
         self._progress, self._pipeline, self._updates = progress, pipeline, updates
         self._evaluator, self._saver, self._balancer = evaluator, saver, balancer
         self._events, self._steps, self._evaluate = events, steps, evaluate
+        self._compared = {key: figure for key, figure in (("checkpoint.best", best), ("stop", stop)) if figure}
+        self._stop = stop
+        self._latest: tuple[int, Evaluation | None] = (-1, None)
+        """The newest evaluation of this command on all tasks that are compared, and its step."""
 
     async def run(self) -> RunOutcome:
         """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
@@ -139,13 +149,14 @@ class Orchestrator:
         if progress.step == 0:
             progress.before = await self._evaluated("before")
             self._events.emit(StepSettled(step=self._progress.step))
-        if (
-            progress.step < self._steps or progress.admission.active
-        ):  # A resumed run may only have active groups to end.
+        if self._goes_on or progress.admission.active:  # A resumed run may only have active groups to end.
             await self._train()
         after = progress.before
-        if progress.step:
+        if progress.step and self._compared and self._latest[0] == progress.step:  # It was stopped by it.
+            after = self._latest[1]
+        elif progress.step:
             after = await self._evaluated("after")
+            await self._saver.keep_best(progress.state())
             self._events.emit(StepSettled(step=self._progress.step))
         return RunOutcome(before=progress.before, after=after, steps=progress.step, wall_s=progress.wall_s)
 
@@ -154,7 +165,9 @@ class Orchestrator:
         async with asyncio.TaskGroup() as beside:
             watching = beside.create_task(self._balancer.watch(), name="balance") if self._balancer else None
             async with self._pipeline.playing():
-                while self._progress.step < self._steps:
+                if self._compared and self._progress.step and self._progress.step not in self._progress.evaluations:
+                    await self._evaluate_if_due()  # The run was killed between its checkpoint and its evaluation.
+                while self._goes_on:
                     await self._step()
                     await self._save_if_due()
                     if self._progress.step < self._steps:
@@ -187,9 +200,21 @@ class Orchestrator:
         else:
             await self._saver.not_saved(state.admission)
 
+    @property
+    def _goes_on(self) -> bool:
+        stopped = self._stop and stop_after(self._progress.evaluations, self._stop)
+        return self._progress.step < self._steps and not stopped
+
     async def _evaluate_if_due(self) -> None:
-        if self._is_evaluated(self._progress.step):
-            await self._evaluated("between", self._evaluate.every_tasks)
+        if not self._is_evaluated(self._progress.step):
+            return
+        await self._evaluated("between", self._evaluate.every_tasks)
+        state = self._progress.state()
+        await self._saver.keep_best(state)
+        if self._stop and (ruling := stop_after(state.evaluations, self._stop)):
+            self._events.emit(StoppedEarly(step=state.step, because=ruling.because))
+            if self._saver.due(state.step, last=True):
+                await self._saver.save(state, last=True)
 
     async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
         if not self._evaluate.tasks:
@@ -201,4 +226,8 @@ class Orchestrator:
         self._events.emit(
             Evaluated(process=CONTROLLER, began=began, when=when, step=step, evaluation=asdict(evaluation))
         )
+        for key, figure in self._compared.items():
+            check_figure(key, figure, evaluation)
+        self._progress.evaluations[step] = figures_of(evaluation)
+        self._latest = (step, evaluation)
         return evaluation

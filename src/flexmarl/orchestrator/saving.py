@@ -26,6 +26,7 @@ from flexmarl.errors import CheckpointError, boundary
 from flexmarl.events.event import Events
 from flexmarl.events.notices import phase
 from flexmarl.events.run_events import (
+    CheckpointBest,
     CheckpointDropped,
     CheckpointFailed,
     CheckpointPassedOver,
@@ -37,6 +38,7 @@ from flexmarl.events.run_events import (
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, Found, Held, RunState, first_group, read_state
 from flexmarl.orchestrator.settings import CheckpointSettings
+from flexmarl.orchestrator.stopping import best_of
 from flexmarl.records import CONTROLLER, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import AdmissionState
 from flexmarl.training.interface import Trainer
@@ -55,10 +57,13 @@ class Drop:
     because: str
 
 
-def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None) -> list[Drop]:
+def to_drop(
+    held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | None, best: int | None = None
+) -> list[Drop]:
     """Chooses the checkpoints to remove, newest first, after that of step `saved` (one of `held`) is complete.
 
-    The saved one always stays. Of the others the oldest are removed first, so that the newest intact ones stay.
+    The saved one always stays, and so does an intact one of step `best`, whatever the limits. Of the others the oldest
+    are removed first, so that the newest intact ones stay.
 
     >>> held = [Held(step=step, num_bytes=10**9) for step in (1, 2, 3)]
     >>> to_drop(held, saved=3, keep=5, budget_bytes=2 * 10**9)
@@ -81,7 +86,7 @@ def to_drop(held: Sequence[Held], *, saved: int, keep: int, budget_bytes: int | 
             because = f"with it there are {total / 1e9:.3g} GB, checkpoint.budget_gb is {budget_bytes / 1e9:.3g}"
         else:
             stay += 1
-        if because:
+        if because and (checkpoint.step != best or checkpoint.step > saved or checkpoint.damage):
             drops.append(Drop(step=checkpoint.step, because=because))
     return drops
 
@@ -147,20 +152,20 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(self.none_intact(found))
         return await self.restore(found.path, trainers)
 
-    def none_intact(self, found: Found) -> str:
-        """The error text for a missing intact checkpoint; it says what to do."""
-        if not found.passed_over:
-            return f"no checkpoint in {self.path}; train first, with checkpoint.every above 0"
-        return (
-            f"no intact checkpoint in {self.path}: {'; '.join(found.passed_over)}. Put back a copy of one, or "
-            f"remove that folder: --resume then begins at step 0"
-        )
+    async def keep_best(self, step: int) -> list[Drop]:
+        """Marks the checkpoint of a step as the best, and removes those that nothing keeps any more."""
+        await self._aside(self.mark_best, step)
+        return await self._aside(self._prune, self.held(), self.held()[-1].step)
+
+    def _prune(self, held: Sequence[Held], saved: int) -> list[Drop]:
+        drops = to_drop(held, saved=saved, keep=self._keep, budget_bytes=self._budget_bytes, best=self.best())
+        for drop in drops:
+            self.remove(drop.step)
+        return drops
 
     def _complete(self, state: RunState) -> Saved:
         path, held = self.complete(state), self.held()
-        drops = to_drop(held, saved=state.step, keep=self._keep, budget_bytes=self._budget_bytes)
-        for drop in drops:
-            self.remove(drop.step)
+        drops = self._prune(held, state.step)
         dropped = {drop.step for drop in drops}
         kept = [one for one in held if one.step not in dropped]
         oldest = read_state(self.of_step(kept[0].step))
@@ -206,6 +211,27 @@ class Saver:
         if not self._settings.every:
             await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
 
+    async def keep_best(self, state: RunState) -> None:
+        """Marks the checkpoint of the present step as the best if the newest evaluation is; saves it if it was not.
+
+        If saving fails, the run goes on with the best checkpoint that it had.
+        """
+        if self._settings.best is None:
+            return
+        best = best_of(state.evaluations, self._settings.best)
+        if best is None or best.step != state.step or self._checkpoints.best() == best.step:
+            return
+        if not self._checkpoints.of_step(best.step).is_dir():
+            await self.save(state, last=False)
+        if self._checkpoints.of_step(best.step).is_dir():
+            drops = await self._checkpoints.keep_best(best.step)
+            self._events.emit(CheckpointBest(step=best.step, because=best.because))
+            self._emit_drops(drops)
+
+    def _emit_drops(self, drops: Sequence[Drop]) -> None:
+        for drop in drops:
+            self._events.emit(CheckpointDropped(step=drop.step, because=drop.because))
+
     async def save(self, state: RunState, *, last: bool) -> None:
         """Saves a checkpoint. If that fails, it warns if an older one is intact and a later save will come.
 
@@ -241,8 +267,7 @@ class Saver:
                 process=CONTROLLER, began=began, step=state.step, path=str(saved.path), bytes=saved.num_bytes
             )
         )
-        for drop in saved.dropped:
-            self._events.emit(CheckpointDropped(step=drop.step, because=drop.because))
+        self._emit_drops(saved.dropped)
         budget = self._settings.budget_bytes
         if budget is not None and saved.num_bytes > budget:
             self._warn(

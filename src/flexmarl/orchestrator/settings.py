@@ -4,11 +4,12 @@
 """
 
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexmarl.rollout.admission import AdmissionLaw
 from flexmarl.settings import Settings
@@ -128,11 +129,52 @@ class EvaluateSettings(Settings):
     )
 
 
+class FigureSettings(Settings):
+    """A figure of evaluations, and the direction in which it is better."""
+
+    metric: str = Field(
+        default="success",
+        min_length=1,
+        description="Figure as `flexmarl eval` names it: success, another one that the workflow reports, or "
+        "reward/AGENT. Its name in metrics.jsonl works too: eval/team/success.",
+    )
+    mode: Literal["max", "min"] = Field(default="max", description="max: higher is better; min: lower is.")
+
+    @field_validator("metric")
+    @classmethod
+    def _has_its_short_name(cls, metric: str) -> str:
+        for prefix in ("evaluate.", "eval/", "team/"):
+            metric = metric.removeprefix(prefix)
+        return metric
+
+    def value(self, figures: Mapping[str, float]) -> float:
+        """The figure; NaN if it is missing."""
+        return figures.get(self.metric, math.nan)
+
+    def gain(self, value: float) -> float:
+        """The value, signed so that more is better."""
+        return value if self.mode == "max" else -value
+
+
+class StopSettings(FigureSettings):
+    """Ends a run whose evaluations no longer improve."""
+
+    patience: int = Field(default=5, ge=1, description="Evaluations in a row without improvement that end the run.")
+    min_delta: float = Field(
+        default=0.0, ge=0, description="An evaluation improves if it is better than the best by more than this."
+    )
+
+
 class CheckpointSettings(Settings):
     """Checkpoints at step boundaries."""
 
     every: int = Field(default=10, ge=0, description="Save every so many steps, and after the last one; 0 is never.")
     keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints stay.")
+    best: FigureSettings | None = Field(
+        default=None,
+        description="Also keep the checkpoint of the best evaluation, whatever `keep` and `budget_gb` say: "
+        "`checkpoints/best`. null: only the newest stay.",
+    )
     budget_gb: float | None = Field(
         default=None,
         gt=0,

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -193,7 +194,7 @@ class ModelledTrainer:
             self.cache.load(state)
         return self.version
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
         """Writes the weight to `weight.txt` in this folder."""
         self._check_alive()
         _write(path, "weight.txt", repr(self.weight))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,8 +115,11 @@ class Trainer(Protocol):
         """Restores what `save` wrote, bit for bit; returns the version. Raises CheckpointError."""
         ...
 
-    async def export(self, path: Path) -> None:
-        """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
+    async def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
+        """Writes a Hugging Face folder: a model that `AutoModelForCausalLM.from_pretrained` loads, or its adapter.
+
+        `form` None: as the settings say. A policy without an adapter is whole in any form.
+        """
         ...
 
 

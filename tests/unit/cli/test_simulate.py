@@ -12,6 +12,7 @@ from flexmarl.assemble import assemble_run, evaluate_once, export_policies
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
+from flexmarl.events.run_folder import RunFolder
 
 app = Typer()
 app.command()(simulate)
@@ -78,7 +79,7 @@ def test_no_other_command_plays_on_modelled_devices(config: Path, tmp_path: Path
     for command in (
         lambda: assemble_run(settings),
         lambda: evaluate_once(settings, None),
-        lambda: export_policies(settings, tmp_path, tmp_path / "export"),
+        lambda: export_policies(settings, RunFolder(tmp_path), tmp_path / "export"),
     ):
         with pytest.raises(ConfigError, match="whose seconds are virtual; use `flexmarl simulate`"):
             command()

@@ -52,3 +52,16 @@ def test_what_stays_is_the_saved_one_and_as_many_of_the_newest_intact_ones_as_fi
     one_more = intact[: len(stay) + 1]
     too_much = budget is not None and sum(one.num_bytes for one in one_more) > budget
     assert len(one_more) == len(stay) or len(stay) == keep or too_much, "no more go than must"
+
+
+@given(found=checkpoints, keep=st.integers(1, 4), budget=st.none() | st.integers(1, 20), best=steps)
+def test_the_best_stays_whatever_the_limits_and_changes_nothing_else(
+    found: list[Held], keep: int, budget: int | None, best: int
+) -> None:
+    saved = max((one.step for one in found if not one.damage), default=None)
+    if saved is None:
+        return
+    without = {drop.step for drop in to_drop(found, saved=saved, keep=keep, budget_bytes=budget)}
+    with_best = {drop.step for drop in to_drop(found, saved=saved, keep=keep, budget_bytes=budget, best=best)}
+    intact = any(one.step == best and not one.damage for one in found)
+    assert with_best == (without - {best} if intact else without)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
@@ -274,9 +274,9 @@ class Network:
             names = names or self._adapter.overflowing()
         return names
 
-    def export(self, path: Path) -> None:
-        """Writes a Hugging Face folder: the model, or the adapter alone if its settings say so."""
-        if self._adapter is not None and self._adapter.settings.export == "adapter":
+    def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
+        """Writes a Hugging Face folder: the model, or the adapter alone if `form`, or else its settings, say so."""
+        if self._adapter is not None and (form or self._adapter.settings.export) == "adapter":
             self._adapter.export(path)
         else:
             merged = None if self._adapter is None else dict(self._adapter.merged())

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -228,12 +228,12 @@ class SingleProcessTrainer:
                 await self._run(self._load, path)
             return self._version
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
         """Writes the model, and the tokenizer if there is one, as a Hugging Face folder."""
         async with self._turn:
             self._require_finite()
             with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
-                await self._run(self._network.export, path)
+                await self._run(self._network.export, path, form)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(str(path))
 
