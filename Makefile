@@ -15,7 +15,7 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart test test-deep check bench gpu gpu-wheels docs clean
+.PHONY: help install install-dev quickstart test test-deep test-extras check bench gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,13 @@ test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEED
 	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)
 	$(BIN)/python -m flexmarl.testing.faults --seeds $(SEEDS) --least $(LEAST) --jobs $(JOBS)
 	$(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadgroup
+
+$(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-extras.lock
+	@touch $@
+
+test-extras: $(VENV)/.installed-extras  ## what needs optional packages: W&B, MLflow, local datasets (a minute)
+	$(BIN)/python -m pytest tests/extras
 
 check: install-dev  ## style, types, import direction, docs
 	$(BIN)/ruff format --check .

@@ -61,8 +61,10 @@ class Run:
         """The folder of everything that the run leaves."""
         return self._folder.path
 
-    def train(self, console: Console) -> Summary:
+    def train(self, console: Console, log: Callable[[Event], None] | None = None) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder.
+
+        `log` hears every event, as the journal does.
 
         Raises the error that ended the run; the pictures are drawn then too.
         """
@@ -73,7 +75,7 @@ class Run:
         started = datetime.now()
         try:
             with HardStop() as stop:
-                run_and_leave_threads(self._train(console, stop))
+                run_and_leave_threads(self._train(console, stop, log))
         except BaseException:
             with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
@@ -82,7 +84,7 @@ class Run:
         console.print(summary_table(summary))
         return summary
 
-    async def _train(self, console: Console, stop: HardStop) -> None:
+    async def _train(self, console: Console, stop: HardStop, log: Callable[[Event], None] | None) -> None:
         settings, folder = self._settings, self._folder
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
@@ -92,9 +94,12 @@ class Run:
             journal, events = Journal(folder.journal), Events(clock)
             stack.callback(journal.close)
             events.listen(Event, journal.write)
+            if log is not None:
+                events.listen(Event, log)
             stop.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(recorded_failure(events))
-            tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=console.print)
+            warn = Console(stderr=True, markup=False, highlight=False).print
+            tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=warn)
             metrics = Metrics(clock, [JsonlSink(folder.metrics), *tracked])
             stack.push(lambda kind, *_: metrics.close(failed=kind is not None))
             with console.status(f"starting the {settings.cluster.backend} world"):

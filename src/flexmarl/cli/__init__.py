@@ -10,6 +10,7 @@ import threading
 
 import typer
 
+from flexmarl.cli.init import init
 from flexmarl.cli.runs import check, clean, evaluate, export, train
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
@@ -25,11 +26,12 @@ CANCELLED = (
 app = typer.Typer(
     name="flexmarl",
     help="Train teams of LLM agents with reinforcement learning.",
-    epilog="Start with: flexmarl check RUN.yaml, then flexmarl train RUN.yaml.",
+    epilog="Start with: flexmarl init NAME, or flexmarl check RUN.yaml, then flexmarl train RUN.yaml.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(init)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(simulate)

@@ -8,6 +8,7 @@ the looks that need its subject are skipped.
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -134,6 +135,9 @@ def _run(settings: RunSettings) -> Iterator[Finding]:
     simulated = settings.cluster.backend == "simulated"  # It saves nothing, and its engines are `simulation.costs`.
     for key, price, instead in cautions(settings):
         yield Finding(key, price, instead)
+    for package in ("wandb", "mlflow"):
+        if getattr(settings.metrics, package) is not None and find_spec(package) is None and not simulated:
+            raise MissingExtra(package, f"metrics.{package}")
     if not settings.checkpoint.every and not simulated:
         yield Finding("checkpoint.every", "0: nothing is saved", "--resume and export will have nothing to start from")
     for name, agent in settings.team.agents.items() if not simulated else ():

@@ -1,5 +1,6 @@
 """Arguments that several commands share, and modules that import torch, loaded when a command first uses them."""
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ import typer
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError
 from flexmarl.events.journal import check_format
+from flexmarl.events.log import LogLevel
 from flexmarl.events.run_folder import RunFolder
 
 
@@ -41,6 +43,22 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Dotted settings, e.g. batch.groups=8 seed=2.", show_default=False, metavar="[KEY=VALUE]..."),
 ]
+Level = Annotated[
+    LogLevel,
+    typer.Option(
+        "--log-level", envvar="FLEXMARL_LOG", help="error, warning: no progress; debug: every decision with its reason."
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="The same as --log-level warning.")]
+
+
+def log_level(level: LogLevel, *, quiet: bool) -> LogLevel:
+    """Returns the level of a command, and sets that of the libraries which log by themselves, in its processes too."""
+    level = LogLevel.WARNING if quiet and not level.quiet else level
+    if level is not LogLevel.INFO:  # At info, theirs is what they choose themselves.
+        of_libraries = {LogLevel.DEBUG: "info"}.get(level, level.value)
+        os.environ |= {"TRANSFORMERS_VERBOSITY": of_libraries, "HF_HUB_VERBOSITY": of_libraries}
+    return level
 
 
 def load_run_folder(path: Path, overrides: list[str] | None = None) -> tuple[RunSettings, RunFolder]:

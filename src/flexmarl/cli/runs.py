@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,13 @@ import typer
 from rich import box
 from rich.table import Table
 
-from flexmarl.cli.options import Config, Overrides, assemble, examine, load_run_folder
+from flexmarl.cli.options import Config, Level, Overrides, Quiet, assemble, examine, load_run_folder, log_level
 from flexmarl.cli.terminal import SafeConsole, ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
 from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.events.log import EventLog, LogLevel
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 
@@ -31,18 +33,22 @@ def train(
             show_default=False,
         ),
     ] = None,
+    level: Level = LogLevel.INFO,
+    quiet: Quiet = False,
 ) -> None:
     """Train the team that CONFIG describes. The last line printed is the run folder.
 
     A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
     """
+    level = log_level(level, quiet=quiet)
     with ignoring_hangup():
         settings = load_run(config, overrides or ())
-        for caution in cautions(settings):
+        for caution in cautions(settings) if level is not LogLevel.ERROR else ():
             print_text(f"flexmarl: caution: {caution}", err=True)
         run = assemble.assemble_run(settings, resume_from=resume)
         try:
-            run.train(SafeConsole())
+            log = EventLog(level, partial(print_text, err=True))
+            run.train(SafeConsole(quiet=level.quiet), log.hear)
         except KeyboardInterrupt:
             print_text(f"flexmarl: stopped. {resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None

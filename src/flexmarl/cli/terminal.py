@@ -46,8 +46,8 @@ def print_text(text: str, *, err: bool = False) -> None:
 class SafeConsole(Console):
     """Console of rich on which only rich itself controls the terminal, not the text that is printed."""
 
-    def __init__(self) -> None:
-        super().__init__(markup=False, highlight=False)
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(markup=False, highlight=False, quiet=quiet)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(

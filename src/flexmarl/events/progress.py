@@ -162,7 +162,9 @@ class LiveProgress:
 
 
 def progress_on(console: Console, clock: Callable[[], float]) -> Progress:
-    """Returns LiveProgress on a terminal that can move its cursor, LineProgress elsewhere."""
+    """Returns LiveProgress on a terminal that can move its cursor, LineProgress elsewhere, none if it is quiet."""
+    if console.quiet:
+        return NullProgress()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveProgress(console, clock) if live else LineProgress(console)
 
