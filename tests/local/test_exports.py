@@ -235,8 +235,8 @@ def test_a_team_is_evaluated_with_the_policies_of_another_run(adapted: Path, sma
         ("{run: nowhere, policy: one}", r"policies.one.model.run: '.*nowhere' is no run folder"),
         ("{run: RUN, policy: two}", r"policies.one.model.policy: 'RUN' trained no policy 'two'; it trained: one"),
         ("{run: RUN, policy: one, step: 9}", r"policies.one.model.step is 9: no checkpoint of step 9 in .*: 1, 2, 3"),
-        ("{run: RUN}", r"policies\.one\.model.*policy"),
-        ("{run: RUN, policy: one, step: last}", r"policies\.one\.model.*step"),
+        ("{run: RUN}", r"policies\.one\.model\.policy is missing"),
+        ("{run: RUN, policy: one, step: last}", r"policies\.one\.model\.step must be newest, best, or a number"),
     ],
 )
 def test_a_start_that_is_not_there_names_the_key(adapted: Path, small_run: Path, start: str, message: str) -> None:

@@ -30,7 +30,7 @@ from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, RunState, Which
 from flexmarl.orchestrator.saving import Checkpoints
-from flexmarl.records import PolicyName
+from flexmarl.records import AgentName, PolicyName
 
 Form = Literal["merged", "adapter"]
 
@@ -78,7 +78,7 @@ async def _write(settings: RunSettings, policy: PolicyName, checkpoint: Path, ou
             settings=settings,
             objects=InlineObjectStore(),
             device="cpu",
-            store=SqliteStore(agents=[], columns=TURN_COLUMNS),
+            store=SqliteStore(agents=list(map(AgentName, settings.team.agents)), columns=TURN_COLUMNS),
             thread=thread,
         )
         trainer = materials.make_trainer(policy)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
@@ -42,11 +42,21 @@ class FromRun(Settings):
         default="newest", description="Its newest checkpoint, its best one, or that of a step."
     )
 
+    @field_validator("step", mode="before")
+    @classmethod
+    def _names_a_checkpoint(cls, step: object) -> object:
+        if step in ("newest", "best") or (isinstance(step, int) and not isinstance(step, bool) and step >= 0):
+            return step
+        raise ValueError(f"step must be newest, best, or a number of steps from 0, got {step!r}")
+
 
 class PolicySettings(Settings):
     """Weights, how they are served, and how they are trained."""
 
-    model: str | FromRun = Field(
+    model: Annotated[
+        Annotated[str, Tag("str")] | Annotated[FromRun, Tag("FromRun")],
+        Discriminator(lambda model: "FromRun" if isinstance(model, dict | FromRun) else "str"),
+    ] = Field(
         description="A Hugging Face folder (relative to the config), the name of a model on the hub, or a policy of "
         "another run: {run: runs/RUN, policy: solver}, whose weights are copied into the new run's folder."
     )
