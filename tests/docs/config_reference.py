@@ -135,7 +135,7 @@ def keys(model: type[BaseModel] = RunSettings, path: str = "") -> Iterator[str]:
     """Every key and section by its dotted path, with `NAME` and `[]` as on the page."""
     for name, field in model.model_fields.items():
         yield (where := f"{path}.{name}".removeprefix("."))
-        for below, kind in _models(field.annotation, where):
+        for below, kind in _models(field.annotation, where, field.metadata):
             yield from (below, *keys(kind, below))
 
 
