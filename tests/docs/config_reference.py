@@ -37,12 +37,106 @@ flexmarl train examples/math_team/cpu.yaml batch.groups=8 policies.solver.traini
 An unknown key is an error that names the nearest valid one. A key without default must be given.
 `NAME` stands for a name of yours, `[]` for an item of a list.
 Where a section has several kinds, `type` chooses one and must be given.
+
+## The keys that matter, by goal
+
+Begin with a config of `examples/`, and touch these keys first. [metrics.md](metrics.md) says what each metric means.
+
+| goal, or what you see | keys | what to do |
+|---|---|---|
 """
+
+GOALS = (
+    (
+        "A first try in a minute",
+        "steps batch.groups evaluate.tasks",
+        "2, 4 and 8; then raise them",
+    ),
+    (
+        "It learns too slowly",
+        "policies.NAME.training.optimizer.learning_rate batch.groups batch.episodes",
+        "Raise the rate by 2 to 3 while `train/{policy}/entropy` falls slowly; larger batches are less noisy, "
+        "not faster",
+    ),
+    (
+        "Rewards are flat, groups are dropped",
+        "batch.episodes credit.filter.refill tasks credit.shaping",
+        "See `filter/{agent}/...`. Too hard: easier tasks or more episodes; too easy: harder tasks; "
+        "`refill=true` plays others in place of those dropped",
+    ),
+    (
+        "It gets better, then collapses",
+        "policies.NAME.training.optimizer.learning_rate policies.NAME.training.kl policies.NAME.training.entropy_coef",
+        "Lower the rate by 3; `kl={coef: 0.05}`; an entropy bonus of 0.001 to 0.03",
+    ),
+    (
+        "One agent learns, another does not",
+        "credit.estimator.type credit.per_agent credit.agent_balance",
+        "`default` compares each agent's turns with its own; `agent_balance=equal` if both share a policy",
+    ),
+    (
+        "Out of memory in training",
+        "policies.NAME.training.max_tokens_per_forward policies.NAME.training.activation_checkpointing "
+        "policies.NAME.training.lora",
+        "Halve the first until it fits: the result is the same ([memory](own_model.md#memory))",
+    ),
+    (
+        "Out of memory in an engine",
+        "policies.NAME.engine.max_len policies.NAME.engine.slots",
+        "Keys and values take `slots` x `max_len`",
+    ),
+    (
+        "Replies are cut",
+        "team.agents.NAME.sampling.max_tokens policies.NAME.engine.max_len credit.untrained_finish",
+        "Raise the first two; `[length]` leaves cut replies out of training",
+    ),
+    (
+        "Rollout is slow, engines are idle",
+        "rollout.inter_query rollout.intra_query policies.NAME.engine.slots",
+        "Their product is the number of episodes that play at once: raise it until `slots` are in use",
+    ),
+    (
+        "One slow episode holds up the step",
+        "rollout.episode_timeout_s mode",
+        "Bound it; or use `mode=async`, which trains on what has finished",
+    ),
+    (
+        "Rollout waits for training",
+        "mode policies.NAME.training.micro_batch pipeline.lag",
+        "`microbatch` trains while others play and stays on-policy; `one_step_off` and `async` overlap more, "
+        "with `correction`",
+    ),
+    (
+        "Training waits for rollout",
+        "policies.NAME.instances rollout.inter_query",
+        "With `cluster.backend=ray`, more engines",
+    ),
+    (
+        "Two runs differ",
+        "seed deterministic",
+        "The same seed gives the same tasks and calls; `deterministic=true` the same weights, bit for bit",
+    ),
+    (
+        "The disk fills up",
+        "checkpoint.every checkpoint.keep checkpoint.budget_gb",
+        "Fewer checkpoints; [what a checkpoint holds](resume.md)",
+    ),
+)
+"""What a reader wants or sees, the keys to touch first, separated by spaces, and what to do with them."""
 
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_sections(RunSettings, "")])
+    goals = (f"| {goal} | {', '.join(f'`{key}`' for key in those.split())} | {do} |" for goal, those, do in GOALS)
+    return "\n".join([HEAD + "\n".join(goals) + "\n", *_sections(RunSettings, "")])
+
+
+def keys(model: type[BaseModel] = RunSettings, path: str = "") -> Iterator[str]:
+    """Every key and section by its dotted path, with `NAME` and `[]` as on the page."""
+    for name, field in model.model_fields.items():
+        yield (where := f"{path}.{name}".removeprefix("."))
+        for below, kind in _models(field.annotation, where, field.metadata):
+            yield from (below, *keys(kind, below))
 
 
 def _sections(model: type[BaseModel], path: str, like: type[BaseModel] | None = None) -> Iterator[str]:

@@ -12,8 +12,8 @@ import flexmarl.records
 from flexmarl.analysis.summary import Summary
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.inference.settings import ENGINES
-from tests.docs import journal_reference
-from tests.docs.config_reference import reference
+from tests.docs import journal_reference, model_memory
+from tests.docs.config_reference import keys, reference
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, files, links, prose, read, rows
 
 PACKAGE = ROOT / "src" / "flexmarl"
@@ -151,6 +151,42 @@ def test_the_page_of_the_journal_is_what_the_catalogue_says() -> None:
 
 def test_every_key_of_a_config_has_a_meaning() -> None:
     assert [line for line in reference().splitlines() if line.endswith("|  |")] == []
+
+
+def test_the_keys_that_matter_are_keys() -> None:
+    known, named = set(keys()), set[str]()
+    for goal, cell, advice in rows("docs/howto/config.md", "## The keys that matter, by goal"):
+        of_goal = set(re.findall(r"`([^`]+)`", cell))
+        assert of_goal, goal
+        assert advice, goal
+        assert of_goal <= known, f"{goal}: there is no key {of_goal - known}"
+        named |= of_goal
+    assert len(named) >= 20
+
+
+@pytest.mark.parametrize("heading", ["## A reward function of TRL", "## A config of verl"])
+def test_concepts_of_others_lead_to_keys(heading: str) -> None:
+    known = set(keys())
+    for theirs, cell, note in rows("docs/howto/from_others.md", heading):
+        named = set(re.findall(r"`([^`]+)`", cell))
+        assert named <= known, f"{theirs}: there is no key {named - known}"
+        assert named or note, f"{theirs} leads nowhere, and no note says why"
+
+
+def test_the_page_of_ones_own_model_names_keys() -> None:
+    """A dotted name whose first part is a part of some key ends a key."""
+    known = set(keys())
+    parts = {part for key in known for part in key.split(".")}
+    dotted = re.findall(r"`((?:\w+\.)+\w+)\b[^`]*`", prose("docs/howto/own_model.md"))
+    meant = [name.replace(".X.", ".NAME.") for name in dotted if name.split(".")[0] in parts]
+    assert len(meant) >= 10
+    for name in meant:
+        assert any(f".{key}".endswith(f".{name}") for key in known), f"there is no key {name}"
+
+
+def test_the_table_of_memory_is_what_the_settings_say() -> None:
+    shown = read("docs/howto/own_model.md").split("<!-- memory -->\n", 1)[1].split("\n<!-- end of memory -->", 1)[0]
+    assert shown == model_memory.table(), "put the output of python tests/docs/model_memory.py there"
 
 
 def test_the_tables_of_extensions_are_where_the_pages_say() -> None:

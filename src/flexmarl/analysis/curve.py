@@ -60,7 +60,7 @@ class Panel:
 
 
 def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
-    """Sorts the values of a run into panels by their names (see the table in metrics.py)."""
+    """Sorts the values of a run into panels by their names (docs/howto/metrics.md)."""
     success, reward = Panel("Success (share of episodes)"), Panel("Reward per agent (mean per turn)")
     shares = Panel("Team (mean per episode)")
     time, speed = Panel("Time (share of step; phases overlap)"), Panel("Speed (sampled tokens per second)")

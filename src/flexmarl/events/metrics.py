@@ -2,28 +2,8 @@
 
 Every run has one sink, a JSON Lines file with a line per step; there may be others.
 
-Names are paths. Curves, tables and the live screen select metrics by the first part of the name:
-
-| name                          | kind    | meaning                                                             |
-|-------------------------------|---------|---------------------------------------------------------------------|
-| `team/success`                | mean    | share of the step's episodes that succeeded                         |
-| `team/{metric}`               | mean    | whatever else the workflow reports                                  |
-| `team/{metric}/{member}`      | mean    | the same by member, e.g. `team/tool_use/level_5`: one panel         |
-| `reward/{agent}`              | mean    | reward per turn                                                     |
-| `agent/{agent}/{metric}`      | mean    | other figures of one agent                                          |
-| `credit/{agent}/{count}`      | counter | credit groups that teach, or do not, and why; rows without weight   |
-| `credit/{agent}/group_size`   | mean    | observations that a row is compared with, its own included          |
-| `reward_part/{agent}/{part}`  | mean    | reward per turn, by the parts that it adds up from                  |
-| `eval/...`                    | mean    | any of the above on held-out tasks, e.g. `eval/success`             |
-| `rollout/tokens`              | counter | sampled tokens                                                      |
-| `train/{policy}/{metric}`     | mean    | loss, gradient norm, ...                                            |
-| `version/{policy}`            | gauge   | updates so far                                                      |
-| `time/{phase}_s`              | counter | seconds in which the phase was going on; phases may overlap         |
-| `time/step_s`                 | counter | seconds since the last flush                                        |
-| `overlap/training_hidden`     | mean    | share of training that was hidden behind rollout (see overlap.py)   |
-| `overlap/training_s`          | counter | seconds of training, added up over the trainers: its weight         |
-| `lag/event_loop_ms`           | mean    | how late the event loop wakes a sleeping task                       |
-| `lag/event_loop_max_ms`       | gauge   | the largest of these delays in the step                             |
+Names are paths, such as `reward/{agent}`. Curves, tables and the live screen select metrics by the first part of the
+name. docs/howto/metrics.md lists every name with its unit and meaning; a test compares the page with real runs.
 """
 
 import json

@@ -33,7 +33,7 @@ COMPARED = 50_000
 
 
 class Figures:
-    """The metrics of a run. The names of the figures are listed in events/metrics.py."""
+    """The metrics of a run. docs/howto/metrics.md lists their names."""
 
     def __init__(self, *, metrics: Metrics, versions: Versions, events: Events) -> None:
         """Listens to `events` from now on."""
