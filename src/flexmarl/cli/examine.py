@@ -88,7 +88,8 @@ def _play(settings: RunSettings) -> Iterator[Finding]:
     """Plays the first task with scripted replies, which call no tool. No model is needed: a token is a character."""
     task = settings.tasks.open(seed=settings.seed, base=settings.base).train(0)
     renderer, timeout_s = character_renderer(), min(settings.rollout.episode_timeout_s, PLAY_S)
-    team = TeamSpec.build(settings.team, {PolicyName(name): renderer for name in settings.policies}, settings.trained)
+    trained = [PolicyName(name) for name in settings.trained]
+    team = TeamSpec.build(settings.team, {PolicyName(name): renderer for name in settings.policies}, trained)
     group, failed = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, str]()
     replies = [reply for reply in (task.reference, "I do not know.") if reply]
     for reply in replies:
