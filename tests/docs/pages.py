@@ -40,7 +40,7 @@ def blocks(page: str, language: str) -> list[Block]:
 
 def files(page: str, note: str = "file") -> dict[str, str]:
     """Text by path of the blocks whose head names one."""
-    every = [block for language in ("python", "yaml") for block in blocks(page, language)]
+    every = [block for language in ("python", "yaml", "toml") for block in blocks(page, language)]
     return {block.notes[note]: block.text for block in every if note in block.notes}
 
 

@@ -1,6 +1,6 @@
 """The three tasks of a newcomer, done by following the pages to the letter: own workflow, own estimator, own engine.
 
-The package is copied, and the files and lines of the page are added to the copy: a test never changes the tree.
+Each is done in a project elsewhere, with the example's folder beside it: nothing in the package is edited.
 """
 
 import os
@@ -31,30 +31,26 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def extended_copy(page: str, folder: Path) -> list[str]:
-    """A copy of the package with the page's files and lines in it; returns the new files' paths."""
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+def project(page: str, folder: Path) -> None:
+    """Writes the page's files into a folder, and the example's beside them."""
+    shutil.copytree(
+        ROOT / "examples/math_team", folder / "math_team", ignore=shutil.ignore_patterns("__pycache__", "runs")
+    )
     for path, text in files(page).items():
-        assert not (folder / path).exists(), f"{path} is to be a new file"
+        (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(text)
-    for path, line in files(page, "line").items():
-        assert line.count("\n") == 1, "one line"
-        table = (folder / path).read_text()
-        head, rest = table.split("Mapping[str, str] = {\n", 1)
-        (folder / path).write_text(f"{head}Mapping[str, str] = {{\n{line}{rest}")
-    return [path for path in files(page) if path.startswith("src/")]
 
 
-def assert_in_style(file: str, folder: Path) -> None:
+def assert_in_style(file: Path) -> None:
     """The page's file passes the checks of style."""
     config = ("--config", str(ROOT / "pyproject.toml"))
-    python(folder, "-m", "ruff", "check", *config, file)
-    python(folder, "-m", "ruff", "format", "--check", *config, file)
+    python(file.parent, "-m", "ruff", "check", *config, file.name)
+    python(file.parent, "-m", "ruff", "format", "--check", *config, file.name)
 
 
 def python(folder: Path, *words: str) -> str:
-    """Runs Python on the copy; returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    """Runs Python in a folder; returns what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -89,23 +85,26 @@ def _scripted(page: str, folder: Path) -> None:
             exec(compile(block.text, page, "exec"), space)
 
 
-def test_an_estimator_of_ones_own_is_one_file_and_one_line(tmp_path: Path) -> None:
+def test_an_estimator_of_ones_own_is_one_file_of_a_project(tmp_path: Path) -> None:
     page = "docs/howto/estimator.md"
-    (new_file,) = extended_copy(page, tmp_path)
-    assert_in_style(new_file, tmp_path)
-    assert python(tmp_path, "check_best_of.py") == "best_of keeps the laws of credit\n"
+    project(page, tmp_path)
+    mine = tmp_path / "my_project"
+    assert_in_style(mine / "best_of.py")
+    assert python(mine, "check_best_of.py") == "best_of keeps the laws of credit\n"
     (piece,) = blocks(page, "yaml")
-    (tmp_path / "credit.yaml").write_text(piece.text)
-    parse = "import yaml; from flexmarl.credit import CreditSettings as C"
-    said = python(tmp_path, "-c", f"{parse}; print(repr(C(**yaml.safe_load(open('credit.yaml'))['credit'])))")
+    rest = "extends: ../math_team/cpu.yaml\n"
+    code = "code: [../math_team/tasks.py, ../math_team/workflow.py, ../math_team/replies.py, best_of.py]"
+    (mine / "run.yaml").write_text(rest + piece.text.replace("code: [best_of.py]", code))
+    load = "from pathlib import Path; from flexmarl.config import load_run"
+    said = python(mine, "-c", f"{load}; print(repr(load_run(Path('run.yaml')).credit.estimator))")
     assert "BestOf(" in said
+    assert "least_lead=0.05" in said
 
 
-def test_an_engine_of_ones_own_is_one_file_and_one_line_and_trains(tmp_path: Path) -> None:
+def test_an_engine_of_ones_own_is_one_file_of_a_project_and_trains(tmp_path: Path) -> None:
     page = "docs/howto/engine.md"
-    (new_file,) = extended_copy(page, tmp_path)
-    assert_in_style(new_file, tmp_path)
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    project(page, tmp_path)
+    assert_in_style(tmp_path / "my_project/plain.py")
     (command,) = commands(page)
     words = shlex.split(command)[1:]
     # One process for both, for most of its time goes into importing torch. The command first, as from a shell.
@@ -117,7 +116,8 @@ def test_an_engine_of_ones_own_is_one_file_and_one_line_and_trains(tmp_path: Pat
         "    main()\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end\n"
-        "runpy.run_path('check_plain.py', run_name='__main__')\n"
+        "sys.path.insert(0, 'my_project')\n"
+        "runpy.run_path('my_project/check_plain.py', run_name='__main__')\n"
     )
     *run, verdict = python(tmp_path, "both.py").splitlines()
     assert verdict == "the plain engine keeps the contract"

@@ -1,18 +1,21 @@
-"""Conformance check of estimators, and rows to try one on.
+"""Conformance checks of estimators and terms of the reward, and rows to try them on.
 
     check_estimator(MyEstimator())
+    check_term(MyTerm())
 
-It runs without a test framework.
+They run without a test framework.
 """
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flexmarl.credit import Credit, CreditRow, Estimator
+from flexmarl.credit.interface import GraphCall
 from flexmarl.credit.rows import places_of_acts
+from flexmarl.credit.shaping import AddedTerm, OutcomeTerm, shape
 from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId
 
@@ -162,3 +165,62 @@ def _check_missing_reward(estimator: Estimator, rows: list[CreditRow], victim: C
         said = str(error)
     assert said, "a missing reward raises CreditError; it is never 0.0"
     assert victim.sample_id in said, "the error about a missing reward names the sample"
+
+
+def task_rows(seed: int) -> list[CreditRow]:
+    """Makes the rows of one task: up to four episodes, in each a chain of calls by two agents in turn."""
+    draw = random.Random(seed)
+    rows = []
+    for episode in range(draw.randint(1, 4)):
+        length = draw.randint(1, 4)
+        calls = tuple(GraphCall(hop=hop, after=tuple(range(hop))[-1:], num_tokens=3) for hop in range(length))
+        for hop in range(length):
+            agent, reward = ("solver", "verifier")[hop % 2], float(draw.random() < 0.5)
+            rows.append(credit_row(reward, episode=episode, hop=hop, agent=agent, turn=hop, path=(0,), calls=calls))
+    return rows
+
+
+def check_term(
+    term: OutcomeTerm | AddedTerm, *, rows: Callable[[int], list[CreditRow]] = task_rows, num_batches: int = 50
+) -> None:
+    """Raises AssertionError naming the law that the term breaks on the rows of random tasks.
+
+    `rows` makes the rewarded rows of one task from a seed. Give your own if the term reads tags of the workflow.
+    """
+    for seed in range(num_batches):
+        given = rows(seed)
+        before = [replace(row) for row in given]
+        found = _shaped(given, term)
+        assert given == before, "a term changes no row that it is given"
+        assert _shaped(random.Random(seed).sample(given, len(given)), term) == found, (
+            "the order of rows changes nothing"
+        )
+        unrewarded = credit_row(None, episode=99)
+        assert _shaped([*given, unrewarded], term)[unrewarded.sample_id] == unrewarded, "a missing reward stays missing"
+        for row in given:
+            _check_shaped_row(term, row, found[row.sample_id])
+        alone = {"row": lambda row: row.sample_id, "episode": lambda row: row.episode, "task": lambda row: row.task}
+        for seen in {alone[term.sees](row): None for row in given}:
+            part = [row for row in given if alone[term.sees](row) == seen]
+            assert _shaped(part, term) == {row.sample_id: found[row.sample_id] for row in part}, (
+                f"it says that it sees a {term.sees}, and other rows change what it makes of one"
+            )
+
+
+def _shaped(rows: list[CreditRow], term: OutcomeTerm | AddedTerm) -> dict[SampleId, CreditRow]:
+    return {row.sample_id: row for row in shape(rows, [term])}
+
+
+def _check_shaped_row(term: OutcomeTerm | AddedTerm, row: CreditRow, shaped: CreditRow) -> None:
+    assert row.reward is not None, "`rows` gives rewarded rows"
+    assert shaped.reward is not None, "a rewarded row stays rewarded"
+    assert math.isfinite(shaped.reward), f"the reward of {row.sample_id} is finite, not {shaped.reward}"
+    assert math.isclose(sum(shaped.parts.values()) or shaped.reward, shaped.reward, abs_tol=1e-9), (
+        "the parts of a reward add up to it"
+    )
+    if isinstance(term, AddedTerm):
+        assert shaped.outcome in (None, row.outcome, row.reward), "a term that adds leaves the outcome as it was"
+    if not term.is_for(row.agent):
+        assert shaped == row, f"the term is not for agent {row.agent}, and changes its reward"
+    if row.reward >= 0 and not term.may_be_negative:
+        assert shaped.reward >= 0, f"it says that it makes no reward negative, and makes {row.reward} {shaped.reward}"

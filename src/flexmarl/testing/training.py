@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
@@ -34,7 +36,9 @@ from flexmarl.records import (
 from flexmarl.simulator.modelled_cache import ModelledCache
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.batching import Rows, rows_of
 from flexmarl.training.interface import HeldRows, RowReader, Trainer
+from flexmarl.training.losses import PolicyLoss
 from flexmarl.training.residency import ProcessGroup
 
 
@@ -214,6 +218,44 @@ async def _check_dropped(make_trainer: MakeTrainer, batch: MicroBatch, folder: P
     rows.hold(batch.samples)
     report = await accumulate(trainer, batch)
     assert report.num_samples == len(batch.samples), "other rows must not be taken for those that were dropped"
+
+
+def check_loss(loss: PolicyLoss, *, num_batches: int = 20) -> None:
+    """Raises AssertionError naming the law that the loss breaks on random tokens, ratios up to exp(40) included."""
+    for seed in range(num_batches):
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 5, (4,), generator=draw).tolist()
+        rows = rows_of(lengths)
+        now, old = (-20 * torch.rand(len(rows.of_token), generator=draw, dtype=torch.float64) ** 2 for _ in range(2))
+        advantages = rows.spread(torch.randn(4, generator=draw, dtype=torch.float64))
+        values, gradient = _loss_of(loss, now, old, advantages, rows)
+        assert values.isfinite().all(), "losses are finite"
+        assert gradient.isfinite().all(), "gradients are finite"
+        for row in range(4):
+            mine = rows.of_token == row
+            found = _loss_of(loss, now[mine], old[mine], advantages[mine], rows_of(lengths[row : row + 1]))
+            assert torch.allclose(torch.stack(found), torch.stack((values[mine], gradient[mine])), rtol=1e-9), (
+                "a row's losses and gradients do not depend on other rows"
+            )
+        if loss.zero_advantage_is_zero_gradient:
+            _, nothing = _loss_of(loss, now, old, torch.zeros_like(advantages), rows)
+            assert not nothing.any(), "it says that a row with advantage 0 has no gradient; see the class variable"
+        if loss.linear_in_advantage:
+            one = torch.stack(_loss_of(loss, now, now, torch.ones_like(advantages), rows))
+            found = torch.stack(_loss_of(loss, now, now, advantages, rows))
+            assert torch.allclose(found, one * advantages, rtol=1e-9), (
+                "it says that loss and gradient are linear in the advantage where nothing has changed"
+            )
+
+
+def _loss_of(loss: PolicyLoss, now: Tensor, old: Tensor, advantages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and the gradient of their sum."""
+    logprobs = now.clone().requires_grad_()
+    values, acted = loss.per_token(logprobs, old, advantages, rows)
+    assert values.shape == now.shape, f"there is a loss for each of {len(now)} tokens, not {tuple(values.shape)}"
+    assert (acted.shape, acted.dtype) == (now.shape, torch.bool), "where a bound acted is a bool for each token"
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs, materialize_grads=True)
+    return values.detach(), gradient
 
 
 async def check_process_group(

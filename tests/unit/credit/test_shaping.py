@@ -1,15 +1,16 @@
 """Terms that put another number in the place of the outcome, and what shaping keeps: laws S1 and S2."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from flexmarl.credit.shaping import SHAPING, Terms, shape
+from flexmarl.credit.shaping import SHAPING, AddedTerm, Terms, shape
 from flexmarl.errors import CreditError
-from flexmarl.testing.credit import credit_row
+from flexmarl.testing.credit import check_term, credit_row
 
 
 class Section(BaseModel):
@@ -306,3 +307,31 @@ def test_terms_that_do_not_go_together_are_refused(settings, message):
 
 def test_two_agents_may_have_outcomes_of_their_own():
     assert terms({"type": "binary", "agents": ["solver"]}, {"type": "margin", "agents": ["judge"]})
+
+
+@pytest.mark.parametrize("kind", SHAPING.built_in)
+def test_every_term_passes_the_conformance_check(kind):
+    (term,) = terms(defaults(kind))
+    check_term(term)
+
+
+class Peeking(AddedTerm):
+    """A term that looks at the task's other episodes, and says that it sees a row."""
+
+    type: Literal["peeking"] = "peeking"
+
+    def added(self, rows):
+        return {row.sample_id: len(rows) for row in rows}
+
+
+class Negative(Peeking):
+    """A term that makes rewards negative, and does not say so."""
+
+    def added(self, rows):
+        return {row.sample_id: -1.0 for row in rows}
+
+
+@pytest.mark.parametrize(("term", "law"), [(Peeking(), "it sees a row"), (Negative(), "makes no reward negative")])
+def test_the_check_of_terms_names_the_law_that_breaks(term, law):
+    with pytest.raises(AssertionError, match=law):
+        check_term(term)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from flexmarl.testing.training import check_loss
 from flexmarl.training.batching import Rows, rows_of
 from flexmarl.training.losses import LOSSES, Cispo, Gmpo, Gspo, PolicyLoss, Ppo, ReinforceLoss, Sapo
 
@@ -64,7 +66,7 @@ def row_mean_gradient(
     return gradient
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSSES.built_in)
 @given(batch=rows_of_tokens())
 @settings(max_examples=40, deadline=None)
 def test_p1_at_the_old_policy_every_loss_has_the_gradient_of_minus_advantage_times_logprob(
@@ -178,7 +180,7 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios(
         assert losses == pytest.approx([expected] * len(lp), rel=1e-12, abs=1e-300)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSSES.built_in)
 @given(batch=rows_of_tokens())
 @settings(max_examples=25, deadline=None)
 def test_p11_one_small_step_lowers_the_loss_of_a_fixed_batch(
@@ -222,7 +224,7 @@ def test_a_huge_log_ratio_stays_finite() -> None:
     assert losses.tolist() == pytest.approx([math.exp(20), 0.8], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSSES.built_in)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_no_loss_and_no_gradient_is_infinite(name: str, advantage: float) -> None:
     logprobs = torch.tensor([-1.0, -2000.0, -2000.0, -1.0], dtype=torch.float64)
@@ -237,3 +239,28 @@ def test_the_norm_mode_and_its_horizon_go_together() -> None:
         Ppo(aggregation="seq-mean-token-sum-norm")
     with pytest.raises(ValidationError, match="horizon_tokens is 8 with aggregation 'token-mean'"):
         ReinforceLoss(horizon_tokens=8)
+
+
+@pytest.mark.parametrize("name", LOSSES.built_in)
+def test_every_loss_passes_the_conformance_check(name: str) -> None:
+    check_loss(LOSSES[name]())
+
+
+class Constant(ReinforceLoss):
+    """A loss that the advantage does not multiply, which does not say so."""
+
+    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows) -> Any:
+        return -logprobs, logprobs.detach() > 0
+
+
+class Mixed(ReinforceLoss):
+    """A loss whose rows depend on one another."""
+
+    def per_token(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, rows: Rows) -> Any:
+        return -advantages * (logprobs - logprobs.mean()), logprobs.detach() > 0
+
+
+@pytest.mark.parametrize(("loss", "law"), [(Constant(), "advantage 0 has no gradient"), (Mixed(), "other rows")])
+def test_the_check_of_losses_names_the_law_that_breaks(loss: PolicyLoss, law: str) -> None:
+    with pytest.raises(AssertionError, match=law):
+        check_loss(loss)

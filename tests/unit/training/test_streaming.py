@@ -86,7 +86,7 @@ async def streamed(trainer: SingleProcessTrainer, groups: Groups, data: st.DataO
             left, part = left[size:], part + 1
 
 
-@pytest.mark.parametrize("loss", sorted(name for name, kind in LOSSES.items() if kind.linear_in_advantage))
+@pytest.mark.parametrize("loss", sorted(name for name in LOSSES.built_in if LOSSES[name].linear_in_advantage))
 @given(seed=st.integers(0, 10_000), binary=st.booleans(), data=st.data())
 @few
 def test_streaming_credit_equals_group_credit_in_any_split_and_whenever_groups_close(
@@ -145,10 +145,10 @@ def test_sums_of_open_groups_are_kept_by_a_save_and_an_update_waits_for_their_li
 
 
 def test_losses_and_terms_that_are_not_linear_in_the_advantage_are_refused_by_name() -> None:
-    assert not all(kind.linear_in_advantage for kind in LOSSES.values())
-    for loss, kind in LOSSES.items():
+    assert not all(LOSSES[loss].linear_in_advantage for loss in LOSSES.built_in)
+    for loss in LOSSES.built_in:
         found = chosen(loss).streaming_obstacle
-        assert (found == "") == kind.linear_in_advantage
+        assert (found == "") == LOSSES[loss].linear_in_advantage
     assert "entropy_coef" in chosen(entropy_coef=0.1).streaming_obstacle
     assert "kl" in chosen(kl={}).streaming_obstacle
     assert "critic" in chosen(critic={}).streaming_obstacle
