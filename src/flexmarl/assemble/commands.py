@@ -1,6 +1,7 @@
 """Runs one command: train, evaluate or export, from settings to the files that it leaves."""
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -12,13 +13,13 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated
 from flexmarl.assemble.export import with_starts
+from flexmarl.assemble.kept import KeptEvaluations, OneEvaluation, write_settings
 from flexmarl.assemble.residents import settle_memory
 from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import World, initial_versions, make_evaluator, open_world, watch_workers
@@ -122,6 +123,7 @@ class Run:
                 progress=progress_on(console, clock),
                 checkpoints=checkpoints,
                 start=start,
+                keep=KeptEvaluations(self._blueprint, folder, clock),
             )
             await run_until_lost(orchestrator.run(), watch=monitor.watch(), lost=lost, events=events)
 
@@ -232,21 +234,22 @@ def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> R
         folder = new_run_folder(settings)
         settings = with_starts(settings, folder.path / "start")
         blueprint = replace(blueprint, settings=settings)
-        written = folder.config.with_suffix(".partial")
-        written.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-        written.replace(folder.config)  # Whole or not at all: without it, a run that was killed cannot be resumed.
+        write_settings(settings, folder)
     else:
         folder = RunFolder(resume_from)
     return Run(blueprint, folder, resumed=resume_from is not None)
 
 
-def new_run_folder(settings: RunSettings) -> RunFolder:
-    """Makes a new run folder in `out`. Raises ConfigError if it cannot, or if another user planted `out`."""
+def new_run_folder(settings: RunSettings, name: str = "") -> RunFolder:
+    """Makes a new run folder in `out`, with the run's name or another one.
+
+    Raises ConfigError if it cannot, or if another user planted `out`.
+    """
     with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
         check_not_planted(settings.out, "out")
         settings.out.mkdir(parents=True, exist_ok=True)
         check_not_planted(settings.out, "out")  # Again: what was not there may have been planted meanwhile.
-        return make_run_folder(settings.out, settings.name, datetime.now())
+        return make_run_folder(settings.out, name or settings.name, datetime.now())
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
@@ -280,15 +283,35 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
             yield f"{within}{key} differs" if is_secret_key(key) else f"{within}{key} was {old!r}, is {new!r}"
 
 
-def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
-    """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are."""
+def evaluate_once(settings: RunSettings, run: RunFolder | None = None) -> tuple[Evaluation, Path | None]:
+    """Plays the held-out tasks with the newest checkpoint of a run, or with the models as they are.
+
+    Returns the result, and the folder that keeps what was played, if it could be kept.
+    """
     refuse_simulated(settings)
+    kept = folder_of_eval(settings, run)
+    if kept is not None:
+        write_settings(settings, RunFolder(kept))  # Those of the config: the folder of the starts is a temporary one.
     with TemporaryDirectory(prefix="flexmarl-") as starts:
         blueprint = draw_up(with_starts(settings, Path(starts)))
-        return run_and_leave_threads(_evaluate_once(blueprint, checkpoints))
+        return run_and_leave_threads(_evaluate_once(blueprint, run and run.checkpoints, kept)), kept
 
 
-async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluation:
+def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
+    """Makes the folder that keeps what `flexmarl eval` plays: in the run's, or a new one in `out`.
+
+    None if the settings keep nothing, or if the run's folder cannot be written. Raises ConfigError if `out` cannot.
+    """
+    if not settings.evaluate.keep or settings.store.type != "sqlite":
+        return None
+    if run is None:
+        return new_run_folder(settings, f"eval-{settings.name}").path
+    if not os.access(run.path, os.W_OK):
+        return None
+    return make_run_folder(run.evaluations, "eval", datetime.now()).path
+
+
+async def _evaluate_once(blueprint: Blueprint, folder: Path | None, kept: Path | None) -> Evaluation:
     settings = blueprint.settings
     async with scratch_world(blueprint) as world:
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
@@ -298,8 +321,10 @@ async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluatio
         )
         for policy in world.trainers:
             await publisher.publish(policy, versions.served[policy])
+        keep = OneEvaluation(kept, blueprint, run_clock()) if kept else None
         try:
-            return await make_evaluator(blueprint, world, versions).run()
+            step = start.step if start else 0
+            return await make_evaluator(blueprint, world, versions, keep).run(when="after", step=step)
         finally:
             await end_leftover_tasks(LEFT_BEHIND_S)
 

@@ -28,6 +28,7 @@ from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.collect import Collector, Release, StepCollector, Streaming
 from flexmarl.orchestrator.crediting import Appraisal, Crediting
+from flexmarl.orchestrator.evaluation import Keep
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.per_policy import PerPolicy
@@ -67,14 +68,16 @@ def wire(
     checkpoints: Checkpoints,
     start: RunState | None = None,
     rules: Rules = PRODUCTION,
+    keep: Keep | None = None,
 ) -> tuple[Orchestrator, Monitor]:
     """Makes the orchestrator and the monitor of one run on a world. Call it inside the event loop.
 
     `start` is the state that a resumed run continues from. `rules` replaces rules of production in tests.
+    `keep` keeps what evaluations play.
     Raises ConfigError if the engines cannot do what the settings need.
     """
     check_engines(blueprint.settings, world.pool.capabilities)
-    parts = _Wiring(blueprint, world, events, start, rules)
+    parts = _Wiring(blueprint, world, events, start, rules, keep)
     Figures(metrics=metrics, versions=parts.versions, events=events)
     monitor = Monitor(
         name=blueprint.settings.name,
@@ -93,10 +96,16 @@ class _Wiring:
     """The parts of one run. Each is made once, when the first part that works with it is made."""
 
     def __init__(
-        self, blueprint: Blueprint, world: World, events: Events, start: RunState | None, rules: Rules
+        self,
+        blueprint: Blueprint,
+        world: World,
+        events: Events,
+        start: RunState | None,
+        rules: Rules,
+        keep: Keep | None,
     ) -> None:
         self._blueprint, self._settings, self._world = blueprint, blueprint.settings, world
-        self._events, self._start, self._rules = events, start, rules
+        self._events, self._start, self._rules, self._keep = events, start, rules, keep
 
     def orchestrator(self, checkpoints: Checkpoints, *, warn: Callable[[str], None]) -> Orchestrator:
         """Makes the orchestrator. `warn` prints a warning on the screen; the journal has the facts already."""
@@ -112,7 +121,7 @@ class _Wiring:
             ),
             pipeline=self.pipeline,
             updates=self.updates,
-            evaluator=make_evaluator(self._blueprint, self._world, self.versions),
+            evaluator=make_evaluator(self._blueprint, self._world, self.versions, self._keep),
             saver=Saver(
                 checkpoints,
                 self._world.trainers,

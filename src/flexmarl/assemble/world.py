@@ -28,7 +28,7 @@ from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.orchestrator.checkpoint import RunState
-from flexmarl.orchestrator.evaluation import Evaluator
+from flexmarl.orchestrator.evaluation import Evaluator, Keep
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.rollout.player import Player
@@ -184,8 +184,8 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
     )
 
 
-def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Evaluator:
-    """Makes the evaluator of a run, for its held-out tasks."""
+def make_evaluator(blueprint: Blueprint, world: World, versions: Versions, keep: Keep | None = None) -> Evaluator:
+    """Makes the evaluator of a run, for its held-out tasks. `keep` keeps what it plays."""
     settings = blueprint.settings
     return Evaluator(
         player=player_of(blueprint, world)(temperature=settings.evaluate.temperature),
@@ -193,6 +193,7 @@ def make_evaluator(blueprint: Blueprint, world: World, versions: Versions) -> Ev
         tasks=blueprint.source.held_out(settings.evaluate.tasks),
         episodes=settings.evaluate.episodes,
         parallel=settings.rollout.inter_query * settings.rollout.intra_query,
+        keep=keep,
     )
 
 

@@ -10,8 +10,10 @@ import threading
 
 import typer
 
+from flexmarl.cli.compare import compare
 from flexmarl.cli.init import init
 from flexmarl.cli.runs import check, clean, evaluate, export, train
+from flexmarl.cli.show import show
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
 from flexmarl.cli.terminal import print_text, safe_streams
@@ -37,6 +39,8 @@ app.command("eval")(evaluate)
 app.command()(simulate)
 app.command()(check)
 app.command()(export)
+app.command()(show)
+app.command()(compare)
 app.command()(store)
 app.command()(clean)
 

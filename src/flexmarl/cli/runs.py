@@ -78,21 +78,23 @@ def evaluate(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
 ) -> None:
-    """Evaluate a trained team, or an untrained one, on held-out tasks."""
+    """Evaluate a trained team, or an untrained one, on held-out tasks.
+
+    The last line printed is the folder of what was played, for `flexmarl show`.
+    """
     if source.is_dir():
         settings, folder = load_run_folder(source, overrides)
-        checkpoints = folder.checkpoints
     elif source.suffix in (".yaml", ".yml"):
-        settings, checkpoints = load_run(source, overrides or ()), None
+        settings, folder = load_run(source, overrides or ()), None
     else:
         raise ConfigError(
             f"'{source}' is neither a run folder nor a YAML file; give the path that `train` printed last"
         )
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
-    evaluation = assemble.evaluate_once(settings, checkpoints)
+    evaluation, kept = assemble.evaluate_once(settings, folder)
     if as_json:
-        print_text(json_text(asdict(evaluation), figures=True))
+        print_text(json_text({**asdict(evaluation), "folder": None if kept is None else str(kept)}, figures=True))
         return
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
@@ -102,6 +104,8 @@ def evaluate(
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
     SafeConsole().print(table)
+    if kept is not None:
+        print_text(str(kept))
 
 
 def check(config: Config, overrides: Overrides = None) -> None:

@@ -195,11 +195,14 @@ def tags_for(agent: AgentName, key: GroupKey) -> tuple[str, ...]:
 
 
 def samples_of(
-    group: GroupRecord, credit: Credit, values: Mapping[SampleId, Tokens] = {}
+    group: GroupRecord,
+    credit: Credit,
+    values: Mapping[SampleId, Tokens] = {},
+    parts: Mapping[SampleId, Mapping[str, float]] = {},
 ) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
     """The group's samples by policy, and the ids of its other turns by the reason why they are no samples.
 
-    `values` are the critic's, if there is one.
+    `values` are the critic's, if there is one. `parts` are those of the reward after all terms.
     """
     samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
     left_out: dict[str, list[SampleId]] = defaultdict(list)
@@ -223,10 +226,17 @@ def samples_of(
                     values=_per_token(values, turn.sample_id),
                     weight=weight,
                     reward=reward,
+                    shaped=_changed(episode.parts.get(turn.sample_id, {}), parts.get(turn.sample_id, {})),
                     episode_tokens=tokens[turn.policy],
                 )
                 samples[turn.policy].append(sample)
     return samples, left_out
+
+
+def _changed(given: Mapping[str, float], parts: Mapping[str, float]) -> Mapping[str, float]:
+    """The parts after all terms, if any differs from the given ones; otherwise empty."""
+    differ = parts and any(parts.get(name, 0.0) != given.get(name, 0.0) for name in {*parts, *given})
+    return parts if differ else {}
 
 
 def _per_token(found: Mapping[SampleId, Tokens], sample_id: SampleId) -> NDArray[np.float64] | None:

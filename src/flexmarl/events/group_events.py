@@ -4,11 +4,11 @@ In: nothing. Out: the types that journal, monitor and laws read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
-from flexmarl.records.episode import EpisodeStatus
+from flexmarl.records.episode import Episode, EpisodeStatus
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, Version
 
 
@@ -26,6 +26,21 @@ class GroupAdmitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeFinished(Event):
+    """An episode was finished, so training may use it."""
+
+    name: ClassVar[str] = "episode_finished"
+    group: GroupId
+    """Its group."""
+    episode: EpisodeId
+    """The episode."""
+    duration_s: float
+    """Seconds from start to end."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures that the workflow reported; `success` is the team's score of the episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailed(Event):
     """An episode ended without being finished. None of its turns is trained on."""
 
@@ -36,6 +51,15 @@ class EpisodeFailed(Event):
     """The episode."""
     status: EpisodeStatus
     """How it ended."""
+
+
+def episode_ended(episode: Episode) -> EpisodeFinished | EpisodeFailed:
+    """Makes the event of an episode that has ended."""
+    group, id = episode.group, episode.episode
+    if not episode.finished:
+        return EpisodeFailed(group=group, episode=id, status=episode.status, because=episode.reason)
+    # Microseconds, as all moments of the journal.
+    return EpisodeFinished(group=group, episode=id, duration_s=round(episode.duration_s, 6), metrics=episode.metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

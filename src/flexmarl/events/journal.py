@@ -63,7 +63,7 @@ def _cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-FORMAT = 3
+FORMAT = 4
 """Format of the journal's lines. It rises when older readers can no longer read them. Format 1 had no first line."""
 _FIRST = "journal"
 """The first line's value of `event`, which is no event's name."""

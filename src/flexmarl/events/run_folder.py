@@ -7,6 +7,7 @@ runs/math_team-20260131-142530/
   metrics.jsonl      one line per step
   tensorboard/       the same for TensorBoard
   trackers.json      ids of the run in W&B and MLflow, if it is there
+  evaluations/       a folder for each evaluation, e.g. step-0: its journal.jsonl and experience.sqlite
   checkpoints/       what --resume needs
   summary.json       before, after, times, versions
   curve.png          the run at a glance
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from flexmarl.errors import ConfigError
 
+_OF_STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -58,6 +60,16 @@ class RunFolder:
     def trackers(self) -> Path:
         """Ids of the run in other trackers."""
         return self.path / "trackers.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """Folder of evaluations. Each is a folder with a config, a journal and a store."""
+        return self.path / "evaluations"
+
+    def evaluations_of_steps(self) -> list[Path]:
+        """The evaluations that `train` made, in the order of their steps; one that was played again comes later."""
+        found = ((_OF_STEP.fullmatch(path.name), path) for path in self.evaluations.glob("step-*"))
+        return [path for _, path in sorted(((int(of[1]), int(of[2] or 1)), path) for of, path in found if of)]
 
     @property
     def checkpoints(self) -> Path:

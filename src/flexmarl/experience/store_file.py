@@ -23,11 +23,12 @@ import psutil
 
 from flexmarl.errors import StoreError, boundary
 from flexmarl.experience.interface import Column, ColumnKind, Row, Table
+from flexmarl.experience.schema import quote as quote_name
 from flexmarl.experience.transactions import Tables, connect, query, transaction
 from flexmarl.records import AgentName
 
 APPLICATION_ID = int.from_bytes(b"flxm")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 PAGE_BYTES = 16384
 """A usual tensor takes two kilobytes: seven of them fill a page, while a page of 8192 bytes wastes a quarter. Larger
 pages cost puts of one row more than they save."""
@@ -268,6 +269,16 @@ class StoreReader:
             ids = self._tables.ids(self._db, agent)
             for first in range(0, len(ids), ROWS_AT_ONCE):
                 yield from self._tables.get(self._db, ids[first : first + ROWS_AT_ONCE])
+
+    def episode(self, group: int, index: int, attempt: int) -> list[Row]:
+        """Returns the rows of one episode, of all agents, as they are now, in the order of its calls."""
+        which = f"group_id = {group:d} AND episode_index = {index:d} AND attempt = {attempt:d}"
+        tables = " UNION ALL ".join(
+            f"SELECT sample_id, hop FROM {name} WHERE {which}" for name in map(quote_name, self.agents)
+        )
+        with explained(self._path, f"reading episode {index} of group {group}"), transaction(self._db, "BEGIN"):
+            found = self._db.execute(f"{tables} ORDER BY hop").fetchall()
+            return self._tables.get(self._db, [sample_id for sample_id, _ in found])
 
 
 @contextmanager

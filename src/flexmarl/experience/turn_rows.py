@@ -7,6 +7,8 @@ open_row        after the episode    sets score and credit group, where rows are
 credit_row      with the group       sets advantage and weight; the row is then settled READY, if it is not so already
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from flexmarl.errors import StoreError
@@ -47,6 +49,9 @@ TURN_COLUMNS = (
     Column("finish", ColumnKind.TEXT),
     Column("text", ColumnKind.TEXT),
     Column("reward", ColumnKind.FLOAT),
+    Column("parts", ColumnKind.JSON),  # of the reward, if the workflow gave other parts than `outcome`
+    Column("signals", ColumnKind.JSON),  # only if one was found
+    Column("shaped", ColumnKind.JSON),  # parts of the reward that credit used, if terms changed them
     Column("advantage", ColumnKind.FLOAT),
     Column("weight", ColumnKind.FLOAT),
     Column("episode_tokens", ColumnKind.FLOAT),
@@ -93,13 +98,24 @@ def response_row(turn: Turn) -> PartialRow:
 
 
 def closing_row(
-    sample_id: SampleId, policy: PolicyName, *, reward: float | None, next_agent_id: int | None = None
+    sample_id: SampleId,
+    policy: PolicyName,
+    *,
+    reward: float | None,
+    parts: Mapping[str, float] = MappingProxyType({}),
+    signals: Mapping[str, float] = MappingProxyType({}),
+    next_agent_id: int | None = None,
 ) -> PartialRow:
     """Sets what is known at the end of the episode: the reward, if the workflow gave one, and the next agent.
 
-    `next_agent_id` is the index of that agent in the team's order; None after the last turn.
+    `next_agent_id` is the index of that agent in the team's order; None after the last turn. `parts` add up to the
+    reward. Those of a reward that is all `outcome`, and signals of 0, are not stored.
     """
-    values = {} if reward is None else {"reward": reward}
+    values: dict[str, Any] = {} if reward is None else {"reward": reward}
+    if parts.keys() - {"outcome"}:
+        values["parts"] = dict(parts)
+    if found := {name: value for name, value in signals.items() if value}:
+        values["signals"] = found
     return PartialRow(sample_id=sample_id, policy=policy, values=values, next_agent_id=next_agent_id)
 
 
@@ -107,6 +123,8 @@ def credit_row(sample: CreditedTurn) -> PartialRow:
     """Sets what credit computed for a turn. `episode_tokens` must be given: a row does not know its episode later."""
     values = {"advantage": sample.advantage, "weight": sample.weight, "episode_tokens": sample.episode_tokens}
     values |= {name: getattr(sample, name) for name in PER_TOKEN if getattr(sample, name) is not None}
+    if sample.shaped:
+        values["shaped"] = dict(sample.shaped)
     return PartialRow(sample_id=sample.turn.sample_id, policy=sample.turn.policy, values=values)
 
 

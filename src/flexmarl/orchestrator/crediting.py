@@ -144,6 +144,7 @@ class Crediting:
         if self._appraisal:
             rows = await self._appraisal.fill(rows, self.memory)
         values = {row.sample_id: row.values for row in rows if row.values is not None}
+        parts = {row.sample_id: row.parts for row in rows}
         credit = self._settings.credit(rows, self.memory)
         self.memory = credit.memory
         self._events.emit(
@@ -156,7 +157,7 @@ class Crediting:
         )
         credited: list[Credited] = []
         for group in groups:
-            samples, left_out = samples_of(group, credit, values)
+            samples, left_out = samples_of(group, credit, values, parts)
             for because, ids in left_out.items():
                 ended = [sample_id for sample_id in ids if sample_id not in opened]
                 await self._store.settle(ended, Outcome(state=RowState.FILTERED, reason=because))

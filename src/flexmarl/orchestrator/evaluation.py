@@ -1,19 +1,35 @@
-"""Runs evaluation: plays held-out tasks at pinned versions, and stores none of their rows.
+"""Runs evaluation: plays held-out tasks at pinned versions. Its rows are stored apart from the run's, or not at all.
 
 consumes    held-out tasks
 waits for   their episodes
-produces    means of the numbers that the workflow reported, and of each agent's reward
+produces    means of the numbers that the workflow reported, and of each agent's reward; a kept evaluation with its rows
 unblocked by the end of an episode (its time limit bounds it)
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Protocol
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.event import Events
+from flexmarl.events.group_events import GroupAdmitted, episode_ended
+from flexmarl.events.run_events import Evaluated
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Purpose, Task, Version
+from flexmarl.records import (
+    CONTROLLER,
+    AgentName,
+    Episode,
+    GroupId,
+    GroupRecord,
+    PolicyName,
+    Purpose,
+    Task,
+    Version,
+)
 from flexmarl.rollout.player import Player
 
 _FIRST_GROUP = 1_000_000_000
@@ -36,20 +52,57 @@ class Evaluation:
     tokens: int = 0
 
 
+class EvaluationPlace(NamedTuple):
+    """Where one evaluation is kept."""
+
+    store: ExperienceStore
+    """Takes the rows."""
+    events: Events
+    """Hears of its tasks, its episodes and its result, as a run's hub does."""
+
+
+class Keep(Protocol):
+    """Keeps evaluations."""
+
+    def __call__(self, step: int) -> AbstractAsyncContextManager[EvaluationPlace | None]:
+        """Opens a place for the evaluation after `step` steps, for the length of the block; None: it is not kept."""
+        ...
+
+
 class Evaluator:
     """Plays the same held-out tasks with the same seeds every time, so that two evaluations differ by weights only."""
 
     def __init__(
-        self, *, player: Player, versions: Versions, tasks: Sequence[Task], episodes: int, parallel: int
+        self,
+        *,
+        player: Player,
+        versions: Versions,
+        tasks: Sequence[Task],
+        episodes: int,
+        parallel: int,
+        keep: Keep | None = None,
     ) -> None:
+        """`keep` keeps what is played; without it, nothing is stored."""
+        self._keep = keep
         self._player = player
         self._versions = versions
         self._tasks = tasks
         self._episodes = episodes
         self._parallel = parallel
 
-    async def run(self, num_tasks: int | None = None) -> Evaluation:
-        """Evaluates the first `num_tasks` held-out tasks (default: all)."""
+    async def run(self, num_tasks: int | None = None, *, when: str = "before", step: int = 0) -> Evaluation:
+        """Evaluates the first `num_tasks` held-out tasks (default: all), `when` and after how many steps."""
+        if self._keep is None:
+            return await self._run(num_tasks, None)
+        async with self._keep(step) as kept:
+            began = kept.events.now() if kept else 0.0
+            evaluation = await self._run(num_tasks, kept)
+            if kept:
+                figures = asdict(evaluation)
+                kept.events.emit(Evaluated(process=CONTROLLER, began=began, when=when, step=step, evaluation=figures))
+            return evaluation
+
+    async def _run(self, num_tasks: int | None, kept: EvaluationPlace | None) -> Evaluation:
         pinned = self._versions.served
         slots = asyncio.Semaphore(self._parallel)
 
@@ -57,7 +110,12 @@ class Evaluator:
             async with slots:
                 id = GroupId(_FIRST_GROUP + number)
                 group = GroupRecord(group=id, task=task, step=-1, purpose=Purpose.EVALUATION)
-                return (await self._player.play(group, index)).without_tokens()
+                if kept and not index:
+                    kept.events.emit(GroupAdmitted(group=id, step=-1, task=task.input_id, because="it is held out"))
+                episode = await self._player.play(group, index, store=kept.store if kept else None)
+                if kept:
+                    kept.events.emit(episode_ended(episode))
+                return episode.without_tokens()
 
         async with asyncio.TaskGroup() as tasks:
             playing = [

@@ -222,7 +222,7 @@ class Orchestrator:
         step, began = self._progress.step, self._events.now()
         self._events.emit(EvaluationStarted(when=when, step=step))
         with phase(self._events, "evaluate"):
-            evaluation = await self._evaluator.run(num_tasks)
+            evaluation = await self._evaluator.run(num_tasks, when=when, step=step)
         self._events.emit(
             Evaluated(process=CONTROLLER, began=began, when=when, step=step, evaluation=asdict(evaluation))
         )

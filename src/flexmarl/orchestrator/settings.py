@@ -127,6 +127,11 @@ class EvaluateSettings(Settings):
     temperature: float = Field(
         default=1.0, ge=0, description="Replaces every agent's sampling temperature; 0 is greedy."
     )
+    keep: int = Field(
+        default=16,
+        ge=0,
+        description="Evaluations of a run whose conversations stay on disk: the first and the newest ones; 0 is none.",
+    )
 
 
 class FigureSettings(Settings):

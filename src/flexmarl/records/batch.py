@@ -30,6 +30,8 @@ class CreditedTurn:
     weight: float = 1.0
     """Row weight w_i of docs/math.md section 1; 0 keeps the row out of sums and divisors."""
     reward: float = 0.0
+    shaped: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward that credit used, by name; empty if no term changed those that the workflow gave."""
     episode_tokens: float | None = None
     """len_e of docs/math.md section 1: sum of w_i len_i over the episode's rows of this policy. Only the aggregation
     `traj-mean-token-mean` needs it."""

@@ -64,7 +64,7 @@ class Purpose(StrEnum):
     GREEDY = "greedy"
     """To be compared with the episodes of its group. It is played at temperature 0 and never trained on."""
     EVALUATION = "evaluation"
-    """To see how the team does on a held-out task. None of its rows is stored."""
+    """To see how the team does on a held-out task. Its rows are in a store of the evaluation, never in the run's."""
 
 
 @dataclass(frozen=True, slots=True)

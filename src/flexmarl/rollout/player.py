@@ -32,6 +32,12 @@ from flexmarl.rollout.recorder import StoreRecorder
 AT_THE_END_S = 2.0
 """Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
 
+UNTRAINED = {
+    Purpose.GREEDY: "the greedy play: others are compared with it",
+    Purpose.EVALUATION: "a held-out task: never trained on",
+}
+"""Why the rows of a finished episode become FILTERED at its end, by the purpose of the episode."""
+
 
 class Stop:
     """Ends the episodes of one group early: each of them ends as if its time limit had passed."""
@@ -101,15 +107,18 @@ class Player:
         stop: Stop | None = None,
         generate: Generate | None = None,
         greedy: bool = False,
+        store: ExperienceStore | None = None,
     ) -> Episode:
         """Plays episode `index` of the group. Raises only StoreError, KeyboardInterrupt and CancelledError.
 
-        `generate` replaces the player's own, e.g. by that of a Lockstep. If `stop` ends the episode, its rows become
-        EXPIRED. A `greedy` episode is played at temperature 0, with purpose GREEDY; its rows become FILTERED at its
-        end. The turns of the result have no tokens if a store has them.
+        `generate` replaces the player's own, e.g. by that of a Lockstep, and `store` the player's own. If `stop` ends
+        the episode, its rows become EXPIRED. A `greedy` episode is played at temperature 0, with purpose GREEDY. Its
+        rows, and those of an evaluation, become FILTERED at its end. The turns of the result have no tokens if a store
+        has them.
         """
         stop = stop or Stop()
-        recorder = StoreRecorder(self._store, tuple(self._team.agents)) if self._store is not None else None
+        store = store or self._store
+        recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
         limit = TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
         context = EpisodeContext(
@@ -134,7 +143,7 @@ class Player:
             await recorder.finish(
                 episode,
                 ends=RowState.EXPIRED if stop.because else RowState.FAILED,
-                untrained="the greedy play: others are compared with it" if greedy else "",
+                untrained=UNTRAINED.get(context.purpose, ""),
             )
         return episode if recorder is None else episode.without_tokens()
 

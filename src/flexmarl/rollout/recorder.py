@@ -133,5 +133,14 @@ class StoreRecorder:
             assert turn is not None
             reward = episode.rewards[turn.sample_id]
             next_agent = self._agents.index(following.agent) if following else None
-            rows[turn.agent].append(closing_row(turn.sample_id, turn.policy, reward=reward, next_agent_id=next_agent))
+            rows[turn.agent].append(
+                closing_row(
+                    turn.sample_id,
+                    turn.policy,
+                    reward=reward,
+                    parts=episode.parts.get(turn.sample_id, {}),
+                    signals=episode.signals.get(turn.sample_id, {}),
+                    next_agent_id=next_agent,
+                )
+            )
         return rows

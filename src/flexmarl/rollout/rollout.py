@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetried
+from flexmarl.events.group_events import GroupFailed, GroupRetried, episode_ended
 from flexmarl.events.notices import GroupPlayed
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
@@ -110,7 +110,7 @@ class Rollout:
                     if in_turn:
                         await asyncio.sleep(0)  # Lets all episodes begin, so that the first takes no turn alone.
                     episode = await self._player.play(group, index, stop=stop, generate=generate)
-                self._note_failure(episode, stop)
+                self._note_end(episode, stop)
                 if episode.finished:
                     await emit_episode(group, episode)
                 return episode
@@ -120,7 +120,7 @@ class Rollout:
                 if stop.because:
                     return None
                 episode = await self._player.play(group, self._episodes, stop=stop, greedy=True)
-                self._note_failure(episode, stop)
+                self._note_end(episode, stop)
                 return episode
 
         async with asyncio.TaskGroup() as tasks:
@@ -137,11 +137,7 @@ class Rollout:
             greedy=baseline.result() if baseline else None,
         )
 
-    def _note_failure(self, episode: Episode, stop: Stop) -> None:
-        """Writes to the journal an episode that ended unfinished although nobody stopped it."""
-        if not episode.finished and not stop.because:
-            self._events.emit(
-                EpisodeFailed(
-                    group=episode.group, episode=episode.episode, status=episode.status, because=episode.reason
-                )
-            )
+    def _note_end(self, episode: Episode, stop: Stop) -> None:
+        """Writes the end of an episode to the journal, unless its group was stopped."""
+        if not stop.because:
+            self._events.emit(episode_ended(episode))

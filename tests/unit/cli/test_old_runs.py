@@ -62,6 +62,8 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_of_an_older_format_is_refused_and_left_as_it_is(folder: RunFolder, command: str) -> None:
     before = folder.journal.read_text()
-    with pytest.raises(FlexmarlError, match=r"journal\.jsonl is a journal of format [12], .* or begin a new run$"):
+    with pytest.raises(
+        FlexmarlError, match=rf"journal\.jsonl is a journal of format [1{FORMAT - 1}], .* or begin a new run$"
+    ):
         COMMANDS[command](folder)
     assert folder.journal.read_text() == before

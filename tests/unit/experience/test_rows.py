@@ -165,8 +165,8 @@ def row_with(*, without: str = "") -> Row:
     )
 
 
-MAY_LACK = ("act_hop", *LISTS)
-"""Columns that a row lacks where a Turn has None or an empty tuple."""
+MAY_LACK = ("act_hop", *LISTS, "parts", "signals", "shaped")
+"""Columns that a row lacks where a Turn has None or an empty tuple, and columns for people, which no sample has."""
 
 
 @pytest.mark.parametrize("missing", [c.name for c in TURN_COLUMNS if c.name not in (*PER_TOKEN, *OPEN, *MAY_LACK)])

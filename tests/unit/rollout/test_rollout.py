@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import StoreError
-from flexmarl.events.group_events import EpisodeFailed, GroupRetried
+from flexmarl.events.group_events import EpisodeFailed, EpisodeFinished, GroupRetried
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
@@ -118,7 +118,11 @@ def test_a_group_with_one_finished_episode_is_done():
     ((_, group),) = stage.emitted
     assert [episode.finished for episode in group.episodes] == [False, True, False]
     told = [(event.name, event.episode, event.because) for event in stage.events.all]
-    assert told == [("episode_failed", "g0e0a0", "g0e0a0 broke"), ("episode_failed", "g0e2a0", "g0e2a0 broke")]
+    assert told == [
+        ("episode_failed", "g0e0a0", "g0e0a0 broke"),
+        ("episode_finished", "g0e1a0", ""),
+        ("episode_failed", "g0e2a0", "g0e2a0 broke"),
+    ]
 
 
 def test_a_group_without_a_finished_episode_is_played_again_under_its_id():
@@ -137,7 +141,7 @@ def test_a_group_that_fails_every_time_ends_as_failed_and_is_handed_on():
     assert [(group.group, group.attempt, len(group.finished)) for _, group in stage.emitted] == [(0, 0, 1), (1, 2, 0)]
     assert stage.admission.active == (0,)
     assert stage.admission.ended == {GroupState.FAILED: 1}
-    ends = [event.name for event in stage.events.all if not isinstance(event, EpisodeFailed)]
+    ends = [event.name for event in stage.events.all if not isinstance(event, EpisodeFailed | EpisodeFinished)]
     assert ends == ["group_retried", "group_retried", "group_failed"]
     assert stage.events.all[-1].because == ("none of 3 attempts had a finished episode; the last reason: g1e0a2 broke")
 

@@ -1,0 +1,224 @@
+"""Figures of runs side by side, read from their folders: each with an interval, and its difference to the first run's.
+
+kept evaluations ──► success, rewards         by episode; differences task by task where the tasks are the same
+metrics.jsonl    ──► tokens, failures         by step
+journal.jsonl    ──► seconds of steps, staleness; results of evaluations that were not kept
+
+Nothing is called better: an interval that holds 0 says that the difference may be chance.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flexmarl.analysis import intervals
+from flexmarl.analysis.conversations import open_conversations
+from flexmarl.analysis.facts import read_facts
+from flexmarl.analysis.figures import staleness
+from flexmarl.analysis.intervals import Estimate
+from flexmarl.events.journal import read_run
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.run_events import Evaluated
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.records import EpisodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One figure of one run, as the numbers that it is the mean of."""
+
+    values: tuple[float, ...]
+    of: str
+    """The things that have one value each: `episodes` or `steps`."""
+    tasks: tuple[str, ...] = ()
+    """The held-out task of each value; empty if the values are not of tasks."""
+    known: Estimate | None = None
+    """The figure itself, where it is not the mean of the values, or where these are not known."""
+
+    @property
+    def is_share(self) -> bool:
+        """True if every value is 0 or 1, and is of an episode."""
+        return self.of == "episodes" and set(self.values) <= {0.0, 1.0}
+
+    def interval(self) -> Estimate:
+        """The mean with its interval."""
+        if self.known is not None:
+            return self.known
+        return intervals.share(sum(self.values), len(self.values)) if self.is_share else self._mean()
+
+    def _mean(self) -> Estimate:
+        if self.tasks:  # Episodes of one task are alike, so the tasks are what is drawn by chance.
+            by_task = [*self.by_task().values()]
+            return intervals.mean(by_task, "tasks")
+        return intervals.mean(self.values, self.of)
+
+    def by_task(self) -> dict[str, float]:
+        """Mean value by task."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for task, value in zip(self.tasks, self.values, strict=True):
+            values[task].append(value)
+        return {task: fmean(of) for task, of in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """The figures of one run."""
+
+    name: str
+    figures: Mapping[str, Measured]
+    tasks: Any = None
+    """The settings `tasks`: held-out tasks with equal ids are the same only if these are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """One figure of every run."""
+
+    name: str
+    values: tuple[Estimate | None, ...]
+    """By run; None if the run lacks it."""
+    differences: tuple[Estimate | None, ...]
+    """By run, the difference to the first run; None for the first one, and if a run lacks the figure."""
+
+
+def compare_runs(runs: Sequence[RunFigures]) -> list[ComparedFigure]:
+    """Puts the figures of at least one run side by side, in the order of the first run that has them."""
+    compared: list[ComparedFigure] = []
+    for name in dict.fromkeys(name for run in runs for name in run.figures):
+        measured = [run.figures.get(name) for run in runs]
+        first = measured[0]
+        differences = [
+            difference(first, one, same_tasks=runs[0].tasks == run.tasks) if first and one and index else None
+            for index, (run, one) in enumerate(zip(runs, measured, strict=True))
+        ]
+        compared.append(ComparedFigure(name, tuple(one and one.interval() for one in measured), tuple(differences)))
+    return compared
+
+
+def difference(before: Measured, after: Measured, *, same_tasks: bool) -> Estimate:
+    """The second figure less the first, with the interval that fits: see intervals.py."""
+    if not before.values or not after.values:
+        return _of_known(before.interval(), after.interval())
+    if before.tasks and same_tasks and set(before.tasks) == set(after.tasks):
+        by_task, then = before.by_task(), after.by_task()
+        values, others = [*by_task.values()], [then[task] for task in by_task]
+        if {*values, *others} <= {0.0, 1.0}:
+            return intervals.paired_shares_differ(values, others)
+        return intervals.paired_means_differ(values, others)
+    if before.is_share and after.is_share:
+        return intervals.shares_differ(before.interval(), after.interval())
+    return intervals.means_differ(before.values, after.values)
+
+
+def _of_known(before: Estimate, after: Estimate) -> Estimate:
+    if before.how.startswith("Wilson") and after.how.startswith("Wilson"):
+        return intervals.shares_differ(before, after)
+    return Estimate(after.value - before.value, None, None, "")
+
+
+def change(before: Measured, after: Measured) -> Measured:
+    """The change of a figure in one run; by task, if both evaluations played the same tasks."""
+    of, then = before.by_task(), after.by_task()
+    same = before.tasks and of.keys() == then.keys()
+    values = {task: then[task] - of[task] for task in of} if same else {}
+    return Measured(tuple(values.values()), "tasks", tuple(values), difference(before, after, same_tasks=True))
+
+
+def read_figures(folder: RunFolder, tasks: Any = None) -> RunFigures:
+    """Reads the figures of a run. `tasks`: its settings of that name.
+
+    Raises FlexmarlError if the run is of another format.
+    """
+    figures: dict[str, Measured] = {}
+    events = [*read_run(folder.journal)] if folder.journal.exists() else []
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    for when, kept in _kept(folder).items():
+        for name, measured in evaluation_figures(kept).items():
+            figures[f"{name}, {when}"] = measured
+    for when in ("before", "after"):
+        of = [event for event in evaluations if event.when == when]
+        for name, measured in _results(of[-1].evaluation).items() if of else ():
+            figures.setdefault(f"{name}, {when}", measured)
+    ordered = {name: figures[name] for name in sorted(figures, key=_order)}
+    for name in [name for name in ordered if name.endswith(", before")]:
+        stem = name.removesuffix(", before")
+        if (after := ordered.get(f"{stem}, after")) is not None:
+            ordered[f"{stem}, after - before"] = change(ordered[name], after)
+    ordered = {name: ordered[name] for name in sorted(ordered, key=_order)}
+    return RunFigures(folder.path.name, ordered | _step_figures(folder, events), tasks)
+
+
+def _order(name: str) -> tuple[bool, str, int]:
+    stem, _, when = name.rpartition(", ")
+    return (not stem.startswith("success"), stem, ("before", "after", "after - before").index(when))
+
+
+def _kept(folder: RunFolder) -> dict[str, Path]:
+    """The kept evaluations before and after training."""
+    kept: dict[str, Path] = {}
+    for path in folder.evaluations_of_steps():
+        journal = RunFolder(path).journal
+        ends = [event for event in read_run(journal) if isinstance(event, Evaluated)] if journal.exists() else []
+        for end in ends:  # None if the run was killed while it was played.
+            kept[end.when] = path
+    return {when: kept[when] for when in ("before", "after") if when in kept}
+
+
+def evaluation_figures(path: Path) -> dict[str, Measured]:
+    """Success, and the mean reward of each agent, by episode. A failed episode has success 0, and no reward."""
+    with open_conversations(RunFolder(path)) as conversations:
+        lines = conversations.lines()
+    values: dict[str, tuple[list[float], list[str]]] = defaultdict(lambda: ([], []))
+    for line in lines:
+        numbers = {f"reward of {agent}": reward for agent, reward in line.rewards.items()}
+        if line.status == EpisodeStatus.FINISHED:
+            numbers |= {"success": line.metrics["success"]} if "success" in line.metrics else {}
+        else:
+            numbers = {"success": 0.0}
+        for name, number in numbers.items():
+            values[name][0].append(number)
+            values[name][1].append(line.task)
+    return {name: Measured(tuple(of), "episodes", tuple(tasks)) for name, (of, tasks) in values.items()}
+
+
+def _results(evaluation: Mapping[str, Any]) -> dict[str, Measured]:
+    """The means that the journal has of an evaluation."""
+    episodes, found = evaluation["episodes"], dict[str, Measured]()
+    if (success := evaluation["metrics"].get("success")) is not None:
+        # A mean of zeros and ones is a whole number of successes. Any other has no interval.
+        whole = abs(success * episodes - round(success * episodes)) < 1e-6
+        of = intervals.share(round(success * episodes), episodes) if whole else _bare(success)
+        found["success"] = Measured((), "episodes", known=of)
+    for agent, reward in evaluation["rewards"].items():
+        found[f"reward of {agent}"] = Measured((), "episodes", known=_bare(reward))
+    return found
+
+
+def _bare(value: float) -> Estimate:
+    return Estimate(value, None, None, "episodes are not kept")
+
+
+def _step_figures(folder: RunFolder, events: Sequence[Any]) -> dict[str, Measured]:
+    """Figures of the training steps."""
+    figures: dict[str, Measured] = {}
+    metrics = read_metrics(folder.metrics) if folder.metrics.exists() else {}
+    steps = [values for values in metrics.values() if values.get("rollout/turns")]
+    facts = read_facts(events)
+    if facts.steps:
+        figures["seconds per step"] = Measured(tuple(step.ended - step.began for step in facts.steps), "steps")
+    tenth = max(1, len(steps) // 10)
+    for which, chosen in (("first", steps[:tenth]), ("last", steps[-tenth:])):
+        if chosen:
+            per_turn = tuple(values["rollout/tokens"] / values["rollout/turns"] for values in chosen)
+            figures[f"tokens per turn, {which} tenth of the steps"] = Measured(per_turn, "steps")
+    if episodes := sum(values.get("rollout/episodes", 0.0) for values in steps):
+        failed = sum(values.get("rollout/failed_episodes", 0.0) for values in steps)
+        figures["failed episodes"] = Measured((), "episodes", known=intervals.share(failed, int(episodes)))
+    if facts.steps:
+        of, most = staleness(facts)
+        figures["staleness of a token, in updates"] = Measured((), "", known=Estimate(of, None, None, f"most {most}"))
+        figures["steps"] = Measured((), "", known=Estimate(len(facts.steps), None, None, ""))
+    return figures
