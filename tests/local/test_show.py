@@ -183,6 +183,9 @@ def test_each_of_ten_kinds_of_failure_is_found_from_its_step(small_run: Path, tm
     assert {episode["status"] for episode in found} == {"failed", "timed_out"}
     shown = said("show", folder, "--step", 1, "--failed", "--limit", 10)
     assert all(reason in shown for reason in REASONS)
+    assert "first traceback" not in shown
+    (folder / "failures").mkdir()
+    assert f"first traceback of each kind of failure: {folder}/failures" in said("show", folder, "--episode", "g0e0a0")
     assert "12 episodes: 9 failed, 2 finished, 1 timed_out" in said("show", folder)
 
 

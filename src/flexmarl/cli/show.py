@@ -198,6 +198,8 @@ def shown(conversation: ShownEpisode, folder: RunFolder, colours: Mapping[str, s
     yield Text(f"━━ episode {line.episode}{of}, task {line.task}: {line.status}{score}", "bold")
     if line.reason:
         yield Text(line.reason, "red" if line.failed else "yellow")
+    if line.failed and (traces := folder.path / "failures").is_dir():
+        yield Text(f"first traceback of each kind of failure: {traces}", "dim")
     if figures := ", ".join(f"{name} {value:.4g}" for name, value in line.metrics.items()):
         yield Text(figures, "dim")
     if not conversation.turns:
