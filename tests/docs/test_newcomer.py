@@ -43,7 +43,7 @@ def project(page: str, folder: Path) -> None:
 
 def assert_in_style(file: Path) -> None:
     """The page's file passes the checks of style."""
-    config = ("--config", str(ROOT / "pyproject.toml"))
+    config = ("--config", str(ROOT / "pyproject.toml"), "--config", "lint.isort.known-first-party = ['flexmarl']")
     python(file.parent, "-m", "ruff", "check", *config, file.name)
     python(file.parent, "-m", "ruff", "format", "--check", *config, file.name)
 
