@@ -82,10 +82,11 @@ def evaluate(
 
     The last line printed is the folder of what was played, for `flexmarl show`.
     """
+    chosen = [*(overrides or ()), "checkpoint.best=null", "stop=null"]  # One evaluation is compared with no other.
     if source.is_dir():
-        settings, folder = load_run_folder(source, overrides)
+        settings, folder = load_run_folder(source, chosen)
     elif source.suffix in (".yaml", ".yml"):
-        settings, folder = load_run(source, overrides or ()), None
+        settings, folder = load_run(source, chosen), None
     else:
         raise ConfigError(
             f"'{source}' is neither a run folder nor a YAML file; give the path that `train` printed last"

@@ -9,6 +9,7 @@ runs/math_team-20260131-142530/
   trackers.json      ids of the run in W&B and MLflow, if it is there
   evaluations/       a folder for each evaluation, e.g. step-0: its journal.jsonl and experience.sqlite
   checkpoints/       what --resume needs
+  start/             models of policies that began as those of another run, if there are any
   summary.json       before, after, times, versions
   curve.png          the run at a glance
   timeline.json      who worked when; open it in ui.perfetto.dev

@@ -31,7 +31,8 @@ from tests.unit.config.configs import MINIMAL, refused
         (
             "policies.two={}",
             "policies.two.model is missing, and has no default (A Hugging Face folder (relative to "
-            "the config) or the name of a model on the hub)",
+            "the config), the name of a model on the hub, or a policy of another run: {run: runs/RUN, policy: solver}, "
+            "whose weights are copied into the new run's folder)",
         ),
         (
             "team.agents.writer.parser=3",
