@@ -28,8 +28,10 @@ from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
+from flexmarl.events.failures import Failures
 from flexmarl.events.journal import Journal, check_format
 from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.notices import Starting
 from flexmarl.events.progress import progress_on
 from flexmarl.events.run_events import MonitorFailed, RunFailed
 from flexmarl.events.run_folder import RunFolder, make_run_folder
@@ -43,7 +45,7 @@ from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.saving import Checkpoints, resume
 
-LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "stop", "metrics"})
+LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
 
 
@@ -96,13 +98,15 @@ class Run:
             events.listen(Event, journal.write)
             if log is not None:
                 events.listen(Event, log)
+            Failures(folder.failures, events)
             stop.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(recorded_failure(events))
             warn = Console(stderr=True, markup=False, highlight=False).print
             tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=warn)
             metrics = Metrics(clock, [JsonlSink(folder.metrics), *tracked])
             stack.push(lambda kind, *_: metrics.close(failed=kind is not None))
-            with console.status(f"starting the {settings.cluster.backend} world"):
+            with console.status("starting") as status:
+                events.listen(Starting, lambda starting: status.update(starting.waits_for))
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))
             emit_start(self._blueprint, world, events)
@@ -240,13 +244,16 @@ def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> R
     return Run(blueprint, folder, resumed=resume_from is not None)
 
 
-def new_run_folder(settings: RunSettings) -> RunFolder:
-    """Makes a new run folder in `out`. Raises ConfigError if it cannot, or if another user planted `out`."""
+def new_run_folder(settings: RunSettings, prefix: str = "") -> RunFolder:
+    """Makes a new run folder in `out`, whose name begins with `prefix`.
+
+    Raises ConfigError if it cannot, or if another user planted `out`.
+    """
     with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
         check_not_planted(settings.out, "out")
         settings.out.mkdir(parents=True, exist_ok=True)
         check_not_planted(settings.out, "out")  # Again: what was not there may have been planted meanwhile.
-        return make_run_folder(settings.out, settings.name, datetime.now())
+        return make_run_folder(settings.out, prefix + settings.name, datetime.now())
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
@@ -280,17 +287,21 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
             yield f"{within}{key} differs" if is_secret_key(key) else f"{within}{key} was {old!r}, is {new!r}"
 
 
-def evaluate_once(settings: RunSettings, checkpoints: Path | None) -> Evaluation:
-    """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are."""
+def evaluate_once(settings: RunSettings, checkpoints: Path | None, failures: Failures | None = None) -> Evaluation:
+    """Plays the held-out tasks with the newest checkpoint in a folder, or with the models as they are.
+
+    `failures` gets the first failure of each kind.
+    """
     refuse_simulated(settings)
     with TemporaryDirectory(prefix="flexmarl-") as starts:
         blueprint = draw_up(with_starts(settings, Path(starts)))
-        return run_and_leave_threads(_evaluate_once(blueprint, checkpoints))
+        return run_and_leave_threads(_evaluate_once(blueprint, checkpoints, failures or Failures(None)))
 
 
-async def _evaluate_once(blueprint: Blueprint, folder: Path | None) -> Evaluation:
+async def _evaluate_once(blueprint: Blueprint, folder: Path | None, failures: Failures) -> Evaluation:
     settings = blueprint.settings
     async with scratch_world(blueprint) as world:
+        failures.listen(world.pool.events)
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
         versions = Versions(initial_versions(settings, start))
         publisher = Publisher(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
-from flexmarl.records.episode import EpisodeStatus
+from flexmarl.records.episode import EpisodeStatus, Purpose
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, Version
+from flexmarl.records.lifecycle import FilterReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,14 @@ class EpisodeFailed(Event):
     """The episode."""
     status: EpisodeStatus
     """How it ended."""
+    kind: str = ""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded` or `cancelled`."""
+    place: str = ""
+    """File and line of the code that raised it, e.g. `team.py:61`; empty if no code did."""
+    text: str = ""
+    """The exception's text, shortened to one line."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why it was played. Episodes of evaluations are here too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +122,13 @@ class GroupReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFiltered(Event):
-    """A group ended untrained, because the filter found that nothing can be learned from it."""
+    """A group ended untrained, because the filter or the estimator found that nothing can be learned from it."""
 
     name: ClassVar[str] = "group_filtered"
     group: GroupId
     """The group."""
+    reason: FilterReason = FilterReason.NO_WEIGHT
+    """Why, to be counted: `too_easy`, `too_hard`, `flat`, `no_weight`, `no_trained_turn` or `no_baseline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

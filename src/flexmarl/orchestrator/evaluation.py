@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexmarl.errors import TrainingError
+from flexmarl.events.untrained import counted
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyName, Purpose, Task, Version
 from flexmarl.rollout.player import Player
@@ -34,6 +35,8 @@ class Evaluation:
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
     """Mean reward of each agent, over its turns."""
     tokens: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Number of failed episodes by reason, e.g. `ValueError: boom (team.py:61)`, most frequent first."""
 
 
 class Evaluator:
@@ -76,6 +79,7 @@ class Evaluator:
             metrics=mean_metrics(episodes),
             rewards=mean_rewards(episodes),
             tokens=sum(turn.num_tokens for episode in episodes for turn in episode.turns),
+            failures=counted(episode.failure for episode in episodes),
         )
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import EpisodeFailed, GroupFailed, GroupRetried
+from flexmarl.events.group_events import GroupFailed, GroupRetried
 from flexmarl.events.notices import GroupPlayed
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
@@ -110,7 +110,6 @@ class Rollout:
                     if in_turn:
                         await asyncio.sleep(0)  # Lets all episodes begin, so that the first takes no turn alone.
                     episode = await self._player.play(group, index, stop=stop, generate=generate)
-                self._note_failure(episode, stop)
                 if episode.finished:
                     await emit_episode(group, episode)
                 return episode
@@ -119,9 +118,7 @@ class Rollout:
             async with trajectories:
                 if stop.because:
                     return None
-                episode = await self._player.play(group, self._episodes, stop=stop, greedy=True)
-                self._note_failure(episode, stop)
-                return episode
+                return await self._player.play(group, self._episodes, stop=stop, greedy=True)
 
         async with asyncio.TaskGroup() as tasks:
             playing = [
@@ -136,12 +133,3 @@ class Rollout:
             episodes=tuple(episode for task in playing if (episode := task.result())),
             greedy=baseline.result() if baseline else None,
         )
-
-    def _note_failure(self, episode: Episode, stop: Stop) -> None:
-        """Writes to the journal an episode that ended unfinished although nobody stopped it."""
-        if not episode.finished and not stop.because:
-            self._events.emit(
-                EpisodeFailed(
-                    group=episode.group, episode=episode.episode, status=episode.status, because=episode.reason
-                )
-            )
