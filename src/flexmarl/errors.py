@@ -16,9 +16,12 @@
 A failed episode is a record; a failed step is an exception. Cancellation is neither: it always passes through.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import requires
+from traceback import walk_tb
 
 MAX_TEXT = 10_000
 """Characters of an error's text that are kept."""
@@ -38,8 +41,20 @@ class MissingExtra(ConfigError):
     """A feature needs packages that the core install leaves out; the text names the extra."""
 
     def __init__(self, extra: str, needed_for: str) -> None:
-        super().__init__(f"{needed_for} needs the extra '{extra}': pip install 'flexmarl[{extra}]'")
+        super().__init__(f"{needed_for} needs the extra '{extra}': pip install {packages_of(extra)}")
         self.extra = extra
+
+
+def packages_of(extra: str) -> str:
+    """The packages of an extra, as `pip install` takes them, e.g. `'pyarrow>=22'`.
+
+    They are named by themselves: `flexmarl[...]` would be looked for on an index that does not have it.
+    """
+    named = [line.partition(";") for line in requires("flexmarl") or ()]
+    found = [
+        package.strip() for package, _, marker in named if marker.replace('"', "'").strip() == f"extra == '{extra}'"
+    ]
+    return " ".join(f"'{package}'" for package in found) or f"'flexmarl[{extra}]'"
 
 
 class EpisodeError(FlexmarlError):
@@ -99,10 +114,46 @@ def described(error: BaseException) -> str:
     >>> described(KeyError("answer"))
     "KeyError: 'answer'"
     """
-    return text_of(error) if isinstance(error, FlexmarlError) else f"{_type_name(error)}: {text_of(error)}"
+    return text_of(error) if isinstance(error, FlexmarlError) else f"{type_name(error)}: {text_of(error)}"
 
 
-def _type_name(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
+    """File and line of the user's code at which an error was raised, e.g. `team.py:61`; "" without a traceback.
+
+    It is the innermost line that is neither of this package, nor of Python's library, nor of an installed package. If
+    there is none, it is the innermost line of all. The error that an error was raised from counts first.
+    """
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None and len(causes) < MOST_CAUSES:
+        causes.append(causes[-1].__cause__)
+    innermost = ""
+    for cause in reversed(causes):
+        lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(cause.__traceback__)]
+        if found := users_line(lines):
+            return found
+        innermost = innermost or next((_as_place(*line) for line in reversed(lines)), "")
+    return innermost
+
+
+def users_line(lines: Sequence[tuple[str, int]]) -> str:
+    """The last of the lines, each a file and a number, that is in the user's own code; "" if none is."""
+    for file, number in reversed(lines):
+        if not file.startswith(_NOT_THE_USERS) and "site-packages" not in file:
+            return _as_place(file, number)
+    return ""
+
+
+def _as_place(file: str, number: int) -> str:
+    return writable(f"{os.path.basename(file)}:{number}")
+
+
+MOST_CAUSES = 20
+"""Errors that are searched in a chain of causes; a chain may be a circle."""
+_NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep, "<frozen ")
+"""How file names of this package, of Python's library and of frozen modules begin."""
+
+
+def type_name(error: BaseException) -> str:
     """Name of an error's type, even if its metaclass overrides `__name__`."""
     return writable(type.__dict__["__name__"].__get__(type(error)))
 
@@ -114,7 +165,7 @@ def text_of(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as broken:  # A foreign exception's `__str__` may raise anything.
-        return f"(its __str__ raised {_type_name(broken)})"
+        return f"(its __str__ raised {type_name(broken)})"
 
 
 def writable(text: str) -> str:

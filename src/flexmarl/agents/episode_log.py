@@ -162,6 +162,15 @@ class Ledger:
         """Adds `reward` to the reward of each turn, of all agents, at the end of the episode."""
         _add(self._team_rewards, part, reward)
 
+    def replace_rewards(self, reward: float) -> None:
+        """Removes all rewards given so far, and gives `reward` to each turn so far, those of forks included."""
+        self._team_rewards.clear()
+        self._agent_rewards.clear()
+        self._call_rewards.clear()
+        self.reward_turns(self._turns.values(), reward, "outcome")
+        for fork in self._forks:
+            fork.replace_rewards(reward)
+
     def note(self, turn: Turn, signals: Mapping[str, float]) -> None:
         """Keeps the signals found in a turn."""
         self._signals[turn.sample_id] |= signals

@@ -63,7 +63,10 @@ class Reply:
 
     @property
     def answer(self) -> str:
-        """Text that a task can score: the parsed value if it is a text or a number, else `text`."""
+        """Text that a task can score: the parsed value if it is a text or a number, else the whole `text`.
+
+        A parser that finds nothing gives None: then this is the whole text of the reply, and `parsed` is None.
+        """
         is_plain = isinstance(self.parsed, str | int | float) and not isinstance(self.parsed, bool)
         return str(self.parsed) if is_plain else self.text
 

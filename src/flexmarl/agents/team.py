@@ -74,6 +74,10 @@ class Team:
         """Adds to the reward of each turn, of all agents, at the end of the episode."""
         self._ledger.reward_team(reward, part)
 
+    def replace_rewards(self, reward: float) -> None:
+        """Replaces all rewards given so far, in forks too: each turn so far has this reward, and no other."""
+        self._ledger.replace_rewards(reward)
+
     def report(self, **metrics: float) -> None:
         """Reports metrics of this episode; `success` is the team's score. A later value replaces an earlier one."""
         for name, value in metrics.items():

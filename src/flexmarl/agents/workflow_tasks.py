@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from flexmarl.agents.episode_log import SCOPE, Scope
-from flexmarl.errors import EpisodeError
+from flexmarl.errors import EpisodeError, users_line
 
 _TASKS: ContextVar["WorkflowTasks | None"] = ContextVar("tasks", default=None)
 """Tasks of the episode whose code runs; None while the system works for the episode."""
@@ -167,6 +167,12 @@ def _stack(coroutine: Any) -> Iterator[Any]:
     while coroutine is not None:
         yield coroutine
         coroutine = getattr(coroutine, "cr_await", None)
+
+
+def waits_at(workflow: "asyncio.Task[Any]") -> str:
+    """File and line of the user's code at which a workflow waits, e.g. `team.py:61`; "" if it is not known."""
+    frames = [frame for one in _stack(workflow.get_coro()) if (frame := getattr(one, "cr_frame", None)) is not None]
+    return users_line([(frame.f_code.co_filename, frame.f_lineno) for frame in frames])
 
 
 class _Factory:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from flexmarl.analysis.timeline import natural
-from flexmarl.events.metrics import time_shares
+from flexmarl.events.metrics import time_shares, tokens_per_s
 
 INK = "#2b2d33"
 PALETTE = ("#2f6db3", "#d9772b", "#3f9b6c", "#a4508b", "#b8a12e", "#5aa7b8", "#8a5a44", "#6b6f7b")
@@ -86,7 +86,7 @@ def panels_of(steps: Mapping[int, Mapping[str, float]]) -> list[Panel]:
                     continue
             (panel.held_out if name.startswith("eval/") else panel.train).setdefault(line, []).append((step, value))
         if values.get("rollout/tokens") and values.get("time/step_s"):
-            speed.train.setdefault("tokens", []).append((step, values["rollout/tokens"] / values["time/step_s"]))
+            speed.train.setdefault("tokens", []).append((step, tokens_per_s(values)))
             for phase in phases:
                 time.train.setdefault(phase, []).append((step, time_shares(values).get(phase, 0.0)))
     for metric, panel in list(others.items()):

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import render_timeline
+from flexmarl.analysis.troubles import Troubles, trouble_rows
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
 from flexmarl.events.metrics import read_metrics
@@ -42,6 +43,8 @@ class History:
     """Seconds that all commands before the last one took."""
     missing: set[WorkerId] = field(default_factory=set)
     """Processes of the last command that were lost and are not replaced so far."""
+    troubles: Troubles = field(default_factory=Troubles)
+    """Failures, filtered groups and alarms of all commands."""
 
 
 def history_of(events: Iterable[Event]) -> History:
@@ -61,6 +64,7 @@ def history_of(events: Iterable[Event]) -> History:
                 _lose(history, WorkerId.engine(event.instance))
             case InstanceReplaced():
                 _replace(history, WorkerId.engine(event.replaces))
+        history.troubles.note(event)
         latest = max(latest, event.t)
     return history
 
@@ -107,10 +111,19 @@ class Summary:
     """`mean_ms` and `max_ms`; empty if it was not measured."""
     timeline: str
     """Path of timeline.json."""
+    troubles: Mapping[str, Any] = field(default_factory=dict)
+    """Failed episodes, filtered groups and skipped updates by reason, the last evaluation's failures, and alarms."""
+    failures: str = ""
+    """Path of the folder with the first failure of each kind; empty if none was kept."""
 
 
 def summarise(
-    steps: Mapping[int, Figures], history: History, *, timeline: str = "", wall_s: float | None = None
+    steps: Mapping[int, Figures],
+    history: History,
+    *,
+    timeline: str = "",
+    failures: str = "",
+    wall_s: float | None = None,
 ) -> Summary:
     """Computes the summary from the metrics of each step and the history. `wall_s`: seconds of the last command."""
     evals = [_evaluated(values) for values in steps.values()]
@@ -143,6 +156,8 @@ def summarise(
         training_hidden=_mean_over(steps, "overlap/training_hidden", weight="overlap/training_s"),
         event_loop_lag=_lag(steps),
         timeline=timeline,
+        troubles=history.troubles.as_json(totals),
+        failures=failures,
     )
 
 
@@ -154,7 +169,11 @@ def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
     folder = RunFolder(run_dir)
     render_pictures(run_dir)
     summary = summarise(
-        read_metrics(folder.metrics), history_of(read_run(folder.journal)), timeline=str(folder.timeline), wall_s=wall_s
+        read_metrics(folder.metrics),
+        history_of(read_run(folder.journal)),
+        timeline=str(folder.timeline),
+        failures=str(folder.failures) if folder.failures.is_dir() else "",
+        wall_s=wall_s,
     )
     folder.summary.write_text(json_text(asdict(summary), figures=True, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -247,6 +266,9 @@ def _cost(summary: Summary) -> RenderableType:
         rows["event loop"] = f"wakes {lag['mean_ms']:.1f} ms late on average, {lag['max_ms']:.0f} ms at most"
     if summary.processes:
         rows["processes"] = _processes(summary)
+    rows |= trouble_rows(summary.troubles)
+    if summary.failures:
+        rows["tracebacks"] = f"the first of each kind: {summary.failures}"
     if summary.timeline:
         rows["timeline"] = f"open in ui.perfetto.dev: {summary.timeline}"
     table = Table.grid(padding=(0, 2))

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -29,8 +29,10 @@ from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
+from flexmarl.events.failures import Failures, KeptFailure
 from flexmarl.events.journal import Journal, check_format
 from flexmarl.events.metrics import JsonlSink, Metrics
+from flexmarl.events.notices import Starting
 from flexmarl.events.progress import progress_on
 from flexmarl.events.run_events import MonitorFailed, RunFailed
 from flexmarl.events.run_folder import RunFolder, make_run_folder
@@ -44,7 +46,7 @@ from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
 from flexmarl.orchestrator.saving import Checkpoints, resume
 
-LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "stop", "metrics"})
+LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
 
 
@@ -97,13 +99,15 @@ class Run:
             events.listen(Event, journal.write)
             if log is not None:
                 events.listen(Event, log)
+            Failures(folder.failures, events)
             stop.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(recorded_failure(events))
             warn = Console(stderr=True, markup=False, highlight=False).print
             tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=warn)
             metrics = Metrics(clock, [JsonlSink(folder.metrics), *tracked])
             stack.push(lambda kind, *_: metrics.close(failed=kind is not None))
-            with console.status(f"starting the {settings.cluster.backend} world"):
+            with console.status("starting") as status:
+                events.listen(Starting, lambda starting: status.update(starting.waits_for))
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
             stack.enter_context(ended_like_ctrl_c(stop))
             emit_start(self._blueprint, world, events)
@@ -283,10 +287,12 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
             yield f"{within}{key} differs" if is_secret_key(key) else f"{within}{key} was {old!r}, is {new!r}"
 
 
-def evaluate_once(settings: RunSettings, run: RunFolder | None = None) -> tuple[Evaluation, Path | None]:
+def evaluate_once(
+    settings: RunSettings, run: RunFolder | None = None
+) -> tuple[Evaluation, Path | None, Sequence[KeptFailure]]:
     """Plays the held-out tasks with the newest checkpoint of a run, or with the models as they are.
 
-    Returns the result, and the folder that keeps what was played, if it could be kept.
+    Returns the result, the folder that keeps what was played, if it could be kept, and the first failure of each kind.
     """
     refuse_simulated(settings)
     kept = folder_of_eval(settings, run)
@@ -294,7 +300,9 @@ def evaluate_once(settings: RunSettings, run: RunFolder | None = None) -> tuple[
         write_settings(settings, RunFolder(kept))  # Those of the config: the folder of the starts is a temporary one.
     with TemporaryDirectory(prefix="flexmarl-") as starts:
         blueprint = draw_up(with_starts(settings, Path(starts)))
-        return run_and_leave_threads(_evaluate_once(blueprint, run and run.checkpoints, kept)), kept
+        failures = Failures(RunFolder(kept).failures if kept else None)
+        evaluation = run_and_leave_threads(_evaluate_once(blueprint, run and run.checkpoints, kept, failures))
+        return evaluation, kept, failures.kept
 
 
 def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
@@ -311,9 +319,12 @@ def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
     return make_run_folder(run.evaluations, "eval", datetime.now()).path
 
 
-async def _evaluate_once(blueprint: Blueprint, folder: Path | None, kept: Path | None) -> Evaluation:
+async def _evaluate_once(
+    blueprint: Blueprint, folder: Path | None, kept: Path | None, failures: Failures
+) -> Evaluation:
     settings = blueprint.settings
     async with scratch_world(blueprint) as world:
+        failures.listen(world.pool.events)
         start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
         versions = Versions(initial_versions(settings, start))
         publisher = Publisher(

@@ -21,6 +21,7 @@ from flexmarl.assemble.world import Residents, World, watch_workers, world_of
 from flexmarl.config import RunSettings
 from flexmarl.errors import CheckpointError, ConfigError, StoreError, TrainingError, WorkerError
 from flexmarl.events.event import Event, Events
+from flexmarl.events.failures import Failures
 from flexmarl.events.journal import Journal
 from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.progress import NullProgress
@@ -30,6 +31,7 @@ from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.simulator.decoding import CpuShare
+from flexmarl.simulator.drawn_rewards import drawn
 from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore
 from flexmarl.simulator.replies import responder_of
@@ -38,6 +40,9 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.training.interface import StoreRows
 
 Show = Callable[[str], None]
+
+SIMULATED = "sim-"
+"""How the names of folders of simulated runs begin, so that they can be told from those of real runs."""
 
 MOST_LIVES = 100
 """The most lives of one run. It stops plans whose faults end every life."""
@@ -87,7 +92,8 @@ def simulate(settings: RunSettings, *, show: Show = _ignore, disturbance: Distur
     if not settings.trained:
         raise ConfigError("policies: none is trainable, so there is no step to simulate; set trainable: true on one")
     team = twinned(blueprint.team, settings.simulation.tools, settings.seed)
-    folder = new_run_folder(settings)
+    team = drawn(team, settings.simulation.rewards, settings.seed)
+    folder = new_run_folder(settings, SIMULATED + settings.name)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
     with _rare_garbage_collection():
         run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance))
@@ -135,7 +141,7 @@ async def _simulate(blueprint: Blueprint, folder: RunFolder, show: Show, disturb
             budget_bytes=settings.checkpoint.budget_bytes,
             in_thread=False,
         )
-        life = _Life(blueprint, store, journal, metrics, checkpoints, folder.checkpoints, show)
+        life = _Life(blueprint, store, journal, metrics, checkpoints, folder, show)
         if disturbance is None:
             await life.play(resumed=False)
             return
@@ -157,11 +163,12 @@ class _Life:
         journal: Journal,
         metrics: Metrics,
         checkpoints: Checkpoints,
-        saved: Path,
+        folder: RunFolder,
         show: Show,
     ) -> None:
         self._blueprint, self._store, self._journal, self._metrics = blueprint, store, journal, metrics
-        self._checkpoints, self._saved, self._show = checkpoints, saved, show
+        self._checkpoints, self._saved, self._show = checkpoints, folder.checkpoints, show
+        self._failures = Failures(folder.failures)
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
         """Plays one life. Returns False if it was lost and can be resumed. Raises errors that resuming cannot fix."""
@@ -192,6 +199,7 @@ class _Life:
         """Makes the events of one life, written to the common journal. Parts of other lives do not hear them."""
         events = Events()
         events.listen(Event, self._journal.write)
+        self._failures.listen(events)
         return events
 
     async def _play(self, events: Events, *, resumed: bool, disturbance: Disturbance | None = None) -> None:

@@ -23,6 +23,7 @@ from flexmarl.events.run_events import ProcessStarted, RunStarted
 from flexmarl.experience.window import Window
 from flexmarl.inference.scaling import RULES
 from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.orchestrator.alarms import AlarmRules, Alarms
 from flexmarl.orchestrator.asynchronous import Asynchronous, Stream
 from flexmarl.orchestrator.balance import Balancer
 from flexmarl.orchestrator.checkpoint import RunState
@@ -78,7 +79,9 @@ def wire(
     """
     check_engines(blueprint.settings, world.pool.capabilities)
     parts = _Wiring(blueprint, world, events, start, rules, keep)
-    Figures(metrics=metrics, versions=parts.versions, events=events)
+    separate = has_separate_devices(blueprint.settings, os.cpu_count() or 1)
+    Figures(metrics=metrics, versions=parts.versions, events=events, separate=separate)
+    Alarms(AlarmRules(blueprint.settings.alarms, [PolicyName(name) for name in blueprint.settings.trained]), events)
     monitor = Monitor(
         name=blueprint.settings.name,
         steps=blueprint.settings.steps,
@@ -318,6 +321,13 @@ def slots_of(settings: RunSettings, policy: PolicyName) -> int:
     else:
         slots = getattr(settings.policies[policy].engine, "slots", EmbeddedSettings().slots)
     return min(slots, settings.pool.max_running or slots)
+
+
+def has_separate_devices(settings: RunSettings, cores: int) -> bool:
+    """True if trainers compute on other devices than engines, so that training can be hidden behind rollout."""
+    if settings.mode is Mode.COLOCATED or settings.cluster.backend == "inline":
+        return False
+    return settings.cluster.backend == "simulated" or settings.cluster.device != "cpu" or cores > 1
 
 
 def release_of(settings: RunSettings) -> Release:

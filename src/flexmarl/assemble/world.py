@@ -22,6 +22,7 @@ from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
 from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
+from flexmarl.events.notices import Starting
 from flexmarl.events.run_events import ProcessStarted, WorkerLost
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import InferenceEngine
@@ -129,8 +130,12 @@ async def world_of(
     engines = [residents.engine(policy, name) for policy in served for name in names[policy]]
     trainers = [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
+        if settings.cluster.backend == "ray":
+            events.emit(Starting(waits_for="starting Ray"))
         cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers), events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
+        models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
+        events.emit(Starting(waits_for=f"loading {models}: {len(engines)} engines, {len(trainers)} trainers"))
         for resident in await cluster.spawn([*engines, *trainers]):
             remotes[resident.name] = resident.remote
             if cluster.has_processes:
@@ -181,6 +186,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
         run_seed=settings.seed,
         timeout_s=settings.rollout.episode_timeout_s,
         grace_s=settings.rollout.cancel_grace_s,
+        events=world.pool.events,
     )
 
 

@@ -1,7 +1,8 @@
 """The command line. In: a config and dotted overrides. Out: a run, figures, a verdict, a model, a table.
 
-Exit codes: 0, done; 1, the command failed; 2, the config or the command is wrong; 130, stopped with Ctrl-C; 141, the
-reader of the output has gone (`| head`). `train` and `simulate` continue without a reader.
+Exit codes: 0, done; 1, the command failed; 2, the config or the command is wrong; 3, done, but every episode of the run
+or of its last evaluation failed; 130, stopped with Ctrl-C; 141, the reader of the output has gone (`| head`). `train`
+and `simulate` continue without a reader.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ CANCELLED = (
 app = typer.Typer(
     name="flexmarl",
     help="Train teams of LLM agents with reinforcement learning.",
-    epilog="Start with: flexmarl init NAME, or flexmarl check RUN.yaml, then flexmarl train RUN.yaml.",
+    epilog="Start with: flexmarl init NAME, or flexmarl check RUN.yaml, then flexmarl train RUN.yaml. Exit codes: 0 "
+    "done; 1 failed; 2 wrong config or command; 3 done, but every episode of the run or of its last evaluation failed; "
+    "130 Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
+from flexmarl.analysis.troubles import all_failed
 from flexmarl.cli.options import Config, Level, Overrides, Quiet, assemble, examine, load_run_folder, log_level
 from flexmarl.cli.terminal import SafeConsole, ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
@@ -20,6 +21,13 @@ from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.log import EventLog, LogLevel
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
+
+if TYPE_CHECKING:
+    from flexmarl.orchestrator.evaluation import Evaluation
+
+
+ALL_FAILED = 3
+"""Exit code of a command that ended, though every episode of the run or of its last evaluation failed."""
 
 
 def train(
@@ -48,14 +56,19 @@ def train(
         run = assemble.assemble_run(settings, resume_from=resume)
         try:
             log = EventLog(level, partial(print_text, err=True))
-            run.train(SafeConsole(quiet=level.quiet), log.hear)
+            summary = run.train(SafeConsole(quiet=level.quiet), log.hear)
         except KeyboardInterrupt:
             print_text(f"flexmarl: stopped. {resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
         except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
             print_text(f"flexmarl: the run failed. {resume_hint(run.folder)}", err=True)
+            if (failures := RunFolder(run.folder).failures).is_dir():
+                print_text(f"flexmarl: the first traceback of each kind of failed episode: {failures}", err=True)
             raise
         print_text(str(run.folder))
+        if failed := all_failed(summary.troubles):
+            print_text(f"flexmarl: {failed}; tracebacks: {summary.failures}", err=True)
+            raise typer.Exit(ALL_FAILED)
 
 
 def resume_hint(path: Path) -> str:
@@ -93,10 +106,23 @@ def evaluate(
         )
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
-    evaluation, kept = assemble.evaluate_once(settings, folder)
+    evaluation, kept, failures = assemble.evaluate_once(settings, folder)
     if as_json:
         print_text(json_text({**asdict(evaluation), "folder": None if kept is None else str(kept)}, figures=True))
-        return
+    else:
+        _show_evaluation(evaluation)
+        if kept is not None:
+            print_text(str(kept))
+    if evaluation.failed:
+        for reason, count in evaluation.failures.items():
+            print_text(f"flexmarl: {count} of {evaluation.episodes} episodes failed: {reason}", err=True)
+        if first := next((one for one in failures if str(one.failure) == next(iter(evaluation.failures))), None):
+            print_text(f"flexmarl: the first of these was {first.episode}\n{first.traceback}".rstrip(), err=True)
+    if evaluation.failed and evaluation.failed == evaluation.episodes:
+        raise typer.Exit(ALL_FAILED)
+
+
+def _show_evaluation(evaluation: "Evaluation") -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
     table.add_column("mean", justify="right")
@@ -105,8 +131,6 @@ def evaluate(
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
     SafeConsole().print(table)
-    if kept is not None:
-        print_text(str(kept))
 
 
 def check(config: Config, overrides: Overrides = None) -> None:

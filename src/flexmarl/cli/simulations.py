@@ -22,6 +22,7 @@ from flexmarl.analysis.plots import draw_run
 from flexmarl.analysis.queues import queue_counts_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
+from flexmarl.analysis.troubles import Troubles
 from flexmarl.assemble import simulate
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override, parse_yaml
@@ -29,7 +30,9 @@ from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
+from flexmarl.events.untrained import in_words
 from flexmarl.orchestrator.settings import Mode
+from flexmarl.records import NO_SPREAD
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
@@ -38,6 +41,10 @@ __all__ = ["SimulationReport", "comparison_table", "sweep_table"]
 
 MOST_RUNS = 100
 """Most runs of one sweep: a typing error must not play for a day."""
+
+
+MOST_FLAT = 0.5
+"""Share of groups with equal rewards up to which a simulation's figures are those of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +81,30 @@ def simulated(
 
     disturbance = None if plan is None else PlannedFaults(plan)
     folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
-    facts = read_facts(read_run(folder.journal))
+    troubles = Troubles()
+    facts = read_facts(troubles.noting(read_run(folder.journal)))
     facts.queue_counts = facts.queue_counts or queue_counts_of(facts.calls, _slots(settings))
     report = _report(settings, facts)
     if report is None:
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")
+    if caution := caution_of(troubles, len(facts.step_of)):
+        show(f"caution: {caution}")
     render_pictures(folder.path)
     draw_run(facts, picture_of(folder), settings.name)
     return SimulatedRun(settings, folder, facts, report)
+
+
+def caution_of(troubles: Troubles, groups: int) -> str:
+    """Says that hardly anything of a simulation was trained, because rewards did not differ; "" if that is not so."""
+    flat = {str(reason): count for reason in NO_SPREAD if (count := troubles.filtered[reason])}
+    if sum(flat.values()) <= MOST_FLAT * groups:
+        return ""
+    return (
+        f"{sum(flat.values())} of {groups} groups were dropped, because their rewards did not differ "
+        f"({in_words(flat)}): hardly anything was trained, and the figures lack that time. Replies without "
+        f"meaning (type lengths or asked) earn equal rewards; use simulation.rewards={{success: 0.5}}, or "
+        f"credit.filter=null"
+    )
 
 
 def planned(path: Path, settings: RunSettings) -> FaultPlan:

@@ -16,6 +16,7 @@ from flexmarl.experience.settings import StoreSettings
 from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import (
+    AlarmSettings,
     BatchSettings,
     CheckpointSettings,
     EvaluateSettings,
@@ -123,6 +124,7 @@ class RunSettings(Settings):
     credit: CreditSettings = CreditSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    alarms: AlarmSettings = AlarmSettings()
     stop: StopSettings | None = Field(default=None, description="Early stopping; null: all steps are made.")
     metrics: MetricsSettings = MetricsSettings()
     simulation: SimulationSettings = SimulationSettings()

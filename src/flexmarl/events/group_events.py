@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
-from flexmarl.records.episode import Episode, EpisodeStatus
+from flexmarl.records.episode import Episode, EpisodeStatus, Failure, Purpose
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, Version
+from flexmarl.records.lifecycle import FilterReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,39 @@ class EpisodeFailed(Event):
     """The episode."""
     status: EpisodeStatus
     """How it ended."""
+    kind: str = ""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded` or `cancelled`."""
+    place: str = ""
+    """File and line of the code that raised it, e.g. `team.py:61`; empty if no code did."""
+    text: str = ""
+    """The exception's text, shortened to one line."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why it was played. Episodes of evaluations are here too."""
 
 
-def episode_ended(episode: Episode) -> EpisodeFinished | EpisodeFailed:
-    """Makes the event of an episode that has ended."""
-    group, id = episode.group, episode.episode
-    if not episode.finished:
-        return EpisodeFailed(group=group, episode=id, status=episode.status, because=episode.reason)
-    # Microseconds, as all moments of the journal.
-    return EpisodeFinished(group=group, episode=id, duration_s=round(episode.duration_s, 6), metrics=episode.metrics)
+def episode_finished(episode: Episode) -> EpisodeFinished:
+    """Makes the event of a finished episode."""
+    return EpisodeFinished(
+        group=episode.group,
+        episode=episode.episode,
+        duration_s=round(episode.duration_s, 6),  # Microseconds, as all moments of the journal.
+        metrics=episode.metrics,
+    )
+
+
+def episode_failed(episode: Episode, purpose: Purpose) -> EpisodeFailed:
+    """Makes the event of a failed episode."""
+    failure = episode.failure or Failure(kind=episode.status)
+    return EpisodeFailed(
+        group=episode.group,
+        episode=episode.episode,
+        status=episode.status,
+        because=episode.reason,
+        kind=failure.kind,
+        place=failure.place,
+        text=failure.text,
+        purpose=purpose,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +162,13 @@ class GroupReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFiltered(Event):
-    """A group ended untrained, because the filter found that nothing can be learned from it."""
+    """A group ended untrained, because the filter or the estimator found that nothing can be learned from it."""
 
     name: ClassVar[str] = "group_filtered"
     group: GroupId
     """The group."""
+    reason: FilterReason = FilterReason.NO_WEIGHT
+    """Why, to be counted: `too_easy`, `too_hard`, `flat`, `no_weight`, `no_trained_turn` or `no_baseline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

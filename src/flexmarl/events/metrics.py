@@ -150,3 +150,16 @@ def time_shares(values: Mapping[str, float]) -> dict[str, float]:
     step_s = values.get("time/step_s", 0.0)
     phases = {name[5:-2]: value for name, value in values.items() if name.startswith("time/") and name != "time/step_s"}
     return {phase: value / step_s for phase, value in phases.items()} if step_s > 0 else {}
+
+
+def tokens_per_s(values: Mapping[str, float]) -> float:
+    """Sampled tokens per second of the step, from the values that `flush` returned; 0 if nothing was sampled.
+
+    The seconds of an evaluation do not count, unless rollout went on during it.
+
+    >>> tokens_per_s({"rollout/tokens": 60.0, "time/step_s": 5.0, "time/rollout_s": 2.0, "time/evaluate_s": 2.0})
+    20.0
+    """
+    step_s, evaluate_s = values.get("time/step_s", 0.0), values.get("time/evaluate_s", 0.0)
+    seconds = max(step_s - evaluate_s, values.get("time/rollout_s", 0.0))
+    return values.get("rollout/tokens", 0.0) / (seconds or 1.0)

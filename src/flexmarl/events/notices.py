@@ -7,12 +7,21 @@ A notice has no line in the journal: other events already give the fact, or it i
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.events.event import Events, Notice
-from flexmarl.records.episode import AnyTurn, Episode, GroupRecord
-from flexmarl.records.ids import AgentName, GroupId, PolicyName
+from flexmarl.events.untrained import NotTrained
+from flexmarl.records.episode import AnyTurn, Episode, Failure, GroupRecord, Purpose
+from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting(Notice):
+    """The start of a run goes on to something that may take long."""
+
+    waits_for: str
+    """The thing that the run waits for now, in words: `starting Ray`, `loading models: 2 engines, 2 trainers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +30,22 @@ class GroupPlayed(Notice):
 
     group: GroupRecord
     """The group, with its episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeBroke(Notice):
+    """An episode failed, and this may be the first failure of its kind. `EpisodeFailed` has the line in the journal."""
+
+    episode: EpisodeId
+    """The episode."""
+    task: str
+    """Id of its task."""
+    purpose: Purpose
+    """Why it was played."""
+    failure: Failure
+    """The failure."""
+    error: BaseException | None = None
+    """The exception, with its traceback; None if none was raised. Listeners must not keep it: it keeps the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +112,8 @@ class FiguresWritten(Notice):
     """Steps done."""
     values: Mapping[str, float]
     """The metrics, by name."""
+    untrained: NotTrained = field(default_factory=NotTrained)
+    """The part of the step that is not trained on, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flexmarl.events.untrained import NotTrained
+
 REFRESH_INTERVAL_S = 0.5
 """Shortest time between two drawings. A drawing takes 3 to 5 ms of the event loop's time: at most 1 %."""
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -47,11 +49,16 @@ class ProgressView:
     """Share of training that was hidden behind rollout, of the last completed step."""
     processes: int = 0
     """Number of live processes; 0 if they are not counted."""
+    untrained: NotTrained = field(default_factory=NotTrained)
+    """The part of the last completed step that is not trained on."""
+    before: int = 0
+    """Steps that earlier commands of the run completed."""
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that remain at the average pace so far; None before the first step is completed."""
-        return self.elapsed_s / self.step * (self.steps - self.step) if self.step else None
+        """Seconds that remain at this command's average pace so far; None before its first step is completed."""
+        done = self.step - self.before
+        return self.elapsed_s / done * (self.steps - self.step) if done > 0 else None
 
 
 class Progress(Protocol):
@@ -180,6 +187,7 @@ def line(view: ProgressView) -> str:
         parts.append(f"success {view.success:.2f}")
     if view.rewards:
         parts.append("reward " + ", ".join(f"{agent} {reward:.2f}" for agent, reward in view.rewards.items()))
+    parts += view.untrained.lines
     if view.tokens_per_s:
         parts.append(f"{view.tokens_per_s:.0f} tokens/s")
     if view.training_hidden is not None:
@@ -218,7 +226,8 @@ def screen(name: str, view: ProgressView) -> RenderableType:
             ([phase, f"{bar(share, 12)} {share:4.0%}"] for phase, share in view.time_shares.items()),
         ),
     ]
-    return Group(head, success, Columns([table for table in tables if table.row_count], padding=(0, 4)))
+    lost = [Text(" | ".join(view.untrained.lines), "yellow")] if view.untrained.lines else []
+    return Group(head, success, *lost, Columns([table for table in tables if table.row_count], padding=(0, 4)))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -5,6 +5,7 @@ In: nothing. Out: the types that journal, monitor and laws read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
@@ -118,6 +119,40 @@ class Evaluated(Timed):
     """Steps done."""
     evaluation: Mapping[str, Any]
     """Versions, episodes, failed episodes, means of metrics and rewards."""
+
+
+class AlarmKind(StrEnum):
+    """A way in which training goes wrong. The rules are in orchestrator/alarms.py."""
+
+    UNTRAINED = "untrained"
+    """A policy was not updated for several steps."""
+    NO_SPREAD = "no_spread"
+    """Groups were dropped because their rewards did not differ."""
+    CUT = "cut"
+    """Replies of an agent were cut off by `max_tokens`."""
+    ENTROPY = "entropy"
+    """The entropy of a policy has collapsed."""
+    DRIFT = "drift"
+    """Trainer and engine give a policy's tokens different probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRaised(Event):
+    """The figures of the last steps say that training goes wrong. `because` says the figure."""
+
+    name: ClassVar[str] = "alarm"
+    step: int
+    """Steps done."""
+    alarm: AlarmKind
+    """`untrained`, `no_spread`, `cut`, `entropy` or `drift`."""
+    subject: str = ""
+    """The agent or the policy; empty for the team."""
+    value: float
+    """The figure."""
+    limit: float
+    """The setting that the figure was compared with."""
+    remedy: str
+    """Something to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

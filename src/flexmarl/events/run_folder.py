@@ -4,6 +4,7 @@ runs/math_team-20260131-142530/
   config.yaml        the settings, every default filled in
   journal.jsonl      every event and decision, with its reason
   experience.sqlite  every turn, with its reward and advantage
+  failures/          the first failed episode of each kind, with its traceback
   metrics.jsonl      one line per step
   tensorboard/       the same for TensorBoard
   trackers.json      ids of the run in W&B and MLflow, if it is there
@@ -46,6 +47,11 @@ class RunFolder:
     def store(self) -> Path:
         """The experience store."""
         return self.path / "experience.sqlite"
+
+    @property
+    def failures(self) -> Path:
+        """Folder of the failed episodes that were kept; it exists once an episode has failed."""
+        return self.path / "failures"
 
     @property
     def metrics(self) -> Path:

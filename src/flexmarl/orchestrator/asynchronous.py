@@ -161,7 +161,7 @@ class Stream:
     async def _judge(self, group: GroupRecord) -> None:
         judged = self._crediting.judge(group)
         if judged.drop:
-            await self._crediting.drop(group, judged.drop)
+            await self._crediting.drop(group, judged)
             self._window.ended(group.group)
             self._note_barren("it was filtered")
         else:

@@ -214,7 +214,7 @@ class StepCollector(Collector):
             judged = Judged("") if by_episode else self._crediting.judge(group)
         kept = self.refill.keeps(judged)
         if group.finished and not kept:
-            await (self._streaming or self._crediting).drop(group, judged.drop)
+            await (self._streaming or self._crediting).drop(group, judged)
         self.refill.judged(kept=kept)
         self._judged[group.group] = group if kept else None
 
@@ -274,12 +274,12 @@ class Streaming:
                 opened.scores[turn.sample_id] = score
         await self._crediting.make_ready(samples)
 
-    async def drop(self, group: GroupRecord, because: str) -> None:
+    async def drop(self, group: GroupRecord, judged: Judged) -> None:
         """Ends a complete group and its rows as FILTERED, also the rows that were accumulated already."""
         opened = self._open.pop(group.group, _Open())
         for name in opened.rows:
-            await self._close(name, opened, None, because)
-        await self._crediting.drop(group, because, but=opened.scores)
+            await self._close(name, opened, None, judged.drop)
+        await self._crediting.drop(group, judged, but=opened.scores)
 
     async def credit(self, group: GroupRecord) -> Credited:
         """Credits a complete group: writes the credit into its rows, and sends the credit lines to the sessions."""

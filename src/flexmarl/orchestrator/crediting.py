@@ -35,6 +35,7 @@ from flexmarl.records import (
     AgentName,
     CreditedTurn,
     CreditLine,
+    FilterReason,
     GroupId,
     GroupRecord,
     GroupState,
@@ -58,6 +59,8 @@ class Judged:
     """Why nothing can be learned from the group; "" if it is kept."""
     effects: Mapping[AgentName, Mapping[Effect, int]] = field(default_factory=dict)
     """Number of each agent's credit groups with each effect; empty if no filter judged them."""
+    reason: FilterReason = FilterReason.NO_WEIGHT
+    """The same as `drop`, to be counted. Means nothing if the group is kept."""
 
     @property
     def trainable(self) -> bool:
@@ -111,12 +114,17 @@ class Crediting:
         """Decides whether a finished group is kept, by its rows and the filter."""
         rows = self._rows(group)
         if all(row.greedy for row in rows):
-            return Judged("no turn of a trained policy")
+            return Judged("no turn of a trained policy", reason=FilterReason.NO_TRAINED_TURN)
         if "greedy" in self._settings.uses and not (group.greedy and group.greedy.finished):
-            return Judged(f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}")
+            because = f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}"
+            return Judged(because, reason=FilterReason.NO_BASELINE)
         judged = Judged("")
         for decision in self._settings.decide(rows):  # One, since all rows are of one task; none without a filter.
-            judged = Judged("" if decision.kept else f"{decision.reason}: {decision.because}", decision.effects)
+            if decision.kept:
+                judged = Judged("", decision.effects)
+            else:
+                because = f"{decision.reason}: {decision.because}"
+                judged = Judged(because, decision.effects, FilterReason(decision.reason))
         parts = {agent: asdict(parts) for agent, parts in reward_parts(rows).items()}
         self._events.emit(GroupJudged(group=group.group, effects=judged.effects, parts=parts))
         return judged
@@ -129,11 +137,11 @@ class Crediting:
         """The line of each credit group of a complete group: it turns scores into advantages."""
         return self._settings.lines(self._rows(group))
 
-    async def drop(self, group: GroupRecord, because: str, *, but: Container[SampleId] = ()) -> None:
-        """Ends a finished group and its rows as FILTERED. The caller ends the rows in `but`."""
+    async def drop(self, group: GroupRecord, judged: Judged, *, but: Container[SampleId] = ()) -> None:
+        """Ends a finished group that was judged, and its rows, as FILTERED. The caller ends the rows in `but`."""
         ids = [turn.sample_id for episode in group.finished for turn in episode.turns if turn.sample_id not in but]
-        await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
-        self.filtered(group.group, because)
+        await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=judged.drop))
+        self.filtered(group.group, judged.drop, judged.reason)
 
     async def credit(self, groups: Sequence[GroupRecord], *, opened: Container[SampleId] = ()) -> list[Credited]:
         """Turns the groups, or parts of groups, into samples, comparing all that are given with one another.
@@ -192,10 +200,10 @@ class Crediting:
         for agent, partial in rows.items():
             await self._store.put(agent, partial)
 
-    def filtered(self, group: GroupId, because: str) -> None:
+    def filtered(self, group: GroupId, because: str, reason: FilterReason = FilterReason.NO_WEIGHT) -> None:
         """Ends a group all of whose rows have ended."""
         self._admission.move(group, GroupState.FILTERED)
-        self._events.emit(GroupFiltered(group=group, because=because))
+        self._events.emit(GroupFiltered(group=group, because=because, reason=reason))
 
     def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
         return self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))

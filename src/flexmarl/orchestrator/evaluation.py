@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupAdmitted, episode_ended
+from flexmarl.events.group_events import GroupAdmitted, episode_failed, episode_finished
 from flexmarl.events.run_events import Evaluated
+from flexmarl.events.untrained import counted
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import (
@@ -50,6 +51,8 @@ class Evaluation:
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
     """Mean reward of each agent, over its turns."""
     tokens: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Number of failed episodes by reason, e.g. `ValueError: boom (team.py:61)`, most frequent first."""
 
 
 class EvaluationPlace(NamedTuple):
@@ -114,7 +117,8 @@ class Evaluator:
                     kept.events.emit(GroupAdmitted(group=id, step=-1, task=task.input_id, because="it is held out"))
                 episode = await self._player.play(group, index, store=kept.store if kept else None)
                 if kept:
-                    kept.events.emit(episode_ended(episode))
+                    ended = episode_finished(episode) if episode.finished else episode_failed(episode, group.purpose)
+                    kept.events.emit(ended)
                 return episode.without_tokens()
 
         async with asyncio.TaskGroup() as tasks:
@@ -134,6 +138,7 @@ class Evaluator:
             metrics=mean_metrics(episodes),
             rewards=mean_rewards(episodes),
             tokens=sum(turn.num_tokens for episode in episodes for turn in episode.turns),
+            failures=counted(episode.failure for episode in episodes),
         )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from flexmarl.errors import cause_of
 from flexmarl.events.event import Events
-from flexmarl.events.metrics import Metrics, time_shares
+from flexmarl.events.metrics import Metrics, time_shares, tokens_per_s
 from flexmarl.events.notices import EvaluationStarted, FiguresWritten, GroupPlayed
 from flexmarl.events.progress import Progress, ProgressView
-from flexmarl.events.run_events import Evaluated, StepStarted, StoppedEarly
+from flexmarl.events.run_events import AlarmRaised, Evaluated, StepStarted, StoppedEarly
 from flexmarl.events.serving_events import QueueCounts
+from flexmarl.events.untrained import NotTrained, in_words
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import EngineUse, InstanceId
@@ -66,7 +67,9 @@ class Monitor:
         self._done: int | None = None
         """Number of steps whose figures are complete; None before the first step or evaluation of this command."""
         self._groups = 0
+        self._before = 0
         self._values: Mapping[str, float] = {}
+        self._untrained = NotTrained()
         self._successes: list[float] = []
         self._usage: Mapping[InstanceId, EngineUse] = {}
         self._queues: Mapping[str, Any] = {}
@@ -79,6 +82,7 @@ class Monitor:
         events.listen(Evaluated, self._evaluated)
         events.listen(FiguresWritten, self._figures_written)
         events.listen(StoppedEarly, lambda end: progress.note(f"stopped after step {end.step}: {end.because}"))
+        events.listen(AlarmRaised, lambda alarm: progress.note(f"alarm: {alarm.because}; {alarm.remedy}"))
 
     async def watch(self) -> None:
         """Draws the screen and watches the queues and the event loop, until it is cancelled."""
@@ -99,7 +103,7 @@ class Monitor:
         number of steps done on the screen: `_figures_written` does, together with the figures of the step.
         """
         if self._done is None:
-            self._done = step
+            self._done = self._before = step
         self._phase, self._groups = phase, 0
 
     def _group_played(self, played: GroupPlayed) -> None:
@@ -109,7 +113,8 @@ class Monitor:
         found = evaluated.evaluation
         success = found["metrics"].get("success")
         shown = "" if success is None else f": success {success:.3f}"
-        counts = f"{found['episodes']} held-out episodes, {found['failed']} failed"
+        reasons = f" ({in_words(found['failures'])})" if found["failures"] else ""
+        counts = f"{found['episodes']} held-out episodes, {found['failed']} failed{reasons}"
         self._progress.note(f"evaluation {evaluated.when} training, {counts}{shown}")
 
     def _figures_written(self, figures: FiguresWritten) -> None:
@@ -117,7 +122,7 @@ class Monitor:
         self._step_lag_ms = 0.0
         values = figures.values
         if "rollout/groups" in values:  # False for the evaluation before the first step.
-            self._values = values
+            self._values, self._untrained = values, figures.untrained
         if "team/success" in values:
             self._successes.append(values["team/success"])
         self._done = figures.step
@@ -167,13 +172,15 @@ class Monitor:
             success=values.get("team/success"),
             success_curve=tuple(self._successes),
             rewards={name.removeprefix("reward/"): v for name, v in values.items() if name.startswith("reward/")},
-            tokens_per_s=values.get("rollout/tokens", 0.0) / (values.get("time/step_s") or 1.0),
+            tokens_per_s=tokens_per_s(values),
             running=self._running,
             queued=self._queued,
             versions=dict(self._versions.served.items()),
             time_shares=time_shares(values),
             training_hidden=values.get("overlap/training_hidden"),
             processes=self._processes(),
+            untrained=self._untrained,
+            before=self._before,
         )
         self._progress.update(view)
 

@@ -190,3 +190,32 @@ class CheckpointSettings(Settings):
     def budget_bytes(self) -> int | None:
         """The budget in bytes."""
         return None if self.budget_gb is None else int(self.budget_gb * 1e9)
+
+
+class AlarmSettings(Settings):
+    """Alarms: a line on the screen, in the journal and in the summary when training goes wrong. null turns one off."""
+
+    steps: int = Field(
+        default=2, ge=1, description="Steps in a row in which a condition must hold; `untrained` has its own number."
+    )
+    untrained: int | None = Field(default=3, ge=1, description="Steps in a row without an update of a policy.")
+    no_spread: float | None = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Share of a step's groups that were dropped since their rewards are equal.",
+    )
+    cut: float | None = Field(
+        default=0.5, gt=0, le=1, description="Share of an agent's replies that `max_tokens` ended."
+    )
+    entropy: float | None = Field(
+        default=0.02,
+        gt=0,
+        lt=1,
+        description="Entropy of a policy, as a share of that of its first update: it is too low below this.",
+    )
+    drift: float | None = Field(
+        default=0.1,
+        gt=0,
+        description="Divergence of a policy's trainer from its engine, in nats per sampled token: too much above this.",
+    )

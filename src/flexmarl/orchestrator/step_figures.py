@@ -9,7 +9,7 @@ from collections import Counter, defaultdict, deque
 
 from flexmarl.credit.interface import AgentReport
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupsCredited, Refilled
+from flexmarl.events.group_events import GroupFiltered, GroupsCredited, Refilled
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.notices import (
     EpisodesTaken,
@@ -22,11 +22,12 @@ from flexmarl.events.notices import (
 )
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.run_events import Evaluated
-from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated
+from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated, UpdateSkipped
+from flexmarl.events.untrained import NotTrained, counted
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.orchestrator.evaluation import mean_metrics, mean_rewards
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import Episode, PolicyName
+from flexmarl.records import Episode, Failure, FinishReason, PolicyName
 
 COMPARED = 50_000
 """Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
@@ -35,8 +36,12 @@ COMPARED = 50_000
 class Figures:
     """The metrics of a run. docs/howto/metrics.md lists their names."""
 
-    def __init__(self, *, metrics: Metrics, versions: Versions, events: Events) -> None:
-        """Listens to `events` from now on."""
+    def __init__(self, *, metrics: Metrics, versions: Versions, events: Events, separate: bool = True) -> None:
+        """Listens to `events` from now on. `separate`: trainers and engines have different devices.
+
+        On a shared device, training beside rollout slows rollout down, so that none of it is hidden.
+        """
+        self._separate = separate
         self._metrics, self._versions, self._events = metrics, versions, events
         self._training: defaultdict[str, list[Interval]] = defaultdict(list)
         self._rollout: list[Interval] = []
@@ -45,10 +50,15 @@ class Figures:
         self._stalest: Counter[PolicyName] = Counter()
         self._played_lengths: deque[int] = deque(maxlen=COMPARED)
         self._taken_lengths: deque[int] = deque(maxlen=COMPARED)
+        self._failures: list[Failure] = []
+        self._filtered: Counter[str] = Counter()
+        self._skipped: list[PolicyName] = []
         events.listen(PhaseChanged, self._phase_changed)
         events.listen(GroupPlayed, self._group_played)
         events.listen(GroupJudged, self._group_judged)
         events.listen(GroupsCredited, self._credited)
+        events.listen(GroupFiltered, self._group_filtered)
+        events.listen(UpdateSkipped, self._update_skipped)
         events.listen(DivergenceCharged, self._diverged)
         events.listen(Refilled, self._refilled)
         events.listen(EpisodesTaken, self._episodes_taken)
@@ -78,6 +88,10 @@ class Figures:
             self._played_lengths.append(tokens)
             metrics.add("rollout/tokens", tokens)
             metrics.add("rollout/turns", len(episode.turns))
+            if not episode.finished:
+                self._failures.append(episode.failure or Failure(kind=episode.status))
+            for turn in episode.turns:
+                metrics.mean(f"cut/{turn.agent}", turn.finish is FinishReason.LENGTH)
             metrics.mean("rollout/episode_s", episode.duration_s)
             for name, value in mean_metrics([episode]).items():
                 metrics.mean(_path(name), value)
@@ -92,6 +106,16 @@ class Figures:
         for agent, parts in judged.parts.items():
             for part, mean in parts["means"].items():
                 self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts["turns"])
+
+    def _group_filtered(self, group: GroupFiltered) -> None:
+        """Counts a group that is not trained on."""
+        self._filtered[group.reason] += 1
+        self._metrics.add(f"filtered/{group.reason}")
+
+    def _update_skipped(self, skipped: UpdateSkipped) -> None:
+        """Counts an update that was left out."""
+        self._skipped.append(skipped.policy)
+        self._metrics.add(f"train/{skipped.policy}/skipped")
 
     def _credited(self, credited: GroupsCredited) -> None:
         """Counts each agent's credit groups by kind, their sizes, and the agent's rows without weight."""
@@ -158,7 +182,16 @@ class Figures:
             self._metrics.gauge(f"version/{policy}", version)
         self._flush_overlap()
         self._flush_staleness()
-        self._events.emit(FiguresWritten(step=settled.step, values=self._metrics.flush(settled.step)))
+        values = self._metrics.flush(settled.step)
+        untrained = NotTrained(
+            episodes=int(values.get("rollout/episodes", 0)),
+            failed=counted(self._failures),
+            groups=int(values.get("rollout/groups", 0)),
+            filtered=dict(self._filtered.most_common()),
+            skipped=tuple(dict.fromkeys(self._skipped)),
+        )
+        self._failures, self._filtered, self._skipped = [], Counter(), []
+        self._events.emit(FiguresWritten(step=settled.step, values=values, untrained=untrained))
 
     def _flush_overlap(self) -> None:
         if self._playing_since is not None:  # Rollout continues: the rest of it belongs to the next step.
@@ -169,8 +202,9 @@ class Figures:
         if beside.hidden is not None:
             busy = union(interval for intervals in self._training.values() for interval in intervals)
             self._metrics.add("time/train_s", seconds(busy))
-            self._metrics.add("overlap/training_s", beside.training_s)
-            self._metrics.mean("overlap/training_hidden", beside.hidden)
+            if self._separate:
+                self._metrics.add("overlap/training_s", beside.training_s)
+                self._metrics.mean("overlap/training_hidden", beside.hidden)
         self._training.clear()
         self._rollout.clear()
 

@@ -3,9 +3,11 @@
 from flexmarl.records.batch import CreditedTurn, CreditLine, Divisors, LossReport, MicroBatch, Sample
 from flexmarl.records.episode import (
     LARGEST_REWARD,
+    LONGEST_LABEL,
     AnyTurn,
     Episode,
     EpisodeStatus,
+    Failure,
     FinishReason,
     FloatArray,
     GroupRecord,
@@ -35,7 +37,16 @@ from flexmarl.records.ids import (
     split_sample_id,
     split_trajectory_id,
 )
-from flexmarl.records.lifecycle import GROUP_MOVES, GROUP_TERMINAL, ROW_MOVES, ROW_TERMINAL, GroupState, RowState
+from flexmarl.records.lifecycle import (
+    GROUP_MOVES,
+    GROUP_TERMINAL,
+    NO_SPREAD,
+    ROW_MOVES,
+    ROW_TERMINAL,
+    FilterReason,
+    GroupState,
+    RowState,
+)
 
 __all__ = [
     "AgentName",
@@ -48,6 +59,8 @@ __all__ = [
     "Episode",
     "EpisodeId",
     "EpisodeStatus",
+    "Failure",
+    "FilterReason",
     "FinishReason",
     "FloatArray",
     "GROUP_MOVES",
@@ -60,8 +73,10 @@ __all__ = [
     "InstanceId",
     "IntArray",
     "LARGEST_REWARD",
+    "LONGEST_LABEL",
     "LossReport",
     "MicroBatch",
+    "NO_SPREAD",
     "PlayedTurn",
     "PolicyName",
     "Purpose",

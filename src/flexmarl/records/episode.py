@@ -204,12 +204,35 @@ LARGEST_REWARD = 1e6
 1e-6, the filters' tolerance. Their squares, which critics learn from, stay far inside the range of float32."""
 
 
+LONGEST_LABEL = 160
+"""Most characters of a failure's text: it must fit into a line of the screen together with counts."""
+
+
 class EpisodeStatus(StrEnum):
     """How an episode ended."""
 
     FINISHED = "finished"
     FAILED = "failed"
     TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an episode was not finished. Failures of one kind at one place are counted together.
+
+    >>> str(Failure(kind="ValueError", text="boom", place="team.py:61"))
+    'ValueError: boom (team.py:61)'
+    """
+
+    kind: str
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `cancelled` or `stopped`."""
+    text: str = ""
+    """The exception's text, one line of at most LONGEST_LABEL characters. It may differ between failures of a kind."""
+    place: str = ""
+    """File and line of the code that raised it, e.g. `team.py:61`; empty if no code did."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.text and ': '}{self.text}{self.place and f' ({self.place})'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +247,8 @@ class Episode:
     status: EpisodeStatus
     reason: str = ""
     """Why it failed; empty when it finished."""
+    failure: Failure | None = None
+    """The same, to be counted; None when it finished."""
     turns: tuple[AnyTurn, ...] = ()
     """Turns of all agents, in hop order. Failed calls are not turns. The turns have no tokens if a store has them."""
     rewards: Mapping[SampleId, float | None] = field(default_factory=dict)

@@ -53,6 +53,27 @@ class GroupState(StrEnum):
     EXPIRED = "expired"
 
 
+class FilterReason(StrEnum):
+    """Why a group ended FILTERED."""
+
+    TOO_EASY = "too_easy"
+    """Every reward is the best one."""
+    TOO_HARD = "too_hard"
+    """Every reward is the worst one."""
+    FLAT = "flat"
+    """The rewards do not differ, and are neither all the best nor all the worst."""
+    NO_WEIGHT = "no_weight"
+    """No row has an advantage that trains anything."""
+    NO_TRAINED_TURN = "no_trained_turn"
+    """No turn is of a trained policy."""
+    NO_BASELINE = "no_baseline"
+    """The greedy play, which the others are compared with, failed."""
+
+
+NO_SPREAD = (FilterReason.TOO_EASY, FilterReason.TOO_HARD, FilterReason.FLAT)
+"""Reasons of groups whose rewards do not differ."""
+
+
 GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.WAITING: frozenset({GroupState.RUNNING, GroupState.EXPIRED}),
     GroupState.RUNNING: frozenset({GroupState.DONE, GroupState.WAITING, GroupState.FAILED, GroupState.EXPIRED}),

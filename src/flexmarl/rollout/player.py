@@ -12,18 +12,24 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
-from flexmarl.agents.workflow_tasks import WorkflowTasks
-from flexmarl.errors import FlexmarlError, cause_of, described
+from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
+from flexmarl.errors import FlexmarlError, cause_of, described, place_of, text_of, type_name
+from flexmarl.events.event import Events
+from flexmarl.events.group_events import episode_failed
+from flexmarl.events.notices import EpisodeBroke
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.records import (
+    LONGEST_LABEL,
     Episode,
     EpisodeStatus,
+    Failure,
     GroupRecord,
     Purpose,
     RowState,
+    Turn,
     make_trajectory_id,
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
@@ -84,11 +90,14 @@ class Player:
         store: ExperienceStore | None = None,
         temperature: float | None = None,
         holds: Holds = lambda _: None,
+        events: Events | None = None,
     ) -> None:
         """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
         `temperature` replaces the agents' own. Evaluations use the last two.
 
         `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
+
+        `events` get the failed episodes, except those that a `Stop` ended.
         """
         self._team = team
         self._generate = generate
@@ -97,6 +106,7 @@ class Player:
         self._grace_s = grace_s
         self._store = store
         self._holds = holds
+        self._events = events
         self._sampling = {} if temperature is None else {"temperature": temperature}
 
     async def play(
@@ -135,16 +145,18 @@ class Player:
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
         started = clock()
-        status, reason = await self._run(team, context, stop, limit, calls)
+        ended = await self._run(team, context, stop, limit, calls)
         if recorder is not None and recorder.lost is not None:
             raise recorder.lost
-        episode = replace(self._record(team, context, status, reason), duration_s=clock() - started)
+        episode = replace(self._record(team, context, ended), duration_s=clock() - started)
         if recorder is not None:
             await recorder.finish(
                 episode,
                 ends=RowState.EXPIRED if stop.because else RowState.FAILED,
                 untrained=UNTRAINED.get(context.purpose, ""),
             )
+        if not stop.because:
+            self._note_failure(episode, context, ended.error)
         return episode if recorder is None else episode.without_tokens()
 
     @property
@@ -154,9 +166,9 @@ class Player:
 
     async def _run(
         self, team: Team, context: EpisodeContext, stop: Stop, limit: TimeLimit, calls: EpisodeCalls
-    ) -> tuple[EpisodeStatus, str]:
+    ) -> "_Ended":
         """Plays the workflow until it ends or its time is over. No call of the episode is under way afterwards."""
-        tasks, late = WorkflowTasks(), ""
+        tasks, late, place = WorkflowTasks(), "", ""
         workflow = tasks.start(self._team.run, context.task, team, name=f"workflow/{context.trajectory_id}")
         try:
             async with limit:
@@ -164,6 +176,7 @@ class Player:
                     await asyncio.wait([workflow])
         except TimeoutError:
             late = stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
+            place = waits_at(workflow)
             calls.close()
             if not await tasks.end(workflow, self._grace_s):
                 late += f"; given up: it went on for rollout.cancel_grace_s={self._grace_s:g} after it was cancelled"
@@ -173,18 +186,43 @@ class Player:
             raise
         await calls.end()
         if late:
-            return EpisodeStatus.TIMED_OUT, late
-        reason = failure_reason(workflow, f"workflow on task {context.task.input_id}")
-        return (EpisodeStatus.FAILED, reason) if reason else (EpisodeStatus.FINISHED, "")
+            failure = Failure(kind="stopped" if stop.because else "timed_out", text=_one_line(late), place=place)
+            return _Ended(EpisodeStatus.TIMED_OUT, late, failure)
+        return ending_of(workflow, f"workflow on task {context.task.input_id}")
 
-    def _record(self, team: Team, context: EpisodeContext, status: EpisodeStatus, reason: str) -> Episode:
+    def _note_failure(self, episode: Episode, context: EpisodeContext, error: BaseException | None) -> None:
+        """Emits a failed episode. Its exception is only passed to listeners, and kept by nobody."""
+        if self._events is None or episode.failure is None:
+            return
+        self._events.emit(episode_failed(episode, context.purpose))
+        self._events.emit(
+            EpisodeBroke(
+                episode=episode.episode,
+                task=episode.task,
+                purpose=context.purpose,
+                failure=episode.failure,
+                error=error,
+            )
+        )
+
+    def _record(self, team: Team, context: EpisodeContext, ended: "_Ended") -> Episode:
         """The record of the episode. FAILED if a trained turn has no reward; without turns if the team is broken."""
         episode = Episode(
-            episode=context.episode, group=context.group, task=context.task.input_id, status=status, reason=reason
+            episode=context.episode,
+            group=context.group,
+            task=context.task.input_id,
+            status=ended.status,
+            reason=ended.reason,
+            failure=ended.failure,
         )
         try:
-            if episode.finished and (reason := self._unrewarded(team)):
-                episode = replace(episode, status=EpisodeStatus.FAILED, reason=reason)
+            if episode.finished and (turn := self._unrewarded(team)):
+                episode = _failed(
+                    episode,
+                    f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
+                    f"`team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns",
+                    Failure(kind="unrewarded", text=f"agent '{turn.agent}' got no reward for a call"),
+                )
             return replace(
                 episode,
                 turns=team.turns,
@@ -196,31 +234,55 @@ class Player:
             )
         except Exception as error:  # A workflow may have replaced any part of the team.
             broken = f"the workflow broke its team: {described(error)}"
-            return replace(episode, status=EpisodeStatus.FAILED, reason=episode.reason or broken)
+            if episode.finished:
+                return _failed(episode, broken, failure_of(error))
+            return replace(episode, status=EpisodeStatus.FAILED)
 
-    def _unrewarded(self, team: Team) -> str:
-        """Names a trained policy's first turn without a reward; "" if all have one. A missing reward is not 0.0."""
+    def _unrewarded(self, team: Team) -> Turn | None:
+        """A trained policy's first turn without a reward; None if all have one. A missing reward is not 0.0."""
         rewards = team.rewards()
         for turn in team.turns:
             if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
-                return (
-                    f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
-                    f"`team.{turn.agent}.reward(x)` or `reply.reward(x)` before it returns"
-                )
-        return ""
+                return turn
+        return None
 
 
-def failure_reason(workflow: "asyncio.Task[None]", doing: str) -> str:
-    """Why a workflow that nobody stopped has failed; "" if it did not. Raises KeyboardInterrupt if Ctrl-C ended it."""
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How the workflow of an episode ended."""
+
+    status: EpisodeStatus
+    reason: str = ""
+    failure: Failure | None = None
+    error: BaseException | None = None
+    """The exception that left the workflow."""
+
+
+def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
+    """How a workflow ended that nobody stopped. Raises KeyboardInterrupt if Ctrl-C ended it."""
     if workflow.cancelled():
-        return (
-            f"{doing}: a CancelledError left it, though nobody had stopped the episode; catch it where a task is "
-            "awaited that may have been cancelled"
-        )
+        left = "a CancelledError left it, though nobody had stopped the episode"
+        because = f"{doing}: {left}; catch it where a task is awaited that may have been cancelled"
+        return _Ended(EpisodeStatus.FAILED, because, Failure(kind="cancelled", text=left))
     error = workflow.exception()
     if error is None:
-        return ""
+        return _Ended(EpisodeStatus.FINISHED)
     cause = cause_of(error)
     if isinstance(cause, KeyboardInterrupt):
         raise cause
-    return described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}"
+    because = described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}"
+    return _Ended(EpisodeStatus.FAILED, because, failure_of(cause), cause)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure that an exception is: its type, its text in one line, and the line of code that raised it."""
+    return Failure(kind=type_name(error), text=_one_line(text_of(error)), place=place_of(error))
+
+
+def _failed(episode: Episode, reason: str, failure: Failure) -> Episode:
+    return replace(episode, status=EpisodeStatus.FAILED, reason=reason, failure=failure)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text[: 4 * LONGEST_LABEL].split())
+    return line if len(line) <= LONGEST_LABEL else f"{line[: LONGEST_LABEL - 3]}..."

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupFailed, GroupRetried, episode_ended
+from flexmarl.events.group_events import GroupFailed, GroupRetried, episode_finished
 from flexmarl.events.notices import GroupPlayed
 from flexmarl.records import Episode, GroupId, GroupRecord, GroupState, PolicyName
 from flexmarl.rollout.admission import Admission
@@ -138,6 +138,6 @@ class Rollout:
         )
 
     def _note_end(self, episode: Episode, stop: Stop) -> None:
-        """Writes the end of an episode to the journal, unless its group was stopped."""
-        if not stop.because:
-            self._events.emit(episode_ended(episode))
+        """Emits a finished episode, unless its group was stopped. The player emits a failed one."""
+        if episode.finished and not stop.because:
+            self._events.emit(episode_finished(episode))

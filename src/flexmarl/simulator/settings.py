@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from flexmarl.analysis.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
 from flexmarl.settings import Settings
+from flexmarl.simulator.drawn_rewards import DrawnRewards
 from flexmarl.simulator.replies import AnyReplies
 from flexmarl.simulator.tool_twins import ToolTwin
 
@@ -23,6 +24,10 @@ class SimulationSettings(Settings):
     shared_host: SharedHost = SharedHost()
     replies: Mapping[str, AnyReplies] = Field(
         default={}, description="What agents answer, by agent; `default` for those that are not named."
+    )
+    rewards: DrawnRewards | None = Field(
+        default=None,
+        description="Rewards drawn by lot, for replies without meaning; null: the rewards that the workflow gives.",
     )
     tools: Mapping[str, ToolTwin] = Field(
         default={}, description="Models of tools, by the name that agents call; a calculator needs none."

@@ -14,7 +14,7 @@ from flexmarl.analysis.selection import EpisodeChoice
 from flexmarl.cli.show import episode_json
 from flexmarl.errors import ConfigError
 from flexmarl.events.event import Event, Events
-from flexmarl.events.group_events import GroupAdmitted, episode_ended
+from flexmarl.events.group_events import GroupAdmitted, episode_failed, episode_finished
 from flexmarl.events.journal import FORMAT, Journal
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.backends.sqlite import DurableStore
@@ -151,7 +151,8 @@ def play(folder: RunFolder, workflow: Any) -> list[Any]:
         events.listen(Event, journal.write)
         one, model = player(workflow, delay_s=lambda _: 0.0, store=store)
         events.emit(GroupAdmitted(group=GroupId(0), step=4, task=GROUP.task.input_id))
-        events.emit(episode_ended(await one.play(GROUP, 0)))
+        episode = await one.play(GROUP, 0)
+        events.emit(episode_finished(episode) if episode.finished else episode_failed(episode, GROUP.purpose))
         journal.close()
         await store.close()
         return model.requests

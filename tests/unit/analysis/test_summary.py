@@ -84,7 +84,7 @@ def test_the_summary_says_before_after_and_what_it_took(tmp_path):
     assert json.loads(RunFolder(tmp_path).timeline.read_text())["traceEvents"]
     assert set(written) == {
         "eval", "agents", "policies", "wall_s", "time", "steps", "tokens", "processes", "processes_lost",
-        "processes_replaced", "training_hidden", "event_loop_lag", "timeline",
+        "processes_replaced", "training_hidden", "event_loop_lag", "timeline", "troubles", "failures",
     }  # fmt: skip
 
 

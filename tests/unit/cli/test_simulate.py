@@ -12,6 +12,7 @@ from flexmarl.assemble import assemble_run, evaluate_once, export_policies
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
+from flexmarl.events.metrics import read_metrics
 from flexmarl.events.run_folder import RunFolder
 
 app = Typer()
@@ -169,3 +170,29 @@ def test_one_config_is_needed_and_two_to_compare(config: Path) -> None:
         said("--compare", config)
     with pytest.raises(ConfigError, match="exclude each other"):
         said("--compare", config, "--sweep", "steps=1,2")
+
+
+MEANINGLESS = [
+    "team.workflow={type: sequential, agents: [planner, writer]}",
+    "simulation.replies={default: {type: lengths, mean: 30}}",
+    "credit={}",
+]
+
+
+def test_a_simulation_whose_rewards_are_equal_says_so_and_draws_them_where_asked(config: Path) -> None:
+    """B12."""
+    text = said(config, *MEANINGLESS)
+    caution = "caution: 6 of 6 groups were dropped, because their rewards did not differ (too_hard)"
+    assert caution in " ".join(text.split())
+    assert "simulation.rewards={success: 0.5}" in text
+    drawn = said(config, *MEANINGLESS, "simulation.rewards={success: 0.5}")
+    assert "caution" not in drawn
+    steps = [read_metrics(RunFolder(Path(one.splitlines()[-1])).metrics)[1] for one in (text, drawn)]
+    assert ["train/planner/samples" in values for values in steps] == [False, True]
+
+
+def test_the_folder_of_a_simulation_says_that_it_is_one(config: Path) -> None:
+    """B20."""
+    folder = Path(said(config, "steps=1").splitlines()[-1])
+    assert folder.name.startswith("sim-planned-")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["name"] == "planned"

@@ -89,5 +89,5 @@ def test_an_agent_without_rows_has_a_file_without_rows(tmp_path: Path):
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with read_store(written(tmp_path, [])) as store, pytest.raises(MissingExtra, match=r"flexmarl\[parquet\]"):
+    with read_store(written(tmp_path, [])) as store, pytest.raises(MissingExtra, match=r"pip install 'pyarrow>=\d+'$"):
         next(export_parquet(store, tmp_path / "out"))

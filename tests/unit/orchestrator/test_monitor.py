@@ -10,9 +10,9 @@ from flexmarl.analysis.timeline import trace_events
 from flexmarl.credit import AgentReport
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Timed
-from flexmarl.events.group_events import GroupsCredited, RolloutEnded
+from flexmarl.events.group_events import GroupFiltered, GroupsCredited, RolloutEnded
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.events.metrics import Metrics
+from flexmarl.events.metrics import Metrics, tokens_per_s
 from flexmarl.events.notices import (
     EpisodesTaken,
     EvaluationStarted,
@@ -22,17 +22,17 @@ from flexmarl.events.notices import (
     TurnsTaken,
     phase,
 )
-from flexmarl.events.progress import NullProgress
+from flexmarl.events.progress import NullProgress, ProgressView
 from flexmarl.events.run_events import Evaluated, StepStarted
 from flexmarl.events.serving_events import QueueCounts
-from flexmarl.events.training_events import MicroBatchDone, Published, Updated
+from flexmarl.events.training_events import MicroBatchDone, Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.orchestrator.step_figures import Figures
-from flexmarl.records import CONTROLLER, AgentName, EngineUse, GroupId, PolicyName, Version, WorkerId
+from flexmarl.records import CONTROLLER, AgentName, EngineUse, FilterReason, GroupId, PolicyName, Version, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.training.interface import UpdateReport
@@ -446,3 +446,53 @@ def test_lag_is_a_metric_of_each_step():
     in_virtual_time = run_virtual(scenario())
     assert in_virtual_time["lag/event_loop_ms"] == pytest.approx(0, abs=1e-6)
     assert in_virtual_time["lag/event_loop_max_ms"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_view_says_what_of_a_step_was_not_trained_on():
+    async def scenario():
+        screen, events = Screen(), RememberedEvents()
+        monitor_of(screen, events=events)
+        begin(events, 0)
+        play(events, [0.0, None, None])
+        events.emit(GroupFiltered(group=GroupId(0), reason=FilterReason.FLAT))
+        events.emit(UpdateSkipped(policy=SOLVER))
+        settle(events, 1)
+        begin(events, 1)
+        play(events, [0.0, 1.0])
+        settle(events, 2)
+        first, second = (view.untrained for view in screen.views)
+        assert first.lines == ["failed 2/3: failed", "filtered 1/1: flat", "no update: solver"]
+        assert second.lines == []
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("evaluated_s", "rollout_s", "speed"), [(0.0, 2.0, 1.0), (3.0, 2.0, 2.5), (3.0, 10.0, 0.5)])
+def test_the_speed_of_a_step_leaves_out_an_evaluation_unless_rollout_went_on_in_it(evaluated_s, rollout_s, speed):
+    values = {"time/evaluate_s": evaluated_s, "time/rollout_s": rollout_s, "time/step_s": 2.0 + evaluated_s}
+    tokens = {0.0: 2.0, 3.0: 5.0}[evaluated_s]
+    assert tokens_per_s(values | {"rollout/tokens": tokens}) == speed
+
+
+def test_the_time_that_is_left_follows_the_pace_of_this_command_alone():
+    resumed = ProgressView(step=6, steps=10, elapsed_s=20.0, before=4)
+    assert resumed.left_s == 40.0
+    assert ProgressView(step=4, steps=10, elapsed_s=20.0, before=4).left_s is None
+
+
+def test_training_is_hidden_only_where_devices_are_separate():
+    """B20."""
+
+    async def scenario():
+        values = Values()
+        clock = asyncio.get_running_loop().time
+        events = RememberedEvents(clock)
+        Figures(
+            metrics=Metrics(clock, [values]), versions=Versions({SOLVER: Version(3)}), events=events, separate=False
+        )
+        await one_step(events)
+        settle(events, 4)
+        assert values["time/train_s"] == 4.0
+        assert not {"overlap/training_hidden", "overlap/training_s"} & values.keys()
+
+    run_virtual(scenario())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from flexmarl.agents import TeamSpec, Workflow
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
+from flexmarl.events.event import Events
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.records import AgentName, GroupId, GroupRecord, PolicyName, Task
@@ -43,6 +44,7 @@ def player(
     frozen: bool = False,
     temperature: float | None = None,
     holds: Holds = lambda policy: None,
+    events: Events | None = None,
 ) -> tuple[Player, ScriptedModel]:
     model = ScriptedModel(_Tokenizer(), script, delay_s=delay_s)
     made = Player(
@@ -53,6 +55,7 @@ def player(
         store=store,
         temperature=temperature,
         holds=holds,
+        events=events,
     )
     return made, model
 

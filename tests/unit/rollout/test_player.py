@@ -2,12 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flexmarl.errors import EpisodeError, StoreError
+from flexmarl.events.group_events import EpisodeFailed
+from flexmarl.events.journal import RememberedEvents
+from flexmarl.events.notices import EpisodeBroke
 from flexmarl.experience.turn_rows import turn_from_row
-from flexmarl.records import EpisodeStatus, Purpose
+from flexmarl.records import EpisodeStatus, Failure, Purpose
+from flexmarl.rollout.player import Stop
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
 from tests.unit.rollout.plays import GROUP, new_store, now, player, rows
@@ -130,6 +135,65 @@ def test_a_workflow_that_goes_wrong_is_a_record_with_its_reason(workflow, status
         found = await rows(store)
         assert found
         assert {(state, reward) for state, reward, _ in found.values()} == {("failed", None)}
+
+    run_virtual(scenario())
+
+
+def line_of(text: str) -> int:
+    """Number of the line of this file that holds the text first."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "kind", "at", "text"),
+    [
+        (broken, "KeyError", 'raise KeyError("answer")', "'answer'"),
+        (broken_in_a_group, "KeyError", 'raise KeyError("answer")', "'answer'"),
+        (forgetful, "unrewarded", "", "agent 'verifier' got no reward for a call"),
+        (endless, "timed_out", "await asyncio.sleep(1e9)", "took longer than rollout.episode_timeout_s=100"),
+        (not_a_number, "EpisodeError", 'reward(float("nan"))', "a reward must be a finite number, got nan"),
+    ],
+)
+def test_a_failure_names_its_kind_and_the_line_of_the_users_code(workflow, kind, at, text):
+    async def scenario():
+        events, broke = RememberedEvents(now), []
+        events.listen(EpisodeBroke, broke.append)
+        episode = await player(workflow, events=events)[0].play(GROUP, 0)
+        place = at and f"test_player.py:{line_of(at)}"
+        assert episode.failure == Failure(kind=kind, text=text, place=place)
+        (failed,) = events.of(EpisodeFailed)
+        assert (failed.kind, failed.place, failed.text) == (kind, place, text)
+        assert (failed.because, failed.purpose) == (episode.reason, Purpose.TRAINING)
+        (one,) = broke
+        assert (one.task, one.failure) == ("sum-1", episode.failure)
+        assert (one.error is None) == (kind in ("unrewarded", "timed_out"))
+
+    run_virtual(scenario())
+
+
+def test_what_an_error_was_raised_from_names_the_line():
+    async def wrapped(task, team):
+        try:
+            await broken(task, team)
+        except KeyError as error:
+            raise ValueError("no answer") from error
+
+    async def scenario():
+        episode = await player(wrapped)[0].play(GROUP, 0)
+        raised_at = f"test_player.py:{line_of('raise KeyError')}"
+        assert episode.failure == Failure(kind="ValueError", text="no answer", place=raised_at)
+
+    run_virtual(scenario())
+
+
+def test_an_episode_that_was_stopped_is_in_no_event():
+    async def scenario():
+        events, stop = RememberedEvents(now), Stop()
+        asyncio.get_running_loop().call_later(0.5, stop.now, "too slow")
+        episode = await player(endless, events=events)[0].play(GROUP, 0, stop=stop)
+        assert episode.failure is not None
+        assert (episode.failure.kind, episode.failure.text, events.all) == ("stopped", "too slow", [])
 
     run_virtual(scenario())
 

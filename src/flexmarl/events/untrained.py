@@ -1,0 +1,79 @@
+"""Decides how what was played and is not trained on is counted and worded: failed episodes, filtered groups, updates.
+
+failed 16/32: ValueError: boom (team.py:61) | filtered 3/4: 2 too_easy, 1 flat | no update: solver
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flexmarl.events.safe_json import masked
+from flexmarl.records.episode import Failure
+
+MOST_SHOWN = 2
+"""Reasons that a line of the screen names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotTrained:
+    """The part of a step that is not trained on, by reason."""
+
+    episodes: int = 0
+    """Episodes that were played."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Number of them that failed, by reason, most frequent first."""
+    groups: int = 0
+    """Groups that were played."""
+    filtered: Mapping[str, int] = field(default_factory=dict)
+    """Number of them that were filtered, by reason, most frequent first."""
+    skipped: Sequence[str] = ()
+    """Trained policies without an update."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The same in words; empty if everything was trained on.
+
+        >>> NotTrained(episodes=32, failed={"ValueError: boom (team.py:61)": 16}, skipped=["solver"]).lines
+        ['failed 16/32: ValueError: boom (team.py:61)', 'no update: solver']
+        """
+        lines: list[str] = []
+        if self.failed:
+            lines.append(f"failed {sum(self.failed.values())}/{self.episodes}: {in_words(self.failed)}")
+        if self.filtered:
+            lines.append(f"filtered {sum(self.filtered.values())}/{self.groups}: {in_words(self.filtered, 4)}")
+        if self.skipped:
+            lines.append(f"no update: {', '.join(self.skipped)}")
+        return lines
+
+
+def counted(failures: Iterable[Failure | None]) -> dict[str, int]:
+    """Counts failures by kind and place, most frequent first. A kind has the words of its first failure.
+
+    >>> counted([Failure(kind="KeyError", text="1"), Failure(kind="KeyError", text="2"), None])
+    {'KeyError: 1': 2}
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    words: dict[tuple[str, str], str] = {}
+    for failure in failures:
+        if failure is not None:
+            counts[failure.kind, failure.place] += 1
+            words.setdefault((failure.kind, failure.place), masked(str(failure)))
+    found: Counter[str] = Counter()
+    for key, count in counts.items():
+        found[words[key]] += count
+    return dict(found.most_common())
+
+
+def in_words(counts: Mapping[str, int], most: int = MOST_SHOWN) -> str:
+    """The most frequent reasons, with counts unless there is one reason only.
+
+    >>> in_words({"ValueError: boom (team.py:61)": 12, "KeyError: 3 (team.py:9)": 3, "timed_out": 1})
+    '12 ValueError: boom (team.py:61), 3 KeyError: 3 (team.py:9), 1 other'
+    """
+    shown: Sequence[tuple[str, int]] = list(counts.items())[:most]
+    if len(counts) == 1:
+        return shown[0][0]
+    parts = [f"{count} {reason}" for reason, count in shown]
+    if others := sum(counts.values()) - sum(count for _, count in shown):
+        parts.append(f"{others} other{'s' if others > 1 else ''}")
+    return ", ".join(parts)

@@ -1,0 +1,189 @@
+"""Decides when the figures of a run say that its training goes wrong. Each alarm has a figure, and what to try.
+
+| alarm     | about    | condition, of the figures of each step                              | setting            |
+|-----------|----------|---------------------------------------------------------------------|--------------------|
+| untrained | a policy | no update                                                           | `alarms.untrained` |
+| no_spread | the team | this share of the groups was dropped: their rewards did not differ  | `alarms.no_spread` |
+| cut       | an agent | `max_tokens` ended this share of its replies                        | `alarms.cut`       |
+| entropy   | a policy | its entropy is below this share of that of the first update         | `alarms.entropy`   |
+| drift     | a policy | engine and trainer differ: the divergence per token is above this   | `alarms.drift`     |
+
+A condition must hold for some steps in a row. Each alarm sounds once for each subject in a command: a line for every
+step would hide the others.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from flexmarl.events.event import Events
+from flexmarl.events.notices import FiguresWritten
+from flexmarl.events.run_events import AlarmKind, AlarmRaised
+from flexmarl.orchestrator.settings import AlarmSettings
+from flexmarl.records import NO_SPREAD, PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """An alarm's condition, looked at in the figures of one step."""
+
+    alarm: AlarmKind
+    subject: str
+    """The agent or the policy; empty for the team."""
+    holds: bool
+    value: float
+    """The figure."""
+    limit: float
+    """The setting that it is compared with."""
+    says: str
+    """The figure in words."""
+    remedy: str
+    """Something to try."""
+    steps: int | None = None
+    """Steps in a row in which it must hold; None for `alarms.steps`."""
+
+
+class AlarmRules:
+    """Decides which alarms sound after each step of one command."""
+
+    def __init__(self, settings: AlarmSettings, trained: Collection[PolicyName]) -> None:
+        self._settings, self._trained = settings, sorted(trained)
+        self._held: Counter[tuple[AlarmKind, str]] = Counter()
+        """Number of steps in a row in which a condition held."""
+        self._sounded: set[tuple[AlarmKind, str]] = set()
+        self._first_entropy: dict[PolicyName, float] = {}
+
+    def after_step(self, step: int, values: Mapping[str, float]) -> list[AlarmRaised]:
+        """Returns the alarms that sound now. `step`: steps done; `values`: the metrics of the last one, by name."""
+        sounds: list[AlarmRaised] = []
+        for one in self._conditions(values):
+            key = (one.alarm, one.subject)
+            self._held[key] = self._held[key] + 1 if one.holds else 0
+            needed = one.steps or self._settings.steps
+            if self._held[key] == needed and key not in self._sounded:
+                self._sounded.add(key)
+                since = f"in step {step}" if needed == 1 else f"in steps {step - needed + 1} to {step}"
+                sounds.append(
+                    AlarmRaised(
+                        step=step,
+                        alarm=one.alarm,
+                        subject=one.subject,
+                        value=one.value,
+                        limit=one.limit,
+                        because=f"{one.says}, {since}",
+                        remedy=f"{one.remedy} (alarms.{one.alarm}={one.limit:g}; null turns it off)",
+                    )
+                )
+        return sounds
+
+    def _conditions(self, values: Mapping[str, float]) -> Iterator[Condition]:
+        settings = self._settings
+        if settings.untrained is not None:
+            yield from self._untrained(values, settings.untrained)
+        if settings.no_spread is not None:
+            yield from _no_spread(values, settings.no_spread)
+        if settings.cut is not None:
+            yield from _cut(values, settings.cut)
+        if settings.entropy is not None:
+            yield from self._entropy(values, settings.entropy)
+        if settings.drift is not None:
+            yield from self._drift(values, settings.drift)
+
+    def _untrained(self, values: Mapping[str, float], limit: int) -> Iterator[Condition]:
+        for policy in self._trained:
+            samples = values.get(f"train/{policy}/samples", 0.0)
+            yield Condition(
+                alarm=AlarmKind.UNTRAINED,
+                subject=policy,
+                holds=not samples,
+                value=samples,
+                limit=limit,
+                steps=limit,
+                says=f"policy '{policy}' was not updated: no row of it had a weight",
+                remedy="look at the reasons of failed episodes and filtered groups in the lines above; choose tasks "
+                "that are neither too easy nor too hard, or set credit.filter.refill=true",
+            )
+
+    def _entropy(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+        for policy in self._trained:
+            entropy = values.get(f"train/{policy}/entropy")
+            if entropy is None:
+                continue
+            first = self._first_entropy.setdefault(policy, entropy)
+            share = entropy / first if first > 0 else 1.0
+            yield Condition(
+                alarm=AlarmKind.ENTROPY,
+                subject=policy,
+                holds=share < limit,
+                value=share,
+                limit=limit,
+                says=f"entropy of policy '{policy}' is {entropy:.3g} nats per token, {share:.1%} of the first update's",
+                remedy=f"it hardly tries anything new; if its reward is not yet good: lower policies.{policy}.training."
+                f"optimizer.learning_rate, raise its entropy_coef, or add kl to it; go back to an older checkpoint",
+            )
+
+    def _drift(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+        for policy in self._trained:
+            kl = values.get(f"train/{policy}/kl_to_sampler")
+            if kl is None:
+                continue
+            yield Condition(
+                alarm=AlarmKind.DRIFT,
+                subject=policy,
+                holds=not kl <= limit,
+                value=kl,
+                limit=limit,
+                says=f"trainer and engine of policy '{policy}' differ by {kl:.3g} nats per sampled token",
+                remedy=f"use one dtype for policies.{policy}.training and .engine; in an asynchronous mode lower "
+                f"pipeline.lag, or set policies.{policy}.training.correction={{type: tis}}",
+            )
+
+
+def _no_spread(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+    groups = values.get("rollout/groups", 0.0)
+    if not groups:
+        return
+    dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
+    share = sum(dropped.values()) / groups
+    counts = ", ".join(f"{count:.0f} {reason}" for reason, count in dropped.items() if count)
+    yield Condition(
+        alarm=AlarmKind.NO_SPREAD,
+        subject="",
+        holds=share >= limit,
+        value=share,
+        limit=limit,
+        says=f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({counts}), so nothing can be learned",
+        remedy="too_hard: give easier tasks or partial rewards; too_easy: give harder tasks; flat: look whether the "
+        "reward depends on the replies; raise batch.episodes or sampling.temperature",
+    )
+
+
+def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+    for name, share in values.items():
+        if name.startswith("cut/"):
+            agent = name.removeprefix("cut/")
+            yield Condition(
+                alarm=AlarmKind.CUT,
+                subject=agent,
+                holds=share >= limit,
+                value=share,
+                limit=limit,
+                says=f"{share:.0%} of the replies of agent '{agent}' were cut off",
+                remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len), ask for shorter answers, "
+                f"or leave cut replies out of training",
+            )
+
+
+class Alarms:
+    """Emits the alarms of a run, after the figures of each step."""
+
+    def __init__(self, rules: AlarmRules, events: Events) -> None:
+        """Listens to `events` from now on."""
+        self._rules, self._events = rules, events
+        events.listen(FiguresWritten, self._figures_written)
+
+    def _figures_written(self, figures: FiguresWritten) -> None:
+        """Asks the rules. The figures of the evaluation before the first step have no training in them."""
+        if figures.step:
+            for alarm in self._rules.after_step(figures.step, figures.values):
+                self._events.emit(alarm)

@@ -1,0 +1,130 @@
+"""What a command says of episodes that fail: on the screen, in the run folder, in the exit code."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexmarl import cli
+from flexmarl.events.failures import read_failures
+from flexmarl.events.group_events import EpisodeFailed
+from flexmarl.events.journal import read_journal
+from flexmarl.events.metrics import read_metrics
+
+FAILS = """
+
+@workflow("fails")
+async def fails(task, team):
+    reply = await team.solver.act(task.prompt)
+    reply.reward(sum(letter.isdigit() for letter in reply.text) / 8)
+    if WHEN:
+        raise ValueError("boom: token=hf_abcdefgh12345678")
+"""
+ALWAYS, HALF, HELD_OUT = "True", "'e0a' in team.context.trajectory_id", "task.input_id.startswith('held_out')"
+
+
+@pytest.fixture
+def flexmarl(small_run: Path, tmp_path, monkeypatch, capsys):
+    """Runs a command on the small run with a workflow that fails; returns its exit code, output and errors."""
+
+    def run(command: str, when: str, *words: str) -> tuple[int, str, str]:
+        team = shutil.copytree(small_run.parent, tmp_path / "team")  # Other tests share the small run itself.
+        code = team / "tasks.py"
+        code.write_text(code.read_text(encoding="utf-8") + FAILS.replace("WHEN", when), encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        setting = "team.workflow={type: custom, name: fails}"
+        monkeypatch.setattr(sys, "argv", ["flexmarl", command, str(team / small_run.name), setting, *words])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        said = capsys.readouterr()
+        return stopped.value.code or 0, said.out, said.err
+
+    return run
+
+
+def test_an_evaluation_whose_episodes_all_fail_says_why_and_is_no_success(flexmarl):
+    """B1."""
+    code, out, err = flexmarl("eval", ALWAYS)
+    assert code == 3
+    assert "4 held-out episodes, 4 failed" in out
+    assert re.search(r"4 of 4 episodes failed: ValueError: boom: token=\*\*\* \(tasks\.py:\d+\)", err)
+    assert "Traceback (most recent call last)" in err
+    assert "raise ValueError" in err
+    assert "hf_abcdefgh12345678" not in out + err
+
+
+def test_an_evaluation_in_json_counts_the_reasons(flexmarl):
+    code, out, _ = flexmarl("eval", ALWAYS, "--json")
+    (reason,) = json.loads(out)["failures"].items()
+    assert (code, reason[1]) == (3, 4)
+    assert reason[0].startswith("ValueError: boom")
+
+
+def test_a_training_run_says_in_each_step_which_episodes_failed_and_keeps_the_first_traceback(flexmarl):
+    """B2."""
+    code, out, err = flexmarl("train", HALF, "steps=2", "evaluate.tasks=0")
+    assert code == 0, err
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(steps) == 2
+    assert all(
+        re.search(r"\| failed 4/16: ValueError: boom: token=\*\*\* \(tasks\.py:\d+\) \|", line) for line in steps
+    )
+    folder = Path(out.splitlines()[-1])
+    (kept,) = read_failures(folder / "failures")
+    assert (kept.kind, kept.purpose) == ("ValueError", "training")
+    assert 'raise ValueError("boom: token=***' in kept.traceback
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["troubles"]["failed"], summary["troubles"]["episodes"]) == (8, 32)
+    assert list(summary["troubles"]["failures"].values()) == [8]
+    assert summary["failures"] == str(folder / "failures")
+    assert "8 of 32 episodes: ValueError: boom" in out
+    failed = [event for event in read_journal(folder / "journal.jsonl") if isinstance(event, EpisodeFailed)]
+    assert {(event.kind, event.place) for event in failed} == {("ValueError", kept.place)}
+    files = [file for file in folder.rglob("*") if file.suffix in (".jsonl", ".json", ".txt")]
+    assert all("hf_abcdefgh12345678" not in file.read_text() for file in files)
+
+
+def test_a_run_whose_last_evaluation_failed_whole_is_no_success(flexmarl):
+    code, out, err = flexmarl("train", HELD_OUT, "steps=1")
+    assert code == 3
+    assert "flexmarl: all 4 episodes of the last evaluation failed: ValueError: boom" in err
+    assert "evaluation after training, 4 held-out episodes, 4 failed (ValueError: boom" in out
+
+
+def test_a_run_whose_episodes_all_fail_names_the_tracebacks(flexmarl):
+    code, _, err = flexmarl("train", ALWAYS, "evaluate.tasks=0")
+    assert code == 1
+    assert re.search(r"the first traceback of each kind of failed episode: .*failures", err)
+
+
+def test_filtered_groups_and_missing_updates_are_said_in_each_step_and_in_the_summary(flexmarl):
+    """B3."""
+    filtered = "credit={filter: {tol: 10.0}}"
+    code, out, err = flexmarl("train", "False", "steps=3", "evaluate.tasks=0", filtered)
+    assert code == 0, err
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3
+    assert all(re.search(r"\| filtered 4/4: [^|]*(flat|too_hard)[^|]*\| no update: one \|", line) for line in steps)
+    summary = json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())
+    assert sum(summary["troubles"]["filtered"].values()) == 12
+    assert summary["troubles"]["skipped"] == {"one": 3}
+    assert [alarm["alarm"] for alarm in summary["troubles"]["alarms"] if alarm["alarm"] != "cut"] == [
+        "no_spread",
+        "untrained",
+    ]
+    assert "alarm: the rewards of 100% of 4 groups did not differ" in out
+
+
+def test_each_line_has_the_figures_of_its_step_where_evaluations_follow(flexmarl):
+    """B10."""
+    code, out, err = flexmarl("train", "False", "steps=3", "evaluate.every=1")
+    assert code == 0, err
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in steps] == ["step 1/3", "step 2/3", "step 3/3"]
+    for step, values in list(read_metrics(Path(out.splitlines()[-1]) / "metrics.jsonl").items())[1:]:
+        playing_s = values["time/step_s"] - values["time/evaluate_s"]
+        assert f"reward solver {values['reward/solver']:.2f}" in steps[step - 1]
+        assert f"{values['rollout/tokens'] / max(playing_s, values['time/rollout_s']):.0f} tokens/s" in steps[step - 1]

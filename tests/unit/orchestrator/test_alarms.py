@@ -1,0 +1,80 @@
+"""Alarms: each sounds when its condition has held long enough, once, with its figure and a remedy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexmarl.events.run_events import AlarmKind, AlarmRaised
+from flexmarl.orchestrator.alarms import AlarmRules
+from flexmarl.orchestrator.settings import AlarmSettings
+from flexmarl.records import PolicyName
+from flexmarl.testing.scripted_run import ScriptedRun
+
+SOLVER = PolicyName("solver")
+WELL = {
+    "train/solver/samples": 8.0, "train/solver/entropy": 1.0, "train/solver/kl_to_sampler": 1e-6,
+    "rollout/groups": 4.0, "filtered/flat": 1.0, "cut/solver": 0.1,
+}  # fmt: skip
+ILL = {
+    AlarmKind.UNTRAINED: {"train/solver/samples": 0.0},
+    AlarmKind.NO_SPREAD: {"filtered/flat": 1.0, "filtered/too_hard": 3.0},
+    AlarmKind.CUT: {"cut/solver": 0.5},
+    AlarmKind.ENTROPY: {"train/solver/entropy": 0.001},
+    AlarmKind.DRIFT: {"train/solver/kl_to_sampler": 0.2},
+}
+
+
+def sounds(rules, steps):
+    return [(step, alarm) for step, values in enumerate(steps, start=1) for alarm in rules.after_step(step, values)]
+
+
+@pytest.mark.parametrize("kind", ILL)
+@given(ill=st.lists(st.booleans(), max_size=12), steps=st.integers(1, 4))
+def test_an_alarm_sounds_once_in_the_step_in_which_its_condition_has_held_long_enough(kind, ill, steps):
+    rules = AlarmRules(AlarmSettings(steps=steps, untrained=steps), [SOLVER])
+    found = sounds(rules, [WELL, *(WELL | ILL[kind] if bad else WELL for bad in ill)])
+    held = [all(ill[max(0, end - steps) : end]) and end >= steps for end in range(1, len(ill) + 1)]
+    first = held.index(True) + 2 if True in held else None  # The first step is the one that went well.
+    assert [(step, alarm.alarm) for step, alarm in found] == ([(first, kind)] if first else [])
+
+
+@pytest.mark.parametrize("kind", ILL)
+@given(values=st.lists(st.fixed_dictionaries({name: st.floats(0, 10) for name in WELL}), max_size=8))
+def test_null_turns_an_alarm_off(kind, values):
+    rules = AlarmRules(AlarmSettings.model_validate({"steps": 1, kind: None}), [SOLVER])
+    assert kind not in {alarm.alarm for _, alarm in sounds(rules, values)}
+
+
+@given(values=st.lists(st.fixed_dictionaries({}, optional={name: st.floats() for name in WELL}), max_size=20))
+def test_no_figures_break_the_rules_and_no_alarm_sounds_twice(values):
+    found = [(alarm.alarm, alarm.subject) for _, alarm in sounds(AlarmRules(AlarmSettings(steps=1), [SOLVER]), values)]
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "tries"),
+    [
+        (AlarmKind.UNTRAINED, "policy 'solver' was not updated", "credit.filter.refill"),
+        (AlarmKind.NO_SPREAD, "the rewards of 100% of 4 groups did not differ (3 too_hard, 1 flat)", "easier tasks"),
+        (AlarmKind.CUT, "50% of the replies of agent 'solver' were cut off", "team.agents.solver.sampling.max_tokens"),
+        (AlarmKind.ENTROPY, "entropy of policy 'solver' is 0.001 nats per token, 0.1%", "learning_rate"),
+        (AlarmKind.DRIFT, "differ by 0.2 nats per sampled token", "pipeline.lag"),
+    ],
+)
+def test_an_alarm_says_its_figure_and_what_to_try(kind, says, tries):
+    rules = AlarmRules(AlarmSettings(steps=1, untrained=1), [SOLVER])
+    ((_, alarm),) = sounds(rules, [WELL, WELL | ILL[kind]])
+    assert says in alarm.because
+    assert tries in alarm.remedy
+    assert f"alarms.{kind}=" in alarm.remedy
+
+
+def test_a_run_whose_rewards_never_differ_says_so_once_and_trains_nothing():
+    run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": {}}).play()
+    alarms = run.events.of(AlarmRaised)
+    assert [(alarm.step, alarm.alarm, alarm.subject) for alarm in alarms] == [
+        (2, "no_spread", ""),
+        (3, "untrained", "solver"),
+    ]
+    assert run.metrics[4]["filtered/too_hard"] == 2
+    assert run.metrics[4]["train/solver/skipped"] == 1
