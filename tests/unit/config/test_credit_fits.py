@@ -285,7 +285,7 @@ def lone_episodes(config, kind, *overrides):
     return ""
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", ESTIMATORS.built_in)
 def test_one_episode_of_a_task_is_refused_wherever_the_filter_would_drop_every_task(config, kind):
     estimator: Any = TypeAdapter(AnyEstimator).validate_python({"type": kind})
     said, unfiltered = lone_episodes(config, kind), lone_episodes(config, kind, "credit.filter=null")
