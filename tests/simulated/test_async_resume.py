@@ -113,7 +113,7 @@ def test_a_group_that_was_active_is_played_again_with_the_seeds_that_it_had() ->
 
 
 def test_groups_that_were_active_at_the_last_checkpoint_end_though_no_step_is_left() -> None:
-    for kill in range(226, 244):
+    for kill in range(226, 300):
         lived = lives(SLOW, [kill], checkpoint={"every": 1}, steps=2)
         if len(lived) == 2 and lived[1].events.of(Resumed)[0].step == 2 and replayed_in(lived[1]):
             break
