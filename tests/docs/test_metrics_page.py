@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble import assemble_run, simulate
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
 from tests.docs.pages import ROOT, prose
@@ -33,7 +33,14 @@ RUNS = {
         "policies.one.training.micro_batch=2",
         "policies.one.training.correction={type: tis, veto: 1e-4}",
     ),
+    "all groups filtered": ("credit.filter.tol=10",),
 }
+SIMULATED = (
+    "cluster.backend=simulated",
+    "credit.filter=null",
+    "simulation.replies={default: {type: lengths, mean: 4}}",
+)
+"""Only a run with separate devices for engines and trainers says how much training was hidden."""
 """Runs whose metrics, taken together, are all that there are."""
 
 ELSEWHERE = {
@@ -61,6 +68,8 @@ def written(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> frozen
         run = assemble_run(load_run(folder / small_run.name, [*SMALL, *overrides, f"out={folder / 'runs'}"]))
         run.train(Console(quiet=True))
         names.update(*read_metrics(run.folder / "metrics.jsonl").values())
+    simulated = simulate(load_run(folder / small_run.name, [*SMALL, *SIMULATED, f"out={folder / 'runs'}"]))
+    names.update(*read_metrics(simulated / "metrics.jsonl").values())
     return frozenset(names)
 
 
