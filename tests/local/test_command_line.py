@@ -52,7 +52,7 @@ def test_train_leaves_everything_in_the_folder_that_it_prints_last(flexmarl, con
     folder = Path(flexmarl("train", config)[-1])
     settings = {"config.yaml"}
     as_it_happens = {"journal.jsonl", "experience.sqlite", "experience.sqlite.owner", "metrics.jsonl", "tensorboard"}
-    at_the_end = {"checkpoints", "summary.json", "curve.png", "timeline.json"}
+    at_the_end = {"evaluations", "checkpoints", "summary.json", "curve.png", "timeline.json"}
     assert {file.name for file in folder.iterdir()} == settings | as_it_happens | at_the_end
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
@@ -145,7 +145,8 @@ def test_an_untrained_team_is_evaluated_and_not_trained(flexmarl, config):
     assert json.loads(flexmarl("eval", config, frozen, "--json")[-1])["episodes"] == 4
     (line,) = flexmarl("train", config, frozen, code=2)
     assert "use `flexmarl eval`" in line
-    assert not Path("runs").exists()
+    (kept,) = Path("runs").iterdir()
+    assert kept.name.startswith("eval-"), "only what `eval` played is there"
 
 
 def test_a_workflow_that_always_fails_ends_the_run_with_its_reason(flexmarl, config):
