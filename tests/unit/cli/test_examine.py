@@ -1,6 +1,7 @@
 """What `check` looks at in which world."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from flexmarl import cli
 from flexmarl.cli.examine import examine
 from flexmarl.config import load_run
+from flexmarl.records.scorers import SCORERS
 
 UNCORRECTED = ["policies.one.training.correction={type: none}"]
 SHORT = ["policies.one.engine.max_len=64", "team.agents.solver.sampling.max_tokens=64", "checkpoint.every=0"]
@@ -43,6 +45,14 @@ def test_train_says_what_has_a_price_before_it_begins(small_run: Path, monkeypat
     assert said[0].startswith(
         "flexmarl: caution: team.agents.solver.sampling: temperature 0.7, but the loss takes log-"
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scorers_of_this_file_alone() -> Iterator[None]:
+    """A file of code is imported once in a process, so its scorers stay until the last test of this file."""
+    before = dict(SCORERS._entries)
+    yield
+    SCORERS._entries = before
 
 
 BROKEN = """
