@@ -6,6 +6,7 @@ settings ──► blueprint.py   folder, code, tasks, renderers, team    (no we
          ──► wire.py        feed, rollout, collector, sessions, ..., and the orchestrator that joins them with the
                             journal: the same in every world
          ──► commands.py    train, evaluate, export
+               ending.py    (signals, callbacks, lost workers: what ends a command)
          ──► simulation.py  the same run on modelled devices, in virtual time; nothing else imports the simulator
 """
 
@@ -19,7 +20,14 @@ from flexmarl.assemble.blueprint import (
     open_tasks,
     seat_team,
 )
-from flexmarl.assemble.commands import Run, assemble_run, evaluate_once, newest_checkpoint
+from flexmarl.assemble.commands import (
+    TrainCommand,
+    assemble_run,
+    evaluate_once,
+    newest_checkpoint,
+    resume_hint,
+)
+from flexmarl.assemble.ending import Supervisor
 from flexmarl.assemble.export import Exported, export_policies, push
 from flexmarl.assemble.simulation import simulate
 from flexmarl.assemble.wire import wire
@@ -28,7 +36,8 @@ from flexmarl.assemble.world import World, open_world
 __all__ = [
     "Blueprint",
     "Exported",
-    "Run",
+    "Supervisor",
+    "TrainCommand",
     "World",
     "assemble_run",
     "cached_numbers",
@@ -37,11 +46,12 @@ __all__ = [
     "evaluate_once",
     "export_policies",
     "load_tokenizer",
-    "newest_checkpoint",
     "model_source",
+    "newest_checkpoint",
     "open_tasks",
     "open_world",
     "push",
+    "resume_hint",
     "seat_team",
     "simulate",
     "wire",

@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +15,7 @@ from rich.console import Console
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated
+from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.export import with_starts
 from flexmarl.assemble.kept import KeptEvaluations, OneEvaluation, write_settings
 from flexmarl.assemble.residents import settle_memory
@@ -26,15 +24,15 @@ from flexmarl.assemble.world import World, initial_versions, make_evaluator, ope
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary, text_of
+from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
 from flexmarl.events.failures import Failures, KeptFailure
 from flexmarl.events.journal import Journal, check_format
 from flexmarl.events.metrics import JsonlSink, Metrics
 from flexmarl.events.notices import Starting
-from flexmarl.events.progress import progress_on
-from flexmarl.events.run_events import MonitorFailed, RunFailed
+from flexmarl.events.progress import Progress, progress_on
+from flexmarl.events.run_events import RunFailed, StopRequested
 from flexmarl.events.run_folder import RunFolder, make_run_folder
 from flexmarl.events.safe_json import is_secret_key, parse_json, plain
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
@@ -50,8 +48,8 @@ LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "alarm
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
 
 
-class Run:
-    """One run and its folder."""
+class TrainCommand:
+    """One command that trains, and the folder of its run."""
 
     def __init__(self, blueprint: Blueprint, folder: RunFolder, *, resumed: bool) -> None:
         self._blueprint = blueprint
@@ -64,12 +62,18 @@ class Run:
         """The folder of everything that the run leaves."""
         return self._folder.path
 
-    def train(self, console: Console, log: Callable[[Event], None] | None = None) -> Summary:
+    def train(
+        self,
+        console: Console,
+        log: Callable[[Event], None] | None = None,
+        *,
+        supervisor: Supervisor | None = None,
+    ) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder.
 
-        `log` hears every event, as the journal does.
-
-        Raises the error that ended the run; the pictures are drawn then too.
+        `log` hears every event, as the journal does. The `supervisor` hears its events, and can stop it. In the main
+        thread, Ctrl-C and SIGTERM stop it, too. Raises the error that ended the run, with a note that names the last
+        checkpoint, and KeyboardInterrupt if the run was stopped. The pictures are drawn then too.
         """
         if self._resumed and (done := finished(self._folder)) and done.steps >= self._settings.steps:
             console.print(f"nothing to do: {done.steps} steps are done, and steps={self._settings.steps}")
@@ -77,30 +81,34 @@ class Run:
             return done
         started = datetime.now()
         try:
-            with HardStop() as stop:
-                run_and_leave_threads(self._train(console, stop, log))
-        except BaseException:
+            with HardStop() as hard:
+                run_and_leave_threads(self._train(console, hard, log, supervisor or Supervisor()))
+        except BaseException as error:
             with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
+                error.add_note(f"{self.folder}: {resume_hint(self.folder)}")
             raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
         console.print(summary_table(summary))
         return summary
 
-    async def _train(self, console: Console, stop: HardStop, log: Callable[[Event], None] | None) -> None:
+    async def _train(
+        self, console: Console, hard: HardStop, log: Callable[[Event], None] | None, supervisor: Supervisor
+    ) -> None:
         settings, folder = self._settings, self._folder
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
+            stack.enter_context(supervisor.stoppable())
             store = open_store(self._blueprint, path)  # First: of a folder in which a run is live, nothing is touched.
             stack.push_async_callback(store.close)
             clock = run_clock()
             journal, events = Journal(folder.journal), Events(clock)
             stack.callback(journal.close)
             events.listen(Event, journal.write)
-            if log is not None:
-                events.listen(Event, log)
+            events.listen(Event, log or (lambda event: None))
             Failures(folder.failures, events)
-            stop.report = lambda because: events.emit(RunFailed(because=because))
+            failed = supervisor.listen(events)
+            hard.report = lambda because: events.emit(RunFailed(because=because))
             stack.enter_context(recorded_failure(events))
             warn = Console(stderr=True, markup=False, highlight=False).print
             tracked = trackers(settings.metrics, folder, plain(settings), say=console.print, warn=warn)
@@ -109,7 +117,7 @@ class Run:
             with console.status("starting") as status:
                 events.listen(Starting, lambda starting: status.update(starting.waits_for))
                 world = await stack.enter_async_context(open_world(self._blueprint, store, path, events))
-            stack.enter_context(ended_like_ctrl_c(stop))
+            stack.enter_context(supervisor.on_signals(hard))
             emit_start(self._blueprint, world, events)
             lost = watch_workers(world, events)
             checkpoints = Checkpoints(
@@ -119,63 +127,48 @@ class Run:
             if self._resumed:
                 start = await resume(checkpoints, world.trainers, store, events=events, say=console.print)
             settle_memory()
+            progress = progress_on(console, clock)
             orchestrator, monitor = wire(
                 self._blueprint,
                 world,
                 events=events,
                 metrics=metrics,
-                progress=progress_on(console, clock),
+                progress=progress,
                 checkpoints=checkpoints,
                 start=start,
                 keep=KeptEvaluations(self._blueprint, folder, clock),
+                request=supervisor.request,
             )
-            await run_until_lost(orchestrator.run(), watch=monitor.watch(), lost=lost, events=events)
+            with supervisor.after_the_step(*self._asked_to_stop(progress, events)):
+                outcome = await run_until_lost(
+                    orchestrator.run(), watch=monitor.watch(), lost=[lost, failed], events=events
+                )
+            if outcome.stopped:
+                raise KeyboardInterrupt(f"stopped after step {outcome.steps}: {outcome.stopped}")
+
+    def _asked_to_stop(self, progress: Progress, events: Events) -> tuple[float, Callable[[str], None]]:
+        """Returns the seconds that a step has after the first Ctrl-C, and a function that says so."""
+        checkpoint = self._settings.checkpoint
+        within_s = checkpoint.on_interrupt_s if checkpoint.every else 0.0
+
+        def say(because: str) -> None:
+            progress.note(
+                f"{because}: the run ends after the step under way, within {within_s:g} s "
+                f"(checkpoint.on_interrupt_s); the second one ends it at once"
+            )
+            events.emit(StopRequested(because=because, within_s=within_s))
+
+        return within_s, say
 
 
-@contextmanager
-def ended_like_ctrl_c(stop: HardStop) -> Iterator[None]:
-    """In the block SIGTERM, of a batch system say, does what Ctrl-C does; Ray's own handler would end us at once.
-
-    It also tells `stop`, which sees to it that the run ends. Entered in the task that is then cancelled.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    like_ctrl_c = signal.getsignal(signal.SIGINT)
-    run, loop = asyncio.current_task(), asyncio.get_running_loop()
-    cancelled = False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal cancelled
-        stop.start_countdown()
-        if callable(like_ctrl_c):
-            like_ctrl_c(number, frame)
-        elif run is not None and not cancelled:
-            # Started in the background of a script, a run has Ctrl-C ignored, and `asyncio.run` then has no handler.
-            # KeyboardInterrupt raised from here would come up in whatever task or callback runs now.
-            cancelled = True
-            loop.call_soon_threadsafe(run.cancel)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if cancelled:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was set by no Python code
-
-
-@contextmanager
-def recorded_failure(events: Events) -> Iterator[None]:
-    """Records an exception that ends the block in the journal."""
-    try:
-        yield
-    except BaseException as error:
-        with suppress(OSError):  # On a full disk, say, which then is what ended the run.
-            events.emit(RunFailed(because=f"{type(error).__name__}: {text_of(error)}"))
-        raise
+def resume_hint(path: Path) -> str:
+    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
+    folder = RunFolder(path)
+    again = f"flexmarl train {folder.config} --resume {path}"
+    saved = newest_checkpoint(folder)
+    if saved is None:
+        return f"There is no checkpoint yet (see checkpoint.every); start again with: {again}"
+    return f"Last good checkpoint: {saved}; continue with: {again}"
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -193,29 +186,6 @@ def finished(folder: RunFolder) -> Summary | None:
         return Summary(**parse_json(folder.summary.read_bytes()))
 
 
-async def run_until_lost(
-    orchestrator_run: Coroutine[Any, Any, object],
-    *,
-    watch: Coroutine[Any, Any, None],
-    lost: "asyncio.Future[None]",
-    events: Events,
-) -> None:
-    """Awaits the run while the monitor watches; raises as soon as `lost` does."""
-    run = asyncio.create_task(orchestrator_run, name="orchestrator")
-    watching = asyncio.create_task(watch, name="monitor")
-    try:
-        await asyncio.wait([run, lost], return_when=asyncio.FIRST_COMPLETED)
-        if lost.done():
-            lost.result()
-        await run
-    finally:
-        for task in (run, watching):
-            task.cancel()
-        _, ended = await asyncio.gather(run, watching, return_exceptions=True)
-        if isinstance(ended, Exception):
-            events.emit(MonitorFailed(because=f"{type(ended).__name__}: {ended}"))
-
-
 def run_clock() -> Callable[[], float]:
     """Returns a clock that counts seconds from now, by the running event loop."""
     time = asyncio.get_running_loop().time
@@ -223,7 +193,7 @@ def run_clock() -> Callable[[], float]:
     return lambda: time() - started
 
 
-def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> Run:
+def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> TrainCommand:
     """Assembles a new run in a folder of its own, or resumes the run in the folder `resume_from`."""
     refuse_simulated(settings)
     if not settings.trained:
@@ -241,7 +211,7 @@ def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> R
         write_settings(settings, folder)
     else:
         folder = RunFolder(resume_from)
-    return Run(blueprint, folder, resumed=resume_from is not None)
+    return TrainCommand(blueprint, folder, resumed=resume_from is not None)
 
 
 def new_run_folder(settings: RunSettings, name: str = "") -> RunFolder:
@@ -288,21 +258,24 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
 
 
 def evaluate_once(
-    settings: RunSettings, run: RunFolder | None = None
+    settings: RunSettings, run: RunFolder | None = None, *, supervisor: Supervisor | None = None
 ) -> tuple[Evaluation, Path | None, Sequence[KeptFailure]]:
     """Plays the held-out tasks with the newest checkpoint of a run, or with the models as they are.
 
     Returns the result, the folder that keeps what was played, if it could be kept, and the first failure of each kind.
+    Raises ConfigError if there are no held-out tasks, CheckpointError if there is no intact checkpoint.
     """
     refuse_simulated(settings)
+    if not settings.evaluate.tasks:
+        raise ConfigError("evaluate.tasks is 0, so there is nothing to play; set it, e.g. evaluate.tasks=64")
     kept = folder_of_eval(settings, run)
     if kept is not None:
         write_settings(settings, RunFolder(kept))  # Those of the config: the folder of the starts is a temporary one.
     with TemporaryDirectory(prefix="flexmarl-") as starts:
         blueprint = draw_up(with_starts(settings, Path(starts)))
         failures = Failures(RunFolder(kept).failures if kept else None)
-        evaluation = run_and_leave_threads(_evaluate_once(blueprint, run and run.checkpoints, kept, failures))
-        return evaluation, kept, failures.kept
+        evaluating = _evaluate_once(blueprint, run and run.checkpoints, kept, failures, supervisor or Supervisor())
+        return run_and_leave_threads(evaluating), kept, failures.kept
 
 
 def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
@@ -320,24 +293,25 @@ def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
 
 
 async def _evaluate_once(
-    blueprint: Blueprint, folder: Path | None, kept: Path | None, failures: Failures
+    blueprint: Blueprint, folder: Path | None, kept: Path | None, failures: Failures, supervisor: Supervisor
 ) -> Evaluation:
     settings = blueprint.settings
-    async with scratch_world(blueprint) as world:
-        failures.listen(world.pool.events)
-        start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
-        versions = Versions(initial_versions(settings, start))
-        publisher = Publisher(
-            trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=world.pool.events
-        )
-        for policy in world.trainers:
-            await publisher.publish(policy, versions.served[policy])
-        keep = OneEvaluation(kept, blueprint, run_clock()) if kept else None
-        try:
-            step = start.step if start else 0
-            return await make_evaluator(blueprint, world, versions, keep).run(when="after", step=step)
-        finally:
-            await end_leftover_tasks(LEFT_BEHIND_S)
+    with supervisor.stoppable():
+        async with scratch_world(blueprint) as world:
+            failures.listen(world.pool.events)
+            start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
+            versions, events = Versions(initial_versions(settings, start)), world.pool.events
+            publisher = Publisher(
+                trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=events
+            )
+            for policy in world.trainers:
+                await publisher.publish(policy, versions.served[policy])
+            keep = OneEvaluation(kept, blueprint, run_clock()) if kept else None
+            try:
+                step = start.step if start else 0
+                return await make_evaluator(blueprint, world, versions, keep).run(when="after", step=step)
+            finally:
+                await end_leftover_tasks(LEFT_BEHIND_S)
 
 
 @asynccontextmanager

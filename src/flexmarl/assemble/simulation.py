@@ -15,7 +15,8 @@ import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can b
 from flexmarl.agents import TeamSpec
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.commands import new_run_folder, recorded_failure, run_until_lost
+from flexmarl.assemble.commands import new_run_folder
+from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import Residents, World, watch_workers, world_of
 from flexmarl.config import RunSettings
@@ -79,11 +80,19 @@ class Disturbance(Protocol):
         ...
 
 
-def simulate(settings: RunSettings, *, show: Show = _ignore, disturbance: Disturbance | None = None) -> Path:
+def simulate(
+    settings: RunSettings,
+    *,
+    show: Show = _ignore,
+    disturbance: Disturbance | None = None,
+    supervisor: Supervisor | None = None,
+) -> Path:
     """Plays a run in virtual time; returns its folder, with the settings, the journal and the metrics.
 
     `cluster.backend` is set to `simulated`. Checkpoints are written if the config gives `checkpoint.every`. `show`
-    gets a line per step. If a `disturbance` ends the run, it resumes from its newest checkpoint, or from the start.
+    gets a line per step. The `supervisor` hears the events, and can stop the run. If a `disturbance` ends the run, it
+    resumes from its newest checkpoint, or from the start.
+
     Raises ConfigError if no policy is trained, and for what has no model: an agent without replies, a tool without a
     twin. Raises WorkerError if a disturbance ended MOST_LIVES lives.
     """
@@ -96,7 +105,7 @@ def simulate(settings: RunSettings, *, show: Show = _ignore, disturbance: Distur
     folder = new_run_folder(settings, SIMULATED + settings.name)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
     with _rare_garbage_collection():
-        run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance))
+        run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance, supervisor))
     return folder.path
 
 
@@ -126,7 +135,13 @@ def _rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-async def _simulate(blueprint: Blueprint, folder: RunFolder, show: Show, disturbance: Disturbance | None) -> None:
+async def _simulate(
+    blueprint: Blueprint,
+    folder: RunFolder,
+    show: Show,
+    disturbance: Disturbance | None,
+    supervisor: Supervisor | None,
+) -> None:
     clock, settings = asyncio.get_running_loop().time, blueprint.settings
     async with AsyncExitStack() as stack:
         store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
@@ -141,7 +156,7 @@ async def _simulate(blueprint: Blueprint, folder: RunFolder, show: Show, disturb
             budget_bytes=settings.checkpoint.budget_bytes,
             in_thread=False,
         )
-        life = _Life(blueprint, store, journal, metrics, checkpoints, folder, show)
+        life = _Life(blueprint, store, journal, metrics, checkpoints, folder, show, supervisor)
         if disturbance is None:
             await life.play(resumed=False)
             return
@@ -165,7 +180,9 @@ class _Life:
         checkpoints: Checkpoints,
         folder: RunFolder,
         show: Show,
+        supervisor: Supervisor | None,
     ) -> None:
+        self._supervisor = supervisor
         self._blueprint, self._store, self._journal, self._metrics = blueprint, store, journal, metrics
         self._checkpoints, self._saved, self._show = checkpoints, folder.checkpoints, show
         self._failures = Failures(folder.failures)
@@ -202,13 +219,23 @@ class _Life:
         self._failures.listen(events)
         return events
 
+    @contextmanager
+    def _supervised(self, events: Events) -> "Iterator[list[asyncio.Future[None]]]":
+        """Lets the supervisor hear the events, and stop the block. Yields the future that fails if it fails, if any."""
+        if self._supervisor is None:
+            yield []
+        else:
+            failed = self._supervisor.listen(events)
+            with self._supervisor.stoppable(at_events_of=events):
+                yield [failed]
+
     async def _play(self, events: Events, *, resumed: bool, disturbance: Disturbance | None = None) -> None:
         settings, blueprint, store = self._blueprint.settings, self._blueprint, self._store
         residents: Residents = modelled(settings, blueprint.team, store)
         if disturbance is not None:
             blueprint, store = disturbance.blueprint(blueprint), disturbance.store(store)
             residents = disturbance.residents(modelled(settings, blueprint.team, store))
-        with recorded_failure(events):
+        with recorded_failure(events), self._supervised(events) as failed:
             async with world_of(settings, store, residents, events) as world:
                 emit_start(blueprint, world, events)
                 lost = watch_workers(world, events)
@@ -224,10 +251,11 @@ class _Life:
                     checkpoints=self._checkpoints,
                     start=start,
                 )
-                if disturbance is None:
+                if disturbance is None and not failed:
                     await orchestrator.run()
                 else:
-                    await run_until_lost(orchestrator.run(), watch=disturbance.watch(world), lost=lost, events=events)
+                    watch = asyncio.sleep(0) if disturbance is None else disturbance.watch(world)
+                    await run_until_lost(orchestrator.run(), watch=watch, lost=[lost, *failed], events=events)
 
 
 def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> ModelledResidents:

@@ -34,7 +34,7 @@ from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.publish import Gate, Publisher, Updates, Versions
-from flexmarl.orchestrator.run import Orchestrator, Pipeline, RunProgress
+from flexmarl.orchestrator.run import Orchestrator, Pipeline, RunProgress, StopRequest
 from flexmarl.orchestrator.saving import Checkpoints, Saver
 from flexmarl.orchestrator.settings import Mode, law_of
 from flexmarl.orchestrator.step_figures import Figures
@@ -68,13 +68,15 @@ def wire(
     progress: Progress,
     checkpoints: Checkpoints,
     start: RunState | None = None,
+    request: StopRequest | None = None,
     rules: Rules = PRODUCTION,
     keep: Keep | None = None,
 ) -> tuple[Orchestrator, Monitor]:
     """Makes the orchestrator and the monitor of one run on a world. Call it inside the event loop.
 
-    `start` is the state that a resumed run continues from. `rules` replaces rules of production in tests.
-    `keep` keeps what evaluations play.
+    `start` is the state that a resumed run continues from. `request` stops the run. `rules` replaces rules of
+    production in tests. `keep` keeps what evaluations play.
+
     Raises ConfigError if the engines cannot do what the settings need.
     """
     check_engines(blueprint.settings, world.pool.capabilities)
@@ -92,7 +94,7 @@ def wire(
         events=events,
         processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
     )
-    return parts.orchestrator(checkpoints, warn=progress.note), monitor
+    return parts.orchestrator(checkpoints, warn=progress.note, request=request), monitor
 
 
 class _Wiring:
@@ -110,7 +112,9 @@ class _Wiring:
         self._blueprint, self._settings, self._world = blueprint, blueprint.settings, world
         self._events, self._start, self._rules, self._keep = events, start, rules, keep
 
-    def orchestrator(self, checkpoints: Checkpoints, *, warn: Callable[[str], None]) -> Orchestrator:
+    def orchestrator(
+        self, checkpoints: Checkpoints, *, warn: Callable[[str], None], request: StopRequest | None
+    ) -> Orchestrator:
         """Makes the orchestrator. `warn` prints a warning on the screen; the journal has the facts already."""
         settings, store = self._settings, self._world.store
         budget_bytes = settings.store.budget_bytes
@@ -139,6 +143,7 @@ class _Wiring:
             evaluate=settings.evaluate,
             best=settings.checkpoint.best,
             stop=settings.stop,
+            request=request,
         )
 
     @property

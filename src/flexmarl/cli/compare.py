@@ -10,9 +10,10 @@ from rich.table import Table
 
 from flexmarl.analysis.comparison import ComparedFigure, compare_runs, read_figures
 from flexmarl.analysis.intervals import Estimate
-from flexmarl.cli.options import load_run_folder
-from flexmarl.cli.terminal import SafeConsole, print_text
+from flexmarl.api.handle import load_run_folder
+from flexmarl.cli.terminal import print_text
 from flexmarl.errors import ConfigError
+from flexmarl.events.progress import SafeConsole
 from flexmarl.events.safe_json import json_text
 
 

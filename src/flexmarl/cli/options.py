@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import ConfigError
-from flexmarl.events.journal import check_format
 from flexmarl.events.log import LogLevel
-from flexmarl.events.run_folder import RunFolder
 
 
 class Lazy:
@@ -59,15 +55,3 @@ def log_level(level: LogLevel, *, quiet: bool) -> LogLevel:
         of_libraries = {LogLevel.DEBUG: "info"}.get(level, level.value)
         os.environ |= {"TRANSFORMERS_VERBOSITY": of_libraries, "HF_HUB_VERBOSITY": of_libraries}
     return level
-
-
-def load_run_folder(path: Path, overrides: list[str] | None = None) -> tuple[RunSettings, RunFolder]:
-    """Returns the settings and the folder of a trained run.
-
-    Raises ConfigError if `path` is no run folder, FlexmarlError if the run is of another format.
-    """
-    folder = RunFolder(path)
-    if not folder.config.is_file():
-        raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")
-    check_format(folder.journal)
-    return load_run(folder.config, overrides or ()), folder

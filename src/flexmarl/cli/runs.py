@@ -12,13 +12,16 @@ from rich import box
 from rich.table import Table
 
 from flexmarl.analysis.troubles import all_failed
-from flexmarl.cli.options import Config, Level, Overrides, Quiet, assemble, examine, load_run_folder, log_level
-from flexmarl.cli.terminal import SafeConsole, ignoring_hangup, print_text
+from flexmarl.api.functions import evaluate_and_keep
+from flexmarl.api.handle import load_run_folder
+from flexmarl.cli.options import Config, Level, Overrides, Quiet, assemble, examine, log_level
+from flexmarl.cli.terminal import ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.log import EventLog, LogLevel
+from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 
@@ -46,7 +49,8 @@ def train(
 ) -> None:
     """Train the team that CONFIG describes. The last line printed is the run folder.
 
-    A run outlives its terminal, as with nohup: Ctrl-C or SIGTERM end it.
+    A run outlives its terminal, as with nohup. Ctrl-C or SIGTERM end it after the step under way, if that takes at most
+    checkpoint.on_interrupt_s, and save it; a second one ends it at once.
     """
     level = log_level(level, quiet=quiet)
     with ignoring_hangup():
@@ -58,10 +62,10 @@ def train(
             log = EventLog(level, partial(print_text, err=True))
             summary = run.train(SafeConsole(quiet=level.quiet), log.hear)
         except KeyboardInterrupt:
-            print_text(f"flexmarl: stopped. {resume_hint(run.folder)}", err=True)
+            print_text(f"flexmarl: stopped. {assemble.resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
         except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
-            print_text(f"flexmarl: the run failed. {resume_hint(run.folder)}", err=True)
+            print_text(f"flexmarl: the run failed. {assemble.resume_hint(run.folder)}", err=True)
             if (failures := RunFolder(run.folder).failures).is_dir():
                 print_text(f"flexmarl: the first traceback of each kind of failed episode: {failures}", err=True)
             raise
@@ -69,16 +73,6 @@ def train(
         if failed := all_failed(summary.troubles):
             print_text(f"flexmarl: {failed}; tracebacks: {summary.failures}", err=True)
             raise typer.Exit(ALL_FAILED)
-
-
-def resume_hint(path: Path) -> str:
-    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
-    folder = RunFolder(path)
-    again = f"flexmarl train {folder.config} --resume {path}"
-    saved = assemble.newest_checkpoint(folder)
-    if saved is None:
-        return f"There is no checkpoint yet (see checkpoint.every); start again with: {again}"
-    return f"Last good checkpoint: {saved}; continue with: {again}"
 
 
 def evaluate(
@@ -95,18 +89,7 @@ def evaluate(
 
     The last line printed is the folder of what was played, for `flexmarl show`.
     """
-    chosen = [*(overrides or ()), "checkpoint.best=null", "stop=null"]  # One evaluation is compared with no other.
-    if source.is_dir():
-        settings, folder = load_run_folder(source, chosen)
-    elif source.suffix in (".yaml", ".yml"):
-        settings, folder = load_run(source, chosen), None
-    else:
-        raise ConfigError(
-            f"'{source}' is neither a run folder nor a YAML file; give the path that `train` printed last"
-        )
-    if not settings.evaluate.tasks:
-        raise ConfigError("evaluate.tasks is 0, so there is nothing to play; add evaluate.tasks=64 to the command")
-    evaluation, kept, failures = assemble.evaluate_once(settings, folder)
+    evaluation, kept, failures = evaluate_and_keep(source, overrides or ())
     if as_json:
         print_text(json_text({**asdict(evaluation), "folder": None if kept is None else str(kept)}, figures=True))
     else:

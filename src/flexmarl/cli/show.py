@@ -23,10 +23,12 @@ from flexmarl.analysis.conversations import (
     open_conversations,
 )
 from flexmarl.analysis.selection import EpisodeChoice
-from flexmarl.cli.options import assemble, load_run_folder
-from flexmarl.cli.terminal import SafeConsole, print_text
+from flexmarl.api.handle import load_run_folder
+from flexmarl.cli.options import assemble
+from flexmarl.cli.terminal import print_text
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
+from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.records import IntArray, PolicyName

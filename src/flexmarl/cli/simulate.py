@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flexmarl.cli.options import load_run_folder, plots, simulations
-from flexmarl.cli.terminal import SafeConsole, ignoring_hangup
+from flexmarl.api.handle import load_run_folder
+from flexmarl.cli.options import plots, simulations
+from flexmarl.cli.terminal import ignoring_hangup
 from flexmarl.errors import ConfigError
+from flexmarl.events.progress import SafeConsole
 
 YAML = (".yaml", ".yml")
 

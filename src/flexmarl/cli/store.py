@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table as Screen
 from rich.text import Text
 
-from flexmarl.cli.terminal import SafeConsole, print_text, printable
+from flexmarl.cli.terminal import print_text
 from flexmarl.errors import ConfigError, StoreError
+from flexmarl.events.progress import SafeConsole, printable
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.experience.interface import Table

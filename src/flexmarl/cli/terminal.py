@@ -8,51 +8,27 @@ the others    end with exit code 141         end like any program               
 
 import errno
 import os
-import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 import typer
-from rich.console import Console
-from rich.segment import Segment
+
+from flexmarl.events.progress import printable
 
 READER_CLOSED = 141
 """Exit code of a command whose reader has gone, as of a process that SIGPIPE ended."""
 _CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except tab and newline, characters that change the direction of writing, lone surrogates."""
-
-
-def printable(text: str) -> str:
-    r"""Escapes control characters: a terminal shows the returned text and does not obey it.
-
-    >>> print(printable("\x1b[2J\u202eabc"))
-    \x1b[2J\u202eabc
-    """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
 def print_text(text: str, *, err: bool = False) -> None:
     """Prints the text on stdout, or on stderr if `err` is True."""
     typer.echo(printable(text), err=err)
-
-
-class SafeConsole(Console):
-    """Console of rich on which only rich itself controls the terminal, not the text that is printed."""
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__(markup=False, highlight=False, quiet=quiet)
-
-    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        return super()._render_buffer(
-            part if part.control else Segment(printable(part.text), part.style) for part in buffer
-        )
 
 
 class SafeStream:

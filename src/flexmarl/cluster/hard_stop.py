@@ -1,7 +1,8 @@
 """Threads that end the process if user code keeps it from ending: a loop without an await, a stuck thread.
 
-    SIGTERM ──► the run is cancelled ──► it ends by itself within seconds (nearly always)
+    SIGTERM ──► the run is stopped ──► it ends by itself within seconds (nearly always)
                     └──► it still runs after STOP_WITHIN_S ──► the process is ended, and says where it was stuck
+                (a step that may end first, by checkpoint.on_interrupt_s, has its own time)
     the command has ended ──► a thread of a workflow does not end ──► wait EXIT_WITHIN_S, then exit without it
                           ──► an asynchronous generator does not end ──► wait EXIT_WITHIN_S, then cancel it
 
@@ -35,24 +36,34 @@ class HardStop:
     def __init__(self) -> None:
         self.report: Callable[[str], None] = lambda because: None
         """Called with the reason before the process is ended."""
-        self._ended = threading.Event()
-        self._counting = False
+        self._countdown: threading.Event | None = None
+        """Set when the present countdown stops."""
+        self._ended = False
 
     def __enter__(self) -> "HardStop":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._ended.set()
+        self._ended = True
+        self.stop_countdown()
 
     def start_countdown(self) -> None:
-        """Notes that the run must end, and starts the countdown. Called in a signal handler."""
-        if not self._counting:
-            self._counting = True
-            threading.Thread(target=self._wait, name="hard-stop", daemon=True).start()
+        """Notes that the run must end, and starts the countdown, if none is under way. Called in a signal handler."""
+        if self._countdown is None and not self._ended:
+            self._countdown = threading.Event()
+            threading.Thread(target=self._wait, args=(self._countdown,), name="hard-stop", daemon=True).start()
 
-    def _wait(self) -> None:
-        if not self._ended.wait(STOP_WITHIN_S):
-            because = f"it did not end within {STOP_WITHIN_S:g} s of SIGTERM; {_main_thread_place()}"
+    def stop_countdown(self) -> bool:
+        """Stops the countdown: the event loop answers. Returns False if there was none."""
+        if self._countdown is None:
+            return False
+        self._countdown.set()
+        self._countdown = None
+        return True
+
+    def _wait(self, stopped: threading.Event) -> None:
+        if not stopped.wait(STOP_WITHIN_S):
+            because = f"it was stopped and did not end within {STOP_WITHIN_S:g} s; {_main_thread_place()}"
             with suppress(Exception):  # `report` writes to a disk, and the run may be stuck on that very disk.
                 self.report(because)
             _end_process(f"flexmarl: the run was ended: {because}", STOPPED)

@@ -7,14 +7,16 @@ stand for a billion values by its aliases. Depth and size are counted while node
 everything that it stands for.
 """
 
+import json
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import count
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import count, starmap
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flexmarl.config.explain import explain
 from flexmarl.config.run_settings import RunSettings
@@ -133,7 +135,11 @@ MAX_KEYS = 64
 """Most keys in the path of one override."""
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Texts as on the command line, `["batch.groups=8"]`, or values by dotted key, `{"batch.groups": 8}`."""
+
+
+def load_run(path: Path, overrides: Overrides = ()) -> RunSettings:
     """Returns the settings of a run. All relative paths, also those in extended files, start at the folder of `path`.
 
     Raises ConfigError with one line per problem: the file, the key, the value, and what would work.
@@ -145,7 +151,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunSettings:
                 f"folder with another name"
             )
     raw = read_extended(path)
-    for override in overrides:
+    given = starmap(as_override, overrides.items()) if isinstance(overrides, Mapping) else overrides
+    for override in given:
         keys, value = parse_override(override)
         _assign(raw, keys, value, override)
     raw.setdefault("base", str(path.resolve().parent))
@@ -238,6 +245,44 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             f"override '{_short(text)}': the value '{_short(value)}' is not YAML: {problem_of(error)}; "
             f"put a text into quotes"
         ) from None
+
+
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""Characters that JSON may have as they are, and YAML not."""
+
+
+def as_override(key: str, value: Any) -> str:
+    """Writes an override with a Python value as a text. Raises ConfigError for a value that no setting can have.
+
+    >>> as_override("team.agents.solver.sampling", {"max_tokens": 8, "stop": ["end"]})
+    'team.agents.solver.sampling={"max_tokens": 8, "stop": ["end"]}'
+    """
+    if "=" in key:
+        raise ConfigError(f"override {_short(repr(key))} must be a dotted key without '=', e.g. 'batch.groups'")
+    try:
+        text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ConfigError(
+            f"override '{_short(str(key))}': the value {_short(repr(value))} is a {type(value).__name__}; a setting is "
+            f"a finite number, a text, a path, True, False or None, or lists and dicts of these"
+        ) from None
+    return f"{key}={_ESCAPED.sub(_escape, text)}"
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _short(text: str) -> str:

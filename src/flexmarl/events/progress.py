@@ -1,6 +1,7 @@
 """Progress on a console: live lines on a terminal; elsewhere, e.g. in a log file, one plain line per step."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,6 +11,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +20,32 @@ from flexmarl.events.untrained import NotTrained
 REFRESH_INTERVAL_S = 0.5
 """Shortest time between two drawings. A drawing takes 3 to 5 ms of the event loop's time: at most 1 %."""
 SPARKS = "▁▂▃▄▅▆▇█"
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and newline, characters that change the direction of writing, lone surrogates."""
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters: a terminal shows the returned text and does not obey it.
+
+    >>> print(printable("\x1b[2J\u202eabc"))
+    \x1b[2J\u202eabc
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+class SafeConsole(Console):
+    """Console of rich on which only rich itself controls the terminal, not the text that is printed.
+
+    A notebook gets plain lines, as a log file does: rich would make an HTML object of each.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(markup=False, highlight=False, quiet=quiet, force_jupyter=False)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(
+            part if part.control else Segment(printable(part.text), part.style) for part in buffer
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +197,7 @@ class LiveProgress:
 
 
 def progress_on(console: Console, clock: Callable[[], float]) -> Progress:
-    """Returns LiveProgress on a terminal that can move its cursor, LineProgress elsewhere, none if it is quiet."""
+    """Returns LiveProgress on a terminal that can move its cursor, LineProgress elsewhere, NullProgress if quiet."""
     if console.quiet:
         return NullProgress()
     live = console.is_terminal and not console.is_dumb_terminal

@@ -52,6 +52,15 @@ class RunFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested(Event):
+    """The run is to end after the step under way, and to save it; `because` names the signal, or who cancelled it."""
+
+    name: ClassVar[str] = "stop_requested"
+    within_s: float
+    """The seconds that the step may still take; then the run is cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorFailed(Event):
     """The live view failed. The run continues without it."""
 

@@ -26,7 +26,7 @@ unblocked by the stream, which ends a group that blocks it for too long; any fai
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
@@ -253,7 +253,7 @@ class Asynchronous:
         """Plays while the block lasts."""
         return self._stream.playing()
 
-    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+    async def step(self, step: int, *, rest: Callable[[], bool]) -> Sequence[GroupId]:
         """Makes one step. Returns the groups that were trained in it. Training is at rest after every step."""
         closed: asyncio.Future[Mapping[PolicyName, Divisors]] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:

@@ -13,7 +13,7 @@ unblocked by the stream, the timeout, or a step that must end at rest: then ever
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -92,10 +92,10 @@ class PerPolicy:
             if self._held:
                 self._stream.give_back(self._held)
 
-    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+    async def step(self, step: int, *, rest: Callable[[], bool]) -> Sequence[GroupId]:
         """Waits until at least P groups are trained, and returns them.
 
-        With `rest`, all batches end early, and it waits until every group that was handed out is trained.
+        If `rest()` is then True, all batches end early, and it waits until every group that was handed out is trained.
         """
         self._step, self._trained = step, []
         self._awake.set()
@@ -103,7 +103,7 @@ class PerPolicy:
             if self._over and not self._owing:
                 raise SourceExhausted(f"step {step} cannot be filled: {self._feed.exhausted}")
             await self._wait()
-        if rest:
+        if rest():
             self._awake.clear()
             self._look_again()
             while self._owing:

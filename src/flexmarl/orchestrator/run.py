@@ -6,12 +6,12 @@
 consumes    steps of a pipeline
 waits for   the pipeline, the disk, evaluations
 produces    checkpoints at rest, evaluations, metrics of every step
-unblocked by every part in turn; any failure ends the run as an exception
+unblocked by every part in turn; any failure ends the run as an exception; a `StopRequest` ends it at a step boundary
 """
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -42,12 +42,43 @@ class Pipeline(Protocol):
         """Runs tasks that span several steps, such as rollout, while the block lasts. They have ended after it."""
         ...
 
-    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+    async def step(self, step: int, *, rest: Callable[[], bool]) -> Sequence[GroupId]:
         """Makes a step. Returns the groups that were trained in it.
 
-        With `rest`, nothing is trained or published between its end and the next step, and no gradient is left over.
+        `rest` is called before anything of the next step is trained, or played ahead. If it returns True, nothing is
+        trained or published between the end of this step and the next one, and no gradient is left over. A pipeline
+        that rests after every step need not call it.
         """
         ...
+
+
+class StopRequest:
+    """A request to end the run at its next step boundary. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self.because = ""
+        """The one who made it; "" if nobody did."""
+        self._limit: asyncio.Timeout | None = None
+
+    def make(self, because: str) -> None:
+        """Makes the request. A second call does nothing."""
+        if not self.because:
+            self.because = because
+            if self._limit is not None:
+                self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """Leaves the block when the request is made, or at once if it is made already. One block at a time."""
+        limit = asyncio.timeout(0 if self.because else None)
+        try:
+            async with limit as self._limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._limit = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +90,8 @@ class RunOutcome:
     steps: int
     wall_s: float
     """Sum of the seconds that each process of the run took; a resumed run has several."""
+    stopped: str = ""
+    """The one who stopped the run before its end; "" if it did all its steps and evaluations."""
 
 
 class RunProgress:
@@ -124,15 +157,23 @@ class Orchestrator:
         evaluate: EvaluateSettings,
         best: FigureSettings | None = None,
         stop: StopSettings | None = None,
+        request: StopRequest | None = None,
     ) -> None:
-        """`balancer` is None if no instances are moved. `best`: the figure of the best checkpoint."""
+        """`balancer` is None if no instances are moved. `best`: the figure of the best checkpoint.
+
+        `stop` ends the run when its evaluations say so, `request` when somebody does.
+        """
         self._progress, self._pipeline, self._updates = progress, pipeline, updates
         self._evaluator, self._saver, self._balancer = evaluator, saver, balancer
         self._events, self._steps, self._evaluate = events, steps, evaluate
         self._compared = {key: figure for key, figure in (("checkpoint.best", best), ("stop", stop)) if figure}
-        self._stop = stop
+        self._stop, self._request = stop, request or StopRequest()
         self._latest: tuple[int, Evaluation | None] = (-1, None)
         """The newest evaluation of this command on all tasks that are compared, and its step."""
+        self._at_rest = True
+        """False if something of the next step has begun."""
+        self._saved = progress.step
+        """The step of the newest checkpoint."""
 
     async def run(self) -> RunOutcome:
         """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
@@ -149,16 +190,26 @@ class Orchestrator:
         if progress.step == 0:
             progress.before = await self._evaluated("before")
             self._events.emit(StepSettled(step=self._progress.step))
-        if self._goes_on or progress.admission.active:  # A resumed run may only have active groups to end.
+        # A resumed run may only have active groups to end.
+        if (self._goes_on or progress.admission.active) and not self._request.because:
             await self._train()
         after = progress.before
         if progress.step and self._compared and self._latest[0] == progress.step:  # It was stopped by it.
             after = self._latest[1]
         elif progress.step:
             after = await self._evaluated("after")
-            await self._saver.keep_best(progress.state())
-            self._events.emit(StepSettled(step=self._progress.step))
-        return RunOutcome(before=progress.before, after=after, steps=progress.step, wall_s=progress.wall_s)
+            if not self._request.because:
+                await self._saver.keep_best(progress.state())
+            if not self._goes_on:  # Otherwise it was stopped after a step that is settled.
+                self._events.emit(StepSettled(step=self._progress.step))
+        done = not self._goes_on and (after is not None or not self._evaluate.tasks)
+        return RunOutcome(
+            before=progress.before,
+            after=after,
+            steps=progress.step,
+            wall_s=progress.wall_s,
+            stopped="" if done else self._request.because,
+        )
 
     async def _train(self) -> None:
         """Makes all steps. Rollout and balancing run during them, and end with the last one."""
@@ -167,36 +218,48 @@ class Orchestrator:
             async with self._pipeline.playing():
                 if self._compared and self._progress.step and self._progress.step not in self._progress.evaluations:
                     await self._evaluate_if_due()  # The run was killed between its checkpoint and its evaluation.
-                while self._goes_on:
+                while self._goes_on and not self._stops:
                     await self._step()
                     await self._save_if_due()
                     if self._progress.step < self._steps:
                         await self._evaluate_if_due()
                         self._events.emit(StepSettled(step=self._progress.step))
+                if self._request.because and self._saved < self._progress.step:
+                    await self._save_if_due()
             if watching:
                 watching.cancel()
 
     async def _step(self) -> None:
         step, began = self._progress.step, self._events.now()
         self._events.emit(StepStarted(step=step, versions=self._progress.versions.served))
-        trained = await self._pipeline.step(step, rest=self._rests_after(step + 1))
+        self._at_rest = True
+        trained = await self._pipeline.step(step, rest=self._rest)
         self._progress.step += 1
         served = self._progress.versions.served
         self._events.emit(
             StepEnded(process=CONTROLLER, began=began, step=step, trained=tuple(trained), versions=served)
         )
 
-    def _rests_after(self, step: int) -> bool:
-        last = step == self._steps
-        return last or self._saver.due(step, last=last) or self._is_evaluated(step)
+    @property
+    def _stops(self) -> bool:
+        """True if the run ends before another step. If that has begun already, it is made, too."""
+        return bool(self._request.because) and self._at_rest
+
+    def _rest(self) -> bool:
+        """True if the run rests after the present step. The pipeline asks before it begins anything of the next."""
+        step = self._progress.step + 1
+        last = step == self._steps or bool(self._request.because)
+        self._at_rest = last or self._saver.due(step, last=last) or self._is_evaluated(step)
+        return self._at_rest
 
     def _is_evaluated(self, step: int) -> bool:
         return bool(self._evaluate.tasks and self._evaluate.every) and step % self._evaluate.every == 0
 
     async def _save_if_due(self) -> None:
-        state, last = self._progress.state(), self._progress.step == self._steps
+        state, last = self._progress.state(), self._progress.step == self._steps or self._stops
         if self._saver.due(state.step, last=last):
             await self._saver.save(state, last=last)
+            self._saved = state.step
         else:
             await self._saver.not_saved(state.admission)
 
@@ -208,7 +271,8 @@ class Orchestrator:
     async def _evaluate_if_due(self) -> None:
         if not self._is_evaluated(self._progress.step):
             return
-        await self._evaluated("between", self._evaluate.every_tasks)
+        if await self._evaluated("between", self._evaluate.every_tasks) is None:
+            return  # The run was stopped.
         state = self._progress.state()
         await self._saver.keep_best(state)
         if self._stop and (ruling := stop_after(state.evaluations, self._stop)):
@@ -217,12 +281,15 @@ class Orchestrator:
                 await self._saver.save(state, last=True)
 
     async def _evaluated(self, when: str, num_tasks: int | None = None) -> Evaluation | None:
-        if not self._evaluate.tasks:
+        if not self._evaluate.tasks or self._request.because:
             return None
-        step, began = self._progress.step, self._events.now()
+        step, began, evaluation = self._progress.step, self._events.now(), None
         self._events.emit(EvaluationStarted(when=when, step=step))
         with phase(self._events, "evaluate"):
-            evaluation = await self._evaluator.run(num_tasks, when=when, step=step)
+            async with self._request.ending():
+                evaluation = await self._evaluator.run(num_tasks, when=when, step=step)
+        if evaluation is None:  # The run was stopped. Nothing of an evaluation is needed to go on.
+            return None
         self._events.emit(
             Evaluated(process=CONTROLLER, began=began, when=when, step=step, evaluation=asdict(evaluation))
         )

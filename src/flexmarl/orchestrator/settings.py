@@ -185,6 +185,13 @@ class CheckpointSettings(Settings):
         gt=0,
         description="Fewer stay if they would take more than this; the newest always stays. null: no bound.",
     )
+    on_interrupt_s: float = Field(
+        default=15.0,
+        ge=0,
+        description="After the first Ctrl-C or SIGTERM, the step under way may take so many seconds more; it is then "
+        "saved. The second one ends the run at once; with 0, the first one. Slurm and Kubernetes kill 30 s after "
+        "SIGTERM.",
+    )
 
     @property
     def budget_bytes(self) -> int | None:

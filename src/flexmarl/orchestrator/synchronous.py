@@ -16,7 +16,7 @@ unblocked by each of these in turn; any failure ends the step as an exception
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from flexmarl.errors import EpisodeError
@@ -95,7 +95,7 @@ class Synchronous:
         async with asyncio.TaskGroup() as self._beside:
             yield
 
-    async def step(self, step: int, *, rest: bool) -> Sequence[GroupId]:
+    async def step(self, step: int, *, rest: Callable[[], bool]) -> Sequence[GroupId]:
         """Makes one step. Returns the groups that were trained in it."""
         rollout, collector = self._ahead or self._play(step), self._collector
         closed: Closed = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ class Synchronous:
             if self._colocation:
                 await self._colocation.to_training()
             divisors, kept = await collector.close(), collector.kept
-            self._ahead = self._play_ahead(step + 1) if self._gate and not rest else None
+            self._ahead = self._play_ahead(step + 1) if self._gate and not rest() else None
             closed.set_result(divisors)
             for session in self._sessions.values():
                 session.close_step()

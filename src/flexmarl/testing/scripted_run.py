@@ -35,7 +35,7 @@ from flexmarl.inference.interface import WeightedEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.orchestrator.run import RunOutcome
+from flexmarl.orchestrator.run import RunOutcome, StopRequest
 from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
@@ -196,6 +196,8 @@ class ScriptedRun:
             source=CountedTasks(num_tasks),
             team=replace(team, run=workflow),
         )
+        self.stop = StopRequest()
+        """Ends the run at a step boundary, once it is made."""
         self.objects = objects = InlineObjectStore()
         self.store: ExperienceStore = store or SqliteStore(agents=list(team.agents), columns=TURN_COLUMNS)
         self.engines: dict[PolicyName, list[Any]] = {
@@ -287,6 +289,7 @@ class ScriptedRun:
                 progress=self.progress,
                 checkpoints=checkpoints,
                 start=start,
+                request=self.stop,
                 rules=self.rules,
             )
             happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]

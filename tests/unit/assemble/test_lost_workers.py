@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexmarl.assemble.commands import run_until_lost
+from flexmarl.assemble.ending import run_until_lost
 from flexmarl.assemble.world import Processes, watch_workers
 from flexmarl.cluster.interface import ResidentPlace
 from flexmarl.errors import TrainingError
@@ -37,7 +37,7 @@ def test_a_dead_trainer_ends_a_run_that_waits_for_something_else():
         asyncio.get_running_loop().call_later(5.0, watched.events.emit, death_of("trainer/one"))
         waits = asyncio.Event()
         with pytest.raises(TrainingError, match=r"policy 'one'.*pid 7 on here.*was killed.*--resume"):
-            await run_until_lost(waits.wait(), watch=asyncio.sleep(3600), lost=watched.failed, events=watched.events)
+            await run_until_lost(waits.wait(), watch=asyncio.sleep(3600), lost=[watched.failed], events=watched.events)
         assert asyncio.get_running_loop().time() == 5.0
         assert [event.process for event in watched.events.of(WorkerLost)] == ["trainer/one"]
 
@@ -50,7 +50,7 @@ def test_a_dead_engine_is_the_pools_to_replace_and_the_run_goes_on():
         watched.events.emit(death_of("engine/one/0"))
         assert watched.losses == [("one/0", "its process was killed")]
         assert list(watched.processes.places) == ["trainer/one"]
-        await run_until_lost(asyncio.sleep(1), watch=asyncio.sleep(3600), lost=watched.failed, events=watched.events)
+        await run_until_lost(asyncio.sleep(1), watch=asyncio.sleep(3600), lost=[watched.failed], events=watched.events)
         assert not watched.failed.done()
 
     run_virtual(life())

@@ -23,7 +23,7 @@ from typing import Any, cast
 from flexmarl.agents import Team
 from flexmarl.agents.characters import character_renderer
 from flexmarl.analysis.costs import TrainerCosts
-from flexmarl.assemble.commands import recorded_failure
+from flexmarl.assemble.ending import recorded_failure
 from flexmarl.assemble.world import Residents
 from flexmarl.errors import CheckpointError, FlexmarlError
 from flexmarl.inference.pool import InferencePool

@@ -1,0 +1,111 @@
+"""Run on a folder: what a run left, or has written so far, as Python objects."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexmarl.config import Overrides, RunSettings, load_run
+from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.events.event import Event
+from flexmarl.events.journal import check_format, read_run
+from flexmarl.events.metrics import read_metrics
+from flexmarl.events.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import pandas
+
+    from flexmarl.analysis.summary import Summary
+
+
+class Run:
+    """A run that has ended, failed or still goes on, read from its folder. Every property reads the files anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = RunFolder(folder)
+
+    def __repr__(self) -> str:
+        return f"<flexmarl.Run {self.folder}>"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._files.path
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run, every default filled in."""
+        return load_run(self._files.config)
+
+    @property
+    def summary(self) -> "Summary":
+        """Figures of the whole run: those of summary.json, or of what there is so far if the run did not end well."""
+        from flexmarl.analysis.summary import history_of, summarise
+        from flexmarl.assemble.commands import finished
+
+        return finished(self._files) or summarise(self._figures, history_of(self.events()))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The figures of each step, as in metrics.jsonl: `[{"step": 0, "eval/success": 0.25}, {"step": 1, ...}]`.
+
+        Step 0 is the evaluation before the first step. A figure that is not finite is left out. Of a step that was
+        done twice, by a run that was resumed, the newest figures count.
+        """
+        return [{"step": step, **values} for step, values in self._figures.items()]
+
+    def metrics_frame(self) -> "pandas.DataFrame":
+        """Returns the metrics as a pandas DataFrame, a row for each step. Raises MissingExtra without pandas."""
+        return _pandas("metrics_frame").DataFrame(self.metrics).set_index("step")
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Returns every turn in the experience store, in the order of groups, episodes and hops.
+
+        Keys: `sample_id`, `agent`, `policy`, `version`, `group`, `episode`, `attempt`, `hop`, `state`, `reason` (of a
+        row that is not trained), `text`, `reward` and `advantage`; a value that the row lacks is None. Raises
+        StoreError if there is no store, as of a simulation or with `store.type: memory`.
+        """
+        from flexmarl.experience.schema import quote
+        from flexmarl.experience.store_file import read_store
+
+        rows: list[dict[str, Any]] = []
+        with read_store(self._files.store) as store:
+            for agent in store.agents:
+                found = store.query(
+                    f"SELECT sample_id, policy, policy_version AS version, group_id AS 'group', "
+                    f"episode_index AS episode, attempt, hop, state, reason, payload(text) AS text, reward, advantage "
+                    f"FROM {quote(agent)}"
+                )
+                rows += ({"agent": agent, **dict(zip(found.columns, row, strict=True))} for row in found.rows)
+        return sorted(rows, key=lambda row: (row["group"], row["episode"], row["attempt"], row["hop"]))
+
+    def turns_frame(self) -> "pandas.DataFrame":
+        """Returns the turns as a pandas DataFrame. Raises MissingExtra without pandas, StoreError without a store."""
+        return _pandas("turns_frame").DataFrame(self.turns()).set_index("sample_id")
+
+    def events(self) -> Iterator[Event]:
+        """Yields the events of the journal, of all commands on one clock; docs/howto/journal.md lists them."""
+        return read_run(self._files.journal)
+
+    @property
+    def _figures(self) -> dict[int, dict[str, float]]:
+        return read_metrics(self._files.metrics) if self._files.metrics.exists() else {}
+
+
+def _pandas(method: str) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise MissingExtra("pandas", method) from None
+    return pandas
+
+
+def load_run_folder(path: Path, overrides: Overrides = ()) -> tuple[RunSettings, RunFolder]:
+    """Returns the settings and the folder of a trained run.
+
+    Raises ConfigError if `path` is no run folder, FlexmarlError if the run is of another format.
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")
+    check_format(folder.journal)
+    return load_run(folder.config, overrides), folder
