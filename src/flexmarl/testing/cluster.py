@@ -373,6 +373,7 @@ async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill,
     kill(dies)
     for wait in waits:
         assert "dies" in str(await raised(wait, WorkerError))
+        assert losses.told, "who learns of a death from a call finds it in the journal"
     lost = await losses.first()
     assert "dies" in str(await raised(dies.remote.echo(1), WorkerError))
     assert await lives.remote.echo(1) == 1

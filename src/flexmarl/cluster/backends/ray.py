@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -74,6 +74,7 @@ class RayResident(Generic[T]):
         self._on_end = on_end
         self._pending: set[asyncio.Future[Any]] = set()
         self._end_reason: str | None = None
+        self._made = False
         self._actor = start_actor(spec, slot)
 
     @property
@@ -100,6 +101,7 @@ class RayResident(Generic[T]):
     async def make(self) -> None:
         """Makes the hosted object; raises the error of its `make`. From then on the death of the process is a loss."""
         answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), name=str(self))
+        self._made = True
         self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -144,12 +146,14 @@ class RayResident(Generic[T]):
 
     def _settle(self, call: asyncio.Future[Any], done: Future[Any]) -> None:
         error = done.exception()
+        if self._made and isinstance(error, ActorDiedError):  # A call can learn of the death before `hold_on` does.
+            self._died(done)
         if isinstance(error, RayError):
             error = WorkerError(self._end_reason or f"{self} failed: {reason(error)}")
         settle(call, result=None if error else done.result(), error=error)
 
-    def _died(self, hold: Future[Any]) -> None:
-        because = reason(hold.exception())
+    def _died(self, done: Future[Any]) -> None:
+        because = reason(done.exception())
         self.end(f"died: {because}", lost=because)
 
     def _threadsafe(self, then: Callable[[Future[Any]], None]) -> Callable[[Future[Any]], None]:
