@@ -103,6 +103,6 @@ def test_the_end_of_ray_itself_loses_every_worker_and_hangs_nobody(vital: str, s
             await raised(wait, WorkerError)
         await losses.first()
         assert vital in str(await raised(cluster.spawn([probe("third")]), WorkerError))
-        assert {str(lost.process) for lost in losses.told} == {"first", "second"}
+        assert {str(lost.process) for lost in losses.seen} == {"first", "second"}
 
     play(PRIVATE, short_root, act, residents=2)

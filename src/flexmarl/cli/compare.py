@@ -33,8 +33,8 @@ def compare(
     if not compared:
         raise ConfigError("these runs have no figure yet: no step and no evaluation of theirs has ended")
     if as_json:
-        said = {"runs": [str(path) for path in runs], "figures": [asdict(figure) for figure in compared]}
-        print_text(json_text(said, figures=True))
+        values = {"runs": [str(path) for path in runs], "figures": [asdict(figure) for figure in compared]}
+        print_text(json_text(values, figures=True))
         return
     console = SafeConsole()
     for number, figure in enumerate(figures, start=1):

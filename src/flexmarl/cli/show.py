@@ -174,8 +174,8 @@ def _show_list(folder: RunFolder, lines: Sequence[EpisodeLine], limit: int) -> N
         )
     CONSOLE.print(table)
     counted = Counter(line.status for line in lines)
-    said = ", ".join(f"{n} {status}" for status, n in counted.most_common())
-    CONSOLE.print(f"{len(lines)} episodes: {said}. Score: success, or else the mean reward of the agents.")
+    counts = ", ".join(f"{n} {status}" for status, n in counted.most_common())
+    CONSOLE.print(f"{len(lines)} episodes: {counts}. Score: success, or else the mean reward of the agents.")
     if counted[NOT_ENDED]:
         CONSOLE.print(f"{counted[NOT_ENDED]} have not ended: the run still plays them, or it was killed.")
     if pruned := sum(line.pruned for line in lines):

@@ -20,7 +20,7 @@ from flexmarl.errors import WorkerError
 
 
 class Crosses(Protocol):
-    """Carries calls to one resident."""
+    """The part of `Channel` that streams use: it carries one call to the resident, and returns its result."""
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `Channel.cross`."""

@@ -1,10 +1,20 @@
 """Decides which settings of a valid config have a price. `check` prints these cautions, and `train` when it begins."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
+from flexmarl.orchestrator.settings import Mode
+
+_CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
+READ_IN: Mapping[str, tuple[Mode, ...]] = {
+    "lag": _CONTINUOUS,
+    "window": (Mode.ASYNC,),
+    "head_deadline_s": (Mode.ONE_STEP_OFF, *_CONTINUOUS),
+    "late": (Mode.ONE_STEP_OFF, *_CONTINUOUS),
+}
+"""The modes that read a key of `pipeline`. `ahead` and `updates` are refused elsewhere: `config/fits.py`."""
 
 
 class Caution(NamedTuple):
@@ -22,8 +32,8 @@ class Caution(NamedTuple):
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """Returns all cautions of a valid config: corrections, sampling, then credit."""
-    return [*_of_older_versions(settings), *_of_sampling(settings), *_of_depth(settings)]
+    """Returns all cautions of a valid config: corrections, the pipeline, sampling, then credit."""
+    return [*_of_older_versions(settings), *_of_pipeline(settings), *_of_sampling(settings), *_of_depth(settings)]
 
 
 def _uncorrected(settings: RunSettings) -> list[str]:
@@ -40,6 +50,17 @@ def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
             f"the current weights; only its clipping limits how far they move them",
             "use type: tis",
         )
+
+
+def _of_pipeline(settings: RunSettings) -> Iterator[Caution]:
+    """Finds keys that the mode does not read."""
+    for key, modes in READ_IN.items():
+        if key in settings.pipeline.model_fields_set and settings.mode not in modes:
+            yield Caution(
+                f"pipeline.{key}",
+                f"{getattr(settings.pipeline, key)} has no effect in mode '{settings.mode.value}'",
+                f"leave it out, or use mode={' or '.join(mode.value for mode in modes)}",
+            )
 
 
 def _of_sampling(settings: RunSettings) -> Iterator[Caution]:

@@ -189,7 +189,7 @@ class CheckpointFolder:
         )
 
     def verified(self) -> Found:
-        """Reads checkpoints, newest first, until one is intact."""
+        """Reads checkpoints, newest first, until one is intact. `path` is None if none is."""
         passed_over: list[str] = []
         for folder in reversed(self._folders()):
             try:
@@ -251,22 +251,22 @@ def check_sizes(folder: Path) -> int:
     Raises CheckpointError, which names the first file that is missing or has another size.
     """
     sealed = _manifest(folder)
-    for name, told in sealed.items():
+    for name, entry in sealed.items():
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing: {told['bytes']} bytes were written")
-        if file.stat().st_size != told["bytes"]:
+            raise CheckpointError(f"{file} is missing: {entry['bytes']} bytes were written")
+        if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(
-                f"{file} is torn: {told['bytes']} bytes were written, {file.stat().st_size} bytes are there"
+                f"{file} is torn: {entry['bytes']} bytes were written, {file.stat().st_size} bytes are there"
             )
-    return sum(told["bytes"] for told in sealed.values())
+    return sum(entry["bytes"] for entry in sealed.values())
 
 
 def verify(folder: Path) -> None:
     """Reads every file. Raises CheckpointError, which names the first one that is not as it was written."""
     check_sizes(folder)
-    for name, told in _manifest(folder).items():
-        if _digest_of(folder / name) != told["blake2b"]:
+    for name, entry in _manifest(folder).items():
+        if _digest_of(folder / name) != entry["blake2b"]:
             raise CheckpointError(f"{folder / name} is damaged: its bytes are not those that were written")
 
 
@@ -289,7 +289,7 @@ def _manifest(folder: Path) -> dict[str, SealedFile]:
             raise ValueError("it names no file")
         for name in sealed:
             (folder / name).is_file()  # Raises OSError for a name that no file can have.
-        return {name: SealedFile(bytes=told["bytes"], blake2b=told["blake2b"]) for name, told in sealed.items()}
+        return {name: SealedFile(bytes=entry["bytes"], blake2b=entry["blake2b"]) for name, entry in sealed.items()}
 
 
 def _digest_of(file: Path) -> str:

@@ -243,8 +243,10 @@ class Appraisal:
                 tasks.create_task(self._ask(policy, asked[policy]), name=f"appraise/{policy}")
                 for policy in sorted(asked)
             ]
-        said = {sample_id: appraised for call in calls for sample_id, appraised in call.result().items()}
-        return [self._filled(row, said[row.sample_id], memory) if row.sample_id in said else row for row in rows]
+        appraisals = {sample_id: appraised for call in calls for sample_id, appraised in call.result().items()}
+        return [
+            self._filled(row, appraisals[row.sample_id], memory) if row.sample_id in appraisals else row for row in rows
+        ]
 
     def end_batch(self, memory: Memory, of: PolicyName | None = None) -> Memory:
         """Returns the memory for the next batch, with coefficients adapted to this batch.
@@ -273,13 +275,13 @@ class Appraisal:
     async def _ask(self, policy: PolicyName, ids: Sequence[SampleId]) -> Mapping[SampleId, Appraised]:
         return dict(zip(ids, await self._trainers[policy].appraise(ids), strict=True))
 
-    def _filled(self, row: CreditRow, said: Appraised, memory: Memory) -> CreditRow:
-        if said.values is not None:
-            row = replace(row, values=tuple(said.values.tolist()))
-        if row.policy not in self._in_reward or said.divergence is None or row.reward is None:
+    def _filled(self, row: CreditRow, appraised: Appraised, memory: Memory) -> CreditRow:
+        if appraised.values is not None:
+            row = replace(row, values=tuple(appraised.values.tolist()))
+        if row.policy not in self._in_reward or appraised.divergence is None or row.reward is None:
             return row
-        self._seen[row.policy].append(float(said.divergence.mean()))
-        return paid(row, self._coef(row.policy, memory) * said.divergence)
+        self._seen[row.policy].append(float(appraised.divergence.mean()))
+        return paid(row, self._coef(row.policy, memory) * appraised.divergence)
 
     def _coef(self, policy: PolicyName, memory: Memory) -> float:
         return memory.get(_name(policy), self._in_reward[policy].coef)

@@ -26,7 +26,10 @@ from flexmarl.tasks import SourceExhausted, TaskSource
 
 
 class Refill:
-    """Counts the groups of one step. Every admitted group is judged once."""
+    """Counts the groups of one step, and says whether another is admitted for one that is dropped.
+
+    Every admitted group is judged once.
+    """
 
     def __init__(self, groups: int, settings: OutcomeFilter | None) -> None:
         """`groups` is P. If `settings` is None, nothing is filtered, and groups that fail are not replaced."""

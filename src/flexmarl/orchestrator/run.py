@@ -213,8 +213,8 @@ class Orchestrator:
 
     async def _train(self) -> None:
         """Makes all steps. Rollout and balancing run during them, and end with the last one."""
-        async with asyncio.TaskGroup() as beside:
-            watching = beside.create_task(self._balancer.watch(), name="balance") if self._balancer else None
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._balancer.watch(), name="balance") if self._balancer else None
             async with self._pipeline.playing():
                 if self._compared and self._progress.step and self._progress.step not in self._progress.evaluations:
                     await self._evaluate_if_due()  # The run was killed between its checkpoint and its evaluation.

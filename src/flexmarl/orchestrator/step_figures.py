@@ -198,13 +198,13 @@ class Figures:
             now = self._events.now()
             self._rollout.append((self._playing_since, now))
             self._playing_since = now
-        beside = overlap(self._training, self._rollout)
-        if beside.hidden is not None:
+        overlapping = overlap(self._training, self._rollout)
+        if overlapping.hidden is not None:
             busy = union(interval for intervals in self._training.values() for interval in intervals)
             self._metrics.add("time/train_s", seconds(busy))
             if self._separate:
-                self._metrics.add("overlap/training_s", beside.training_s)
-                self._metrics.mean("overlap/training_hidden", beside.hidden)
+                self._metrics.add("overlap/training_s", overlapping.training_s)
+                self._metrics.mean("overlap/training_hidden", overlapping.hidden)
         self._training.clear()
         self._rollout.clear()
 

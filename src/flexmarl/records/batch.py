@@ -121,7 +121,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class CreditLine:
-    """Turns the score c of a row of a complete credit group into its advantage.
+    """The line that gives a row's advantage from its score c, for a complete credit group.
 
     A = (c - baseline) / divisor = scale c + offset
     """

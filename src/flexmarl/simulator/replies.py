@@ -136,7 +136,7 @@ class Filler:
 
 
 def end_of_turn(renderer: ChatRenderer) -> int:
-    """Returns the token id that ends a model's turn."""
+    """Returns the token id that ends a model's turn: the smallest one, and a stop id if the template has none."""
     return min(renderer.extension.end_ids or renderer.stop_ids)
 
 
@@ -182,9 +182,9 @@ def _recorded(agent: AgentName, replies: dict[SampleId, IntArray]) -> Responder:
     others = [replies[sample_id] for sample_id in sorted(replies)]
 
     def respond(request: GenerationRequest) -> IntArray:
-        said = replies.get(SampleId(request.request_id))
+        reply = replies.get(SampleId(request.request_id))
         # The record lacks samples of other steps, of other attempts and of evaluations.
-        return others[request.seed % len(others)] if said is None else said
+        return others[request.seed % len(others)] if reply is None else reply
 
     return respond
 
@@ -226,13 +226,13 @@ def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, 
 
     If another instance began the request, the responder gets the original request, so that it answers the same.
     """
-    said = request.offset
-    if not said:
+    sampled = request.offset
+    if not sampled:
         return _cut(respond(request), request.sampling)
-    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + said)
-    original = replace(request, prompt_ids=request.prompt_ids[:-said], sampling=sampling, offset=0)
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + sampled)
+    original = replace(request, prompt_ids=request.prompt_ids[:-sampled], sampling=sampling, offset=0)
     ids, finish = _cut(respond(original), sampling)
-    return ids[said:], finish
+    return ids[sampled:], finish
 
 
 def _responder(agent: AgentName, kind: AnyReplies, renderer: ChatRenderer) -> Responder:

@@ -32,10 +32,10 @@ class ScriptedModel:
         """Answers one call. If the call is cancelled, nothing is sampled."""
         self.requests.append(request)
         await asyncio.sleep(self._delay_s(request))
-        said = self._script(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False), request)
-        if said.startswith("!"):
-            return self._generation(request, [], FinishReason.ERROR, said[1:])
-        wanted = [*self._tokenizer(said, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
+        reply = self._script(self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False), request)
+        if reply.startswith("!"):
+            return self._generation(request, [], FinishReason.ERROR, reply[1:])
+        wanted = [*self._tokenizer(reply, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
         ids: list[int] = []
         for token in wanted[: request.sampling.max_tokens]:
             ids.append(token)

@@ -159,18 +159,18 @@ class Losses:
     """Collects the losses that a cluster reports."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.told: list[WorkerLost] = []
+        self.seen: list[WorkerLost] = []
         self._first = asyncio.Event()
         cluster.events.listen(WorkerLost, self._lost)
 
     def _lost(self, lost: WorkerLost) -> None:
-        self.told.append(lost)
+        self.seen.append(lost)
         self._first.set()
 
     async def first(self) -> WorkerLost:
         """Waits for the first loss and returns it."""
         await self._first.wait()
-        return self.told[0]
+        return self.seen[0]
 
 
 Kill = Callable[[Resident[Probing]], None]
@@ -195,7 +195,7 @@ async def check_cluster(cluster: Cluster, kill: Kill) -> None:
     await cluster.close()
     await cluster.close()
     assert "shared" in str(await raised(resident.remote.echo(1), WorkerError))
-    assert not losses.told, f"closing is no loss, got {losses.told}"
+    assert not losses.seen, f"closing is no loss, got {losses.seen}"
 
 
 async def raised(call: Any, kind: type[Exception]) -> Exception:
@@ -317,7 +317,7 @@ async def closing_what_lives_there_ends_the_resident(cluster: Cluster, kill: Kil
     await resident.remote.close()
     assert await reading == [0, 1, 2], "what is under way is answered before the end"
     assert "closed" in str(await raised(resident.remote.echo(1), WorkerError))
-    assert not losses.told, f"closing is no loss, got {losses.told}"
+    assert not losses.seen, f"closing is no loss, got {losses.seen}"
 
 
 async def cancelling_a_call_stops_the_wait_and_not_the_work(cluster: Cluster, kill: Kill, losses: Losses) -> None:
@@ -338,7 +338,7 @@ async def an_error_of_make_comes_back_and_leaves_none(cluster: Cluster, kill: Ki
         assert "probe.size" in str(error)
     (resident,) = await cluster.spawn([probe("good")])  # its name and its room are free again
     await resident.stop()
-    assert not losses.told, f"nobody died, got {losses.told}"
+    assert not losses.seen, f"nobody died, got {losses.seen}"
 
 
 async def an_error_of_make_leaves_no_object_either(cluster: Cluster, kill: Kill, losses: Losses) -> None:
@@ -373,7 +373,7 @@ async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill,
     kill(dies)
     for wait in waits:
         assert "dies" in str(await raised(wait, WorkerError))
-        assert losses.told, "who learns of a death from a call finds it in the journal"
+        assert losses.seen, "who learns of a death from a call finds it in the journal"
     lost = await losses.first()
     assert "dies" in str(await raised(dies.remote.echo(1), WorkerError))
     assert await lives.remote.echo(1) == 1
@@ -381,7 +381,7 @@ async def a_death_fails_its_calls_and_is_told_once(cluster: Cluster, kill: Kill,
     assert lost.because
     await dies.stop()
     await lives.stop()
-    assert losses.told == [lost]
+    assert losses.seen == [lost]
 
 
 async def a_death_is_told_though_nobody_calls(cluster: Cluster, kill: Kill, losses: Losses) -> None:
@@ -401,7 +401,7 @@ async def a_stop_is_no_loss_and_fails_calls_under_way(cluster: Cluster, kill: Ki
     await resident.stop()
     for call in (wait, resident.remote.echo(1)):
         assert "stopped" in str(await raised(call, WorkerError))
-    assert not losses.told, f"a stop is no loss, got {losses.told}"
+    assert not losses.seen, f"a stop is no loss, got {losses.seen}"
 
 
 CALL_CHECKS: tuple[Callable[..., Any], ...] = (

@@ -149,8 +149,8 @@ def _check_equal_rewards(estimator: Estimator) -> None:
     ]
     rows = [replace(row, values=(0.5,) * row.num_tokens) for row in rows]
     found = estimator.estimate(rows)
-    said = "an estimator that does not learn from equal rewards gives 0, for filters drop tasks that have no others"
-    assert estimator.learns_from_equal_rewards or not any(found.advantages.values()), said
+    message = "an estimator that does not learn from equal rewards gives 0, for filters drop tasks that have no others"
+    assert estimator.learns_from_equal_rewards or not any(found.advantages.values()), message
 
 
 def _of(ids: set[SampleId], credit: Credit) -> list[tuple[float, float]]:
@@ -158,13 +158,13 @@ def _of(ids: set[SampleId], credit: Credit) -> list[tuple[float, float]]:
 
 
 def _check_missing_reward(estimator: Estimator, rows: list[CreditRow], victim: CreditRow) -> None:
-    said = ""
+    message = ""
     try:
         estimator.estimate([replace(row, reward=None) if row is victim else row for row in rows])
     except CreditError as error:
-        said = str(error)
-    assert said, "a missing reward raises CreditError; it is never 0.0"
-    assert victim.sample_id in said, "the error about a missing reward names the sample"
+        message = str(error)
+    assert message, "a missing reward raises CreditError; it is never 0.0"
+    assert victim.sample_id in message, "the error about a missing reward names the sample"
 
 
 def task_rows(seed: int) -> list[CreditRow]:

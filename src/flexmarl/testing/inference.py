@@ -119,8 +119,8 @@ def scripted_responder(
     """Makes a responder from a script. Its ids end with the token that completes a stop string."""
 
     def respond(request: GenerationRequest) -> IntArray:
-        said = script(request)
-        ids = list(encode(said) if isinstance(said, str) else said)
+        reply = script(request)
+        ids = list(encode(reply) if isinstance(reply, str) else reply)
         stops = request.sampling.stop
         for end in range(1, min(len(ids), request.sampling.max_tokens) + 1 if stops else 0):
             if any(stop in decode(ids[:end]) for stop in stops):

@@ -85,13 +85,13 @@ async def _releases(store: ObjectStore) -> None:
 
 
 async def _refuses(error: type[Exception], call: Awaitable[object], what: str, says: str) -> None:
-    said = None
+    message = None
     try:
         await call
     except error as raised:
-        said = str(raised)
-    assert said is not None, f"{what} must raise {error.__name__}"
-    assert says in said, f"{what} must name {says}, said: {said}"
+        message = str(raised)
+    assert message is not None, f"{what} must raise {error.__name__}"
+    assert says in message, f"{what} must name {says}, said: {message}"
 
 
 def _check_equal(got: TensorTree, tree: TensorTree) -> None:

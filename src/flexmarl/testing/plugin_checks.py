@@ -43,10 +43,10 @@ def _check_end(source: TaskSource, end: int) -> None:
     try:
         source.train(end)
     except SourceExhausted as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
-    assert str(end) in said, f"past the end is SourceExhausted naming position {end}; the source said {said}"
+        message = "nothing"
+    assert str(end) in message, f"past the end is SourceExhausted naming position {end}; the source said {message}"
 
 
 class FakeTasks:

@@ -229,17 +229,17 @@ class ScriptedRun:
         self.outcome: RunOutcome | None = None
         self.failure: BaseException | None = None
         """The exception that ended the run early."""
-        self.said: list[str] = []
+        self.lines: list[str] = []
         """Lines that a resumption prints for the user."""
         self._folder = folder
         self._resumes = folder is not None and (store is not None or any(folder.glob("step-*")))
         if folder is None and self.settings.checkpoint.every:
             raise ValueError(f"checkpoint.every is {self.settings.checkpoint.every}: give a `folder` for checkpoints")
 
-    def play(self, *beside: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
-        """Plays the run to its end, together with the coroutines of `beside`, such as faults. Raises its failure."""
+    def play(self, *loops: Callable[["ScriptedRun"], Coroutine[Any, Any, None]]) -> Self:
+        """Plays the run to its end, together with the coroutines of `loops`, such as faults. Raises its failure."""
         try:
-            run_virtual(self._play(beside))
+            run_virtual(self._play(loops))
         except BaseException as failure:
             self.failure = failure
             raise
@@ -268,7 +268,7 @@ class ScriptedRun:
         found = await self.store.query("SELECT sample_id FROM samples ORDER BY sample_id")
         return await self.store.get([sample_id for (sample_id,) in found.rows])
 
-    async def _play(self, beside: Sequence[Callable[["ScriptedRun"], Coroutine[Any, Any, None]]]) -> None:
+    async def _play(self, loops: Sequence[Callable[["ScriptedRun"], Coroutine[Any, Any, None]]]) -> None:
         saving = self.settings.checkpoint
         checkpoints = Checkpoints(
             self._folder or Path(), keep=saving.keep, budget_bytes=saving.budget_bytes, in_thread=False
@@ -280,7 +280,7 @@ class ScriptedRun:
         ) as self.world:
             start = None
             if self._resumes:
-                start = await resume(checkpoints, self.trainers, self.store, events=self.events, say=self.said.append)
+                start = await resume(checkpoints, self.trainers, self.store, events=self.events, say=self.lines.append)
             orchestrator, _ = wire(
                 self.blueprint,
                 self.world,
@@ -292,7 +292,7 @@ class ScriptedRun:
                 request=self.stop,
                 rules=self.rules,
             )
-            happening = [asyncio.create_task(run(self), name=f"beside/{run.__name__}") for run in beside]
+            happening = [asyncio.create_task(run(self), name=f"loop/{run.__name__}") for run in loops]
             try:
                 self.outcome = await orchestrator.run()
             finally:

@@ -84,7 +84,7 @@ def test_a_node_that_is_lost_while_residents_start_there_is_told_once_by_the_spa
             asyncio.get_running_loop().call_later(10.0, cluster.kill_node, "b", "its node lost power")
             error = await raised(cluster.spawn([probe("one"), replace(probe("two"), node="b")]), WorkerError)
             assert str(error) == "two died: its node lost power"
-            assert [(lost.process, lost.node) for lost in losses.told] == [("first", "b")]
+            assert [(lost.process, lost.node) for lost in losses.seen] == [("first", "b")]
             assert not first.alive
             assert (await cluster.spawn([probe("one")]))[0].place.node == "a"
 
@@ -99,7 +99,7 @@ def test_a_kill_is_told_once_and_ends_the_live_resident_of_that_name() -> None:
             cluster.kill(WorkerId("engine", "solver", 0), "its node lost power")
             (second,) = await cluster.spawn([probe("engine/solver/0")])
             cluster.kill(WorkerId("engine", "solver", 0))
-            assert [(lost.pid, lost.because) for lost in losses.told] == [
+            assert [(lost.pid, lost.because) for lost in losses.seen] == [
                 (first.place.pid, "its node lost power"),
                 (second.place.pid, "was killed"),
             ]

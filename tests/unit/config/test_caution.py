@@ -21,6 +21,13 @@ def test_what_is_allowed_and_has_a_price_is_said_and_nothing_else(config):
     assert keys_of(config, "mode=greedy", *uncorrected) == [
         *("policies.one.training.correction", "policies.two.training.correction")
     ]
+    assert keys_of(config, "pipeline.lag=2") == ["pipeline.lag"]
+    assert keys_of(config, "mode=greedy", "pipeline={lag: 2, window: 0.3, late: expire}") == ["pipeline.window"]
+    assert keys_of(config, "mode=async", "pipeline={lag: 2, window: 0.3, late: requeue, head_deadline_s: 9}") == []
+    (caution,) = cautions(load_run(config, ["mode=one_step_off", "pipeline.lag=2"]))
+    assert str(caution) == (
+        "pipeline.lag: 2 has no effect in mode 'one_step_off'; leave it out, or use mode=async or fifo or greedy"
+    )
     tree = "team.workflow={type: turns, turn: any, candidates: 4}"
     by_depth = "credit.shaping=[{type: turn_discount, max_turns: 3, gamma: 0.5}]"
     assert keys_of(config, by_depth) == []

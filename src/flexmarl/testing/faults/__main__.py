@@ -36,7 +36,7 @@ def main(
         caught = catch_all(chosen, jobs, console)
         console.print(mutation_table(caught))
         failed = [one.name for one in caught if one.seed is None]
-        told = {"caught": {one.name: one.laws for one in caught}, "missed": failed}
+        figures = {"caught": {one.name: one.laws for one in caught}, "missed": failed}
     else:
         tally = try_all(chosen, jobs, console, mode)
         console.print(fault_table(tally))
@@ -48,9 +48,9 @@ def main(
                 f"{name} was witnessed {times} times, --least is {least}: try more seeds, or make it likelier"
             )
         failed = [*tally.broken, *rare]
-        told = tally.told()
+        figures = tally.figures()
     if as_json:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(figures) + "\n")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -216,25 +216,25 @@ def read_plan(path: Path) -> FaultPlan:
     Raises ConfigError naming the file, the fault's place in the list, and the field.
     """
     with boundary(ConfigError, f"--faults {path}"):
-        said = parse_yaml(path.read_text(encoding="utf-8"))
-    faults = said.get("faults") if isinstance(said, dict) and set(said) == {"faults"} else said
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    faults = content.get("faults") if isinstance(content, dict) and set(content) == {"faults"} else content
     if not isinstance(faults, list):
-        raise ConfigError(f"{path}: a plan is a list of faults under the key `faults`, got {said!r:.100}")
+        raise ConfigError(f"{path}: a plan is a list of faults under the key `faults`, got {content!r:.100}")
     return FaultPlan(faults=tuple(_fault(f"{path}: faults[{place}]", one) for place, one in enumerate(faults)))
 
 
-def _fault(where: str, said: Any) -> Fault:
-    if not isinstance(said, dict):
+def _fault(where: str, fields: Any) -> Fault:
+    if not isinstance(fields, dict):
         raise ConfigError(
-            f"{where}: a fault is a mapping like {{kind: lost_instance, target: solver/0}}, got {said!r:.60}"
+            f"{where}: a fault is a mapping like {{kind: lost_instance, target: solver/0}}, got {fields!r:.60}"
         )
-    if unknown := set(said) - set(_FIELDS):
+    if unknown := set(fields) - set(_FIELDS):
         raise ConfigError(f"{where}.{min(unknown, key=str)}: there is no such field; use {', '.join(_FIELDS)}")
     kinds = [kind.value for kind in FaultKind]
-    if said.get("kind") not in kinds:
-        raise ConfigError(f"{where}.kind: there is no kind {said.get('kind')!r}; use one of {', '.join(kinds)}")
-    kind = FaultKind(said["kind"])
-    values = {name: _value(f"{where}.{name}", kind, name, value) for name, value in said.items()}
+    if fields.get("kind") not in kinds:
+        raise ConfigError(f"{where}.kind: there is no kind {fields.get('kind')!r}; use one of {', '.join(kinds)}")
+    kind = FaultKind(fields["kind"])
+    values = {name: _value(f"{where}.{name}", kind, name, value) for name, value in fields.items()}
     how = HOW.get(kind, ("",))
     if values.setdefault("how", how[0]) not in how:
         raise ConfigError(f"{where}.how: '{kind}' has no '{values['how']}'; use {', '.join(map(repr, how))}")

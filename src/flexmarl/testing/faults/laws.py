@@ -92,15 +92,15 @@ def _demanded(story: Story, life: Life) -> tuple[type[FlexmarlError], ...]:
 
 def law_1_every_group_ends_once(story: Story) -> Iterator[str]:
     """Every admitted group ends exactly once, and its rows end with it. Group ids have no gaps."""
-    for group, told in sorted(story.groups.items()):
-        if len(told.admitted) != 1:
-            yield f"group {group} was admitted {len(told.admitted)} times"
-        if len(told.ends) > 1 or (story.finished and not told.ends):
-            yield f"group {group} ended {len(told.ends)} times: {told.ends}"
+    for group, one in sorted(story.groups.items()):
+        if len(one.admitted) != 1:
+            yield f"group {group} was admitted {len(one.admitted)} times"
+        if len(one.ends) > 1 or (story.finished and not one.ends):
+            yield f"group {group} ended {len(one.ends)} times: {one.ends}"
     if sorted(story.groups) != list(range(len(story.groups))):
         yield f"groups {sorted(story.groups)} have gaps"
     yield from _groups_of_steps(story)
-    ends = {group: told.ends[0] for group, told in story.groups.items() if told.ends}
+    ends = {group: one.ends[0] for group, one in story.groups.items() if one.ends}
     states: dict[int, Counter[RowState]] = defaultdict(Counter)
     for row in story.rows:
         states[group_of(row.sample_id)][row.state] += 1
@@ -178,9 +178,9 @@ def _versions(story: Story, trained: list[Row]) -> Iterator[str]:
 def _ready_rows(story: Story, trained: list[Row]) -> Iterator[str]:
     """In a trained group, as many rows of each policy are trained as credit made ready."""
     found = Counter((group_of(row.sample_id), row.policy) for row in trained)
-    for group, told in story.groups.items():
-        if told.ends == ["trained"]:
-            for policy, ready in told.ready.items():
+    for group, one in story.groups.items():
+        if one.ends == ["trained"]:
+            for policy, ready in one.ready.items():
                 if (entered := found[group, PolicyName(policy)]) != ready:
                     yield f"group {group}: {ready} rows of {policy} were ready, {entered} were trained"
 

@@ -199,7 +199,7 @@ class MortalRun(ScriptedRun):
             lambda instance, because: self.world.pool.lose(instance, because),
         )
 
-    async def _play(self, beside: Any) -> None:
+    async def _play(self, loops: Any) -> None:
         running = asyncio.current_task()
         assert running is not None
 
@@ -214,7 +214,7 @@ class MortalRun(ScriptedRun):
             limit = asyncio.timeout(LIMIT_S)
             try:
                 async with limit:
-                    await super()._play(beside)
+                    await super()._play(loops)
             finally:
                 self._hung = limit.expired()
 
@@ -276,10 +276,10 @@ async def play(task: Task, team: Team, schedule: Schedule, injection: Injection)
     flat = "position" in task.data and injection.flattens(task.data["position"])
     if injection.befalls(FaultKind.POISON_TASK, task.input_id):
         raise ValueError("the task is poisoned, as planned")
-    said, first_attempt = task.prompt, split_trajectory_id(team.context.trajectory_id)[2] == 0
+    words, first_attempt = task.prompt, split_trajectory_id(team.context.trajectory_id)[2] == 0
     first, *others = tuple(team)
     for _ in range(schedule.rounds):
-        replies = [await first.act(said)]
+        replies = [await first.act(words)]
         if first_attempt and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
             await asyncio.Event().wait()
         if schedule.parallel:
@@ -287,13 +287,13 @@ async def play(task: Task, team: Team, schedule: Schedule, injection: Injection)
         else:
             for seat in others:
                 replies.append(await seat.act(replies[-1].text))
-        said = replies[-1].text
+        words = replies[-1].text
         for reply in replies:
             if team.rng.random() >= schedule.forgetful:
                 reply.reward(1.0 if flat else task.score(reply.text[:1]))
     if team.rng.random() < schedule.raising:
         raise ValueError("the workflow raised")
-    team.report(success=task.score(said[:1]))
+    team.report(success=task.score(words[:1]))
 
 
 def say(request: GenerationRequest, schedule: Schedule) -> str:

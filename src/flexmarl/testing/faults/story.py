@@ -122,7 +122,7 @@ class Story:
             for event in life.events:
                 if isinstance(event, StoreRewound):
                     again = set(event.replay)
-                    active = {g: GroupStory(admitted=[*told.admitted]) for g, told in groups.items() if g in again}
+                    active = {g: GroupStory(admitted=[*story.admitted]) for g, story in groups.items() if g in again}
                     groups = {g: told for g, told in groups.items() if g < event.next_group and g not in again}
                 elif isinstance(event, GroupAdmitted):
                     active.pop(event.group, None)

@@ -79,7 +79,7 @@ class Tally:
         witnessed |= {name: self.combined[name] for name in COMBINATIONS}
         return {name: times for name, times in witnessed.items() if times < least}
 
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Returns the tally as values for JSON."""
         return {
             "seeds": self.seeds,
