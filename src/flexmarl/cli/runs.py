@@ -113,6 +113,8 @@ def _show_evaluation(evaluation: "Evaluation") -> None:
         table.add_row(name, f"{value:.3f}")
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
+    if evaluation.failed:
+        table.caption = "Means are of finished episodes; a failed one counts 0 for success alone."
     SafeConsole().print(table)
 
 

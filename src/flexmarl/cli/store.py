@@ -4,12 +4,13 @@ import csv
 import shlex
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.measure import Measurement
 from rich.table import Table as Screen
 from rich.text import Text
 
@@ -111,11 +112,27 @@ def _show(found: Table, limit: int) -> None:
         short = all(len(_shown(cell)) <= SHORT for cell in cells)
         screen.add_column(name, justify="right" if numbers else "left", no_wrap=short)
     for row in rows:
-        screen.add_row(*(Text(_shown(cell), no_wrap=True, overflow="ellipsis") for cell in row))
-    CONSOLE.print(screen)
+        screen.add_row(*map(_line, row))
+    if rows and Measurement.get(CONSOLE, CONSOLE.options, screen).minimum > CONSOLE.width:
+        _show_records(found.columns, rows)
+    else:
+        CONSOLE.print(screen)
     hidden = len(found.rows) - limit
     if hidden > 0:
         CONSOLE.print(f"{hidden} more rows: use --limit {len(found.rows)}, --csv or --json, or LIMIT in the SQL")
+
+
+def _show_records(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints each row as a table of its own, a line per column: for screens that are too narrow for the columns."""
+    for number, row in enumerate(rows, 1):
+        record = Screen("column", f"row {number}", box=box.SIMPLE_HEAD)
+        for name, cell in zip(columns, row, strict=True):
+            record.add_row(name, _line(cell))
+        CONSOLE.print(record)
+
+
+def _line(cell: Any) -> Text:
+    return Text(_shown(cell), no_wrap=True, overflow="ellipsis")
 
 
 def _shown(cell: Any) -> str:

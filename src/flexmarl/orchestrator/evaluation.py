@@ -136,7 +136,7 @@ class Evaluator:
             episodes=len(episodes),
             failed=sum(not episode.finished for episode in episodes),
             metrics=mean_metrics(episodes),
-            rewards=mean_rewards(episodes),
+            rewards={agent: sum(rewards) / len(rewards) for agent, rewards in rewards_of(episodes).items()},
             tokens=sum(turn.num_tokens for episode in episodes for turn in episode.turns),
             failures=counted(episode.failure for episode in episodes),
         )
@@ -154,12 +154,12 @@ def mean_metrics(episodes: Iterable[Episode]) -> dict[str, float]:
     return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
-def mean_rewards(episodes: Iterable[Episode]) -> dict[AgentName, float]:
-    """Mean reward over the turns of each agent in finished episodes."""
+def rewards_of(episodes: Iterable[Episode]) -> dict[AgentName, list[float]]:
+    """The rewards of each agent's turns in finished episodes. A turn without a reward has no place in them."""
     values: dict[AgentName, list[float]] = defaultdict(list)
     for episode in episodes:
         for turn in episode.turns if episode.finished else ():
             reward = episode.rewards.get(turn.sample_id)
             if reward is not None:
                 values[turn.agent].append(reward)
-    return {agent: sum(numbers) / len(numbers) for agent, numbers in sorted(values.items())}
+    return dict(sorted(values.items()))

@@ -25,7 +25,7 @@ from flexmarl.events.run_events import Evaluated
 from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated, UpdateSkipped
 from flexmarl.events.untrained import NotTrained, counted
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
-from flexmarl.orchestrator.evaluation import mean_metrics, mean_rewards
+from flexmarl.orchestrator.evaluation import mean_metrics, rewards_of
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import Episode, Failure, FinishReason, PolicyName
 
@@ -95,8 +95,8 @@ class Figures:
             metrics.mean("rollout/episode_s", episode.duration_s)
             for name, value in mean_metrics([episode]).items():
                 metrics.mean(_path(name), value)
-            for agent, reward in mean_rewards([episode]).items():
-                metrics.mean(f"reward/{agent}", reward)
+            for agent, rewards in rewards_of([episode]).items():
+                metrics.mean(f"reward/{agent}", sum(rewards) / len(rewards), weight=len(rewards))
 
     def _group_judged(self, judged: GroupJudged) -> None:
         """Counts the filter's findings on each agent's credit groups, and averages the parts of its rewards."""

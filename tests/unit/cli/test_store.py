@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -104,6 +105,15 @@ def test_long_payloads_are_shortened_and_every_row_is_one_line(run: Path):
     assert len(rows) == 3
     assert all("because" in row and "…" in row and len(row) <= 80 for row in rows)
     assert rows[0].rstrip().endswith("0.5"), "numbers are at the right"
+
+
+def test_rows_with_more_columns_than_the_screen_takes_are_shown_one_by_one(run: Path):
+    text = shown(run, "SELECT * FROM solver ORDER BY group_id")
+    for number in (1, 2, 3):
+        assert f"row {number}" in text
+    assert len(re.findall(r"^ *sample_id +sum-", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^ *reward +0\.5 *$", text, re.MULTILINE)) == 1
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_what_the_limit_hides_is_said(run: Path):

@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -28,7 +28,7 @@ from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.orchestrator.evaluation import Evaluation
+from flexmarl.orchestrator.evaluation import Evaluation, rewards_of
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.orchestrator.step_figures import Figures
@@ -37,7 +37,7 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.training.interface import UpdateReport
 from tests.unit.inference.models import request
-from tests.unit.orchestrator.groups import group_of, turn_of
+from tests.unit.orchestrator.groups import episode_of, group_of, turn_of
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
 
@@ -196,6 +196,22 @@ def test_failed_episodes_are_counted_and_are_no_success():
         assert values["rollout/tokens"] == 8
         assert values["reward/solver"] == 0.5
         assert values["team/success"] == 0.0
+
+    run_virtual(scenario())
+
+
+def test_every_turn_counts_the_same_in_a_mean_reward_as_in_evaluations():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        short, long = episode_of(0, 0, 0.0), episode_of(0, 1, 1.0)
+        turns = tuple(turn_of(0, 1, hop) for hop in range(3))
+        long = replace(long, turns=turns, rewards={turn.sample_id: 1.0 for turn in turns})
+        group = replace(group_of(0, []), episodes=(short, long))
+        events.emit(GroupPlayed(group=group))
+        settle(events, 1)
+        assert values["reward/solver"] == 0.75
+        assert rewards_of(group.episodes) == {"solver": [0.0, 1.0, 1.0, 1.0]}
 
     run_virtual(scenario())
 
