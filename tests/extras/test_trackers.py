@@ -49,6 +49,7 @@ def offline_file(folder: RunFolder) -> list[bytes]:
 
 def wandb_history(folder: RunFolder) -> dict[int, dict[str, float]]:
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    pytest.importorskip("wandb").teardown()  # Waits for W&B's process, which writes the last records after `finish`.
     steps: dict[int, dict[str, float]] = {}
     for raw in offline_file(folder):
         record = proto.Record()

@@ -92,13 +92,17 @@ def test_a_training_run_says_in_each_step_which_episodes_failed_and_keeps_the_fi
 def test_a_run_whose_last_evaluation_failed_whole_is_no_success(flexmarl):
     code, out, err = flexmarl("train", HELD_OUT, "steps=1")
     assert code == 3
+    assert "hf_abcdefgh12345678" not in out + err
     assert "flexmarl: all 4 episodes of the last evaluation failed: ValueError: boom" in err
     assert "evaluation after training, 4 held-out episodes, 4 failed (ValueError: boom" in out
 
 
 def test_a_run_whose_episodes_all_fail_names_the_tracebacks(flexmarl):
-    code, _, err = flexmarl("train", ALWAYS, "evaluate.tasks=0")
+    code, out, err = flexmarl("train", ALWAYS, "evaluate.tasks=0")
     assert code == 1
+    last = err.splitlines()[-1]
+    assert re.search(r"step 1: none of its 4 groups .*: ValueError: boom: token=\*\*\* \(fails\.py:\d+\)$", last)
+    assert "hf_abcdefgh12345678" not in out + err
     assert re.search(r"the first traceback of each kind of failed episode: .*failures", err)
 
 

@@ -1,7 +1,10 @@
 """`flexmarl show` and `compare`: runs of every example, a run that fails in ten ways, and folders without a run."""
 
 import json
+import re
 import shlex
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,9 @@ def said(*arguments: object) -> str:
     return found.output
 
 
-def trained(config: Path, out: Path, *overrides: str) -> Path:
+def trained(config: Path, out: Path, *overrides: str, console: Console | None = None) -> Path:
     run = assemble_run(load_run(config, [*SMALL, f"out={out}", *overrides]))
-    run.train(Console(quiet=True))
+    run.train(console or Console(quiet=True))
     return run.folder
 
 
@@ -167,26 +170,46 @@ async def failing(task, team):
 """
 REASONS = ["boom", "no score", "no network", "no such door", "took longer than", "CancelledError", "enough"]
 REASONS += ["engine.max_len", "lock", "nan"]
+RAISED = ["ValueError(", "ArithmeticError(", "OSError(", "LookupError(", "sleep(600)", "raise asyncio", "sys.exit("]
+RAISED += ['"7" * 500', "RuntimeError(", 'float("nan")']
+"""Words of the line of FAILING at which each kind fails."""
 
 
-def test_each_of_ten_kinds_of_failure_is_found_from_its_step(small_run: Path, tmp_path: Path) -> None:
+def line_of(words: str) -> int:
+    (number,) = (number for number, line in enumerate(FAILING.splitlines(), start=1) if words in line)
+    return number
+
+
+def test_each_of_ten_kinds_of_failure_is_found_from_the_line_of_its_step_with_two_commands(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = tmp_path / "failing.py"
     code.write_text(FAILING, encoding="utf-8")
     words = [f"code=[tasks.py, {code}]", "team.workflow={type: custom, name: failing}", "evaluate.tasks=0"]
     words += ["batch={groups: 1, episodes: 12}", "rollout={inter_query: 1, intra_query: 12, episode_timeout_s: 5}"]
-    folder = trained(small_run, tmp_path, *words)
+    screen = StringIO()
+    folder = trained(small_run, tmp_path, *words, console=Console(file=screen, width=200))
+    (step,) = re.findall(r"^step (\d+)/1 .*\| failed 10/12: ", screen.getvalue(), re.MULTILINE)
+    places = [f"failing.py:{line_of(words)}" for words in RAISED]
+
+    few = said("show", folder, "--step", step, "--failed")
+    more = re.findall(r"^7 more episodes: use (--limit 10), or another filter$", few, re.MULTILINE)
+    shown = said("show", folder, "--step", step, "--failed", *more[0].split())
+    for reason, place in zip(REASONS, places, strict=True):
+        assert re.search(rf"^.*{re.escape(reason)}.* \({re.escape(place)}\)$", shown, re.MULTILINE), (reason, place)
+    assert f"first traceback of each kind of failure: {folder}/failures" in shown
+
     assert check_ids(folder) >= 12
-    found = [json.loads(line) for line in said("show", folder, "--step", 1, "--failed", "--json").splitlines()]
+    found = [json.loads(line) for line in said("show", folder, "--step", step, "--failed", "--json").splitlines()]
     assert [episode["episode"] for episode in found] == [f"g0e{index}a0" for index in range(10)]
+    assert [episode["place"] for episode in found] == places
     for episode, reason in zip(found, REASONS, strict=True):
         assert reason in episode["reason"], episode["reason"]
     assert {episode["status"] for episode in found} == {"failed", "timed_out"}
-    shown = said("show", folder, "--step", 1, "--failed", "--limit", 10)
-    assert all(reason in shown for reason in REASONS)
-    assert "first traceback" not in shown
-    (folder / "failures").mkdir()
-    assert f"first traceback of each kind of failure: {folder}/failures" in said("show", folder, "--episode", "g0e0a0")
-    assert "12 episodes: 9 failed, 2 finished, 1 timed_out" in said("show", folder)
+    monkeypatch.setattr(import_module("flexmarl.cli.show").CONSOLE, "width", 200)
+    listed = said("show", folder)
+    assert "12 episodes: 9 failed, 2 finished, 1 timed_out" in listed
+    assert all(f" {place}: " in listed for place in places)
 
 
 def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run: Path, small_run: Path) -> None:

@@ -5,12 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from flexmarl.assemble import Supervisor, assemble_run
 from flexmarl.cli.terminal import READER_CLOSED
+from flexmarl.config import load_run
 from flexmarl.events.journal import read_journal
+from flexmarl.events.notices import Starting
 from tests.commands import run_commands
 
 FLEXMARL = (sys.executable, "-c", "from flexmarl.cli import main; main()")
@@ -131,3 +136,15 @@ def test_a_folder_whose_name_is_no_text_is_refused_in_words(small_run, tmp_path)
     for done in run_commands(("check", small_run), ("train", small_run), ("train", "run.yaml"), cwd=odd):
         assert (done.returncode, b"is not UTF-8" in done.stderr) == (2, True), done.stderr
         assert b"Traceback" not in done.stderr
+
+
+def test_a_terminal_shows_what_the_start_waits_for(small_run: Path, tmp_path: Path) -> None:
+    waits, screen = list[str](), StringIO()
+    run = assemble_run(
+        load_run(small_run, ["cluster.backend=inline", "steps=1", "evaluate.tasks=0", f"out={tmp_path}"])
+    )
+    supervisor = Supervisor({Starting: lambda starting: waits.append(starting.waits_for)})
+    run.train(Console(file=screen, force_terminal=True, width=200), supervisor=supervisor)
+    (loading,) = waits
+    assert loading == f"loading {small_run.parent / 'model'}: 1 engine, 1 trainer"
+    assert loading in screen.getvalue()

@@ -122,7 +122,7 @@ def test_groups_that_fail_are_replaced_too_and_never_kept():
     assert trained(refilled({1}, failing={0, 2}, steps=1, credit={"on_shortfall": "unfiltered"}).play()) == [[3, 4]]
     run = refilled(set(range(1, 9)), failing={0, 4}, steps=1, credit={"on_shortfall": "unfiltered"}).play()
     assert trained(run) == [[5]]
-    with pytest.raises(EpisodeError, match="step 0: none of its 6 groups had a finished episode"):
+    with pytest.raises(EpisodeError, match="step 1: none of its 6 groups had a finished episode"):
         refilled(set(), failing=set(range(9))).play()
 
 

@@ -60,6 +60,8 @@ class EpisodeLine:
     """An EpisodeStatus, NOT_ENDED or STOPPED."""
     reason: str = ""
     """Why it is not finished."""
+    place: str = ""
+    """File and line at which it failed, e.g. `team.py:61`; empty if no code raised an error or was waited for."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures that the workflow reported; `success` is the team's score."""
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
@@ -244,9 +246,9 @@ class Conversations:
         episode = EpisodeId(make_trajectory_id(group, index, attempt))
         admitted, end = self._admitted.get(group), self._ends.get(episode)
         step = self._taken.get(group, admitted.step if admitted else -1)
-        status, reason = counts.status()
+        (status, reason), place = counts.status(), ""
         if isinstance(end, EpisodeFailed):
-            status, reason = str(end.status), end.because
+            status, reason, place = str(end.status), end.because, end.place
         elif end is not None:
             status, reason = str(EpisodeStatus.FINISHED), ""
         return EpisodeLine(
@@ -256,6 +258,7 @@ class Conversations:
             purpose=counts.purpose,
             status=status,
             reason=reason,
+            place=place,
             metrics=end.metrics if isinstance(end, EpisodeFinished) else {},
             rewards=counts.rewards,
             turns=counts.turns,

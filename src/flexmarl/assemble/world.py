@@ -135,7 +135,9 @@ async def world_of(
         cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers), events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
         models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
-        events.emit(Starting(waits_for=f"loading {models}: {len(engines)} engines, {len(trainers)} trainers"))
+        counts = (("engine", len(engines)), ("trainer", len(trainers)))
+        loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
+        events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
         for resident in await cluster.spawn([*engines, *trainers]):
             remotes[resident.name] = resident.remote
             if cluster.has_processes:

@@ -20,6 +20,7 @@ from flexmarl.cli.store import store
 from flexmarl.cli.terminal import print_text, safe_streams
 from flexmarl.cluster.hard_stop import leave_stuck_threads
 from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.events.safe_json import masked
 
 CANCELLED = (
     "the run was cancelled, but not by Ctrl-C or SIGTERM: your code cancels tasks that it did not make; in a "
@@ -71,12 +72,18 @@ def _run_command() -> None:
         print_text(f"flexmarl: {CANCELLED}", err=True)
         sys.exit(1)
     except Exception as error:
-        ours = flexmarl_errors(error)
-        if not ours:
-            raise
-        for line in dict.fromkeys(line for one in ours for line in str(one).splitlines()):
-            print_text(f"flexmarl: {line}", err=True)
-        sys.exit(2 if any(isinstance(one, ConfigError) for one in ours) else 1)
+        sys.exit(print_error(error))
+
+
+def print_error(error: Exception) -> int:
+    """Prints an error of flexmarl's on stderr, without secrets, and returns the exit code. Raises any other error."""
+    ours = flexmarl_errors(error)
+    if not ours:
+        raise error
+    # Masked before it is split, since a secret may follow its name on the next line.
+    for line in dict.fromkeys(line for one in ours for line in masked(str(one)).splitlines()):
+        print_text(f"flexmarl: {line}", err=True)
+    return 2 if any(isinstance(one, ConfigError) for one in ours) else 1
 
 
 def flexmarl_errors(error: Exception) -> list[FlexmarlError]:

@@ -170,7 +170,9 @@ def _show_list(folder: RunFolder, lines: Sequence[EpisodeLine], limit: int) -> N
             str(sum(line.turns.values())),
             Text(line.status, "red" if line.failed else ""),
             ", ".join(f"{n} {state}" for state, n in sorted(line.states.items())),
-            Text(_short(line.reason), no_wrap=True, overflow="ellipsis"),
+            Text(
+                _short(f"{line.place}: {line.reason}" if line.place else line.reason), no_wrap=True, overflow="ellipsis"
+            ),
         )
     CONSOLE.print(table)
     counted = Counter(line.status for line in lines)
@@ -199,7 +201,7 @@ def shown(conversation: ShownEpisode, folder: RunFolder, colours: Mapping[str, s
     score = "" if line.score is None else f", score {line.score:.3f}"
     yield Text(f"━━ episode {line.episode}{of}, task {line.task}: {line.status}{score}", "bold")
     if line.reason:
-        yield Text(line.reason, "red" if line.failed else "yellow")
+        yield Text(f"{line.reason}{line.place and f' ({line.place})'}", "red" if line.failed else "yellow")
     if line.failed and (traces := folder.path / "failures").is_dir():
         yield Text(f"first traceback of each kind of failure: {traces}", "dim")
     if figures := ", ".join(f"{name} {value:.4g}" for name, value in line.metrics.items()):

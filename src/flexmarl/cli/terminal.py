@@ -20,6 +20,7 @@ from typing import Any, TextIO, cast
 import typer
 
 from flexmarl.events.progress import printable
+from flexmarl.events.safe_json import masked
 
 READER_CLOSED = 141
 """Exit code of a command whose reader has gone, as of a process that SIGPIPE ended."""
@@ -27,8 +28,8 @@ _CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 
 
 def print_text(text: str, *, err: bool = False) -> None:
-    """Prints the text on stdout, or on stderr if `err` is True."""
-    typer.echo(printable(text), err=err)
+    """Prints the text on stdout. With `err`, prints it on stderr, with secrets masked as in the journal."""
+    typer.echo(printable(masked(text) if err else text), err=err)
 
 
 class SafeStream:
@@ -103,7 +104,7 @@ def safe_streams() -> Iterator[None]:
 
 def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     with suppress(OSError):
-        sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+        sys.stderr.write(printable(masked("".join(traceback.format_exception(kind, error, trace)))))
 
 
 @contextmanager

@@ -32,8 +32,28 @@ class Caution(NamedTuple):
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """Returns all cautions of a valid config: corrections, the pipeline, sampling, then credit."""
-    return [*_of_older_versions(settings), *_of_pipeline(settings), *_of_sampling(settings), *_of_depth(settings)]
+    """Returns all cautions of a valid config: of rates, corrections, the pipeline, sampling, then credit."""
+    return [
+        *_of_rates(settings),
+        *_of_older_versions(settings),
+        *_of_pipeline(settings),
+        *_of_sampling(settings),
+        *_of_depth(settings),
+    ]
+
+
+def _of_rates(settings: RunSettings) -> Iterator[Caution]:
+    """Finds learning rates that are 0 before the run ends, as when a run with a decay is made longer."""
+    for policy in sorted(settings.trained):
+        schedule = settings.policies[policy].training.schedule
+        if schedule.decay_steps is not None and schedule.decay_steps < settings.steps and not schedule.min_ratio:
+            yield Caution(
+                f"policies.{policy}.training.schedule.decay_steps",
+                f"the rate is 0 from update {schedule.decay_steps} on, and the run has steps={settings.steps}: later "
+                f"updates change no weight. A resumed run keeps the rates that it began with",
+                f"use a new run with decay_steps={settings.steps} or min_ratio above 0, or at most "
+                f"steps={schedule.decay_steps}",
+            )
 
 
 def _uncorrected(settings: RunSettings) -> list[str]:

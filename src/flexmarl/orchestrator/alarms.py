@@ -20,7 +20,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.notices import FiguresWritten
 from flexmarl.events.run_events import AlarmKind, AlarmRaised
 from flexmarl.orchestrator.settings import AlarmSettings
-from flexmarl.records import NO_SPREAD, PolicyName
+from flexmarl.records import NO_SPREAD, FilterReason, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,8 @@ class AlarmRules:
         """Number of steps in a row in which a condition held."""
         self._sounded: set[tuple[AlarmKind, str]] = set()
         self._first_entropy: dict[PolicyName, float] = {}
+        self._differed = False
+        """True if the rewards of enough groups differed in an earlier step."""
 
     def after_step(self, step: int, values: Mapping[str, float]) -> list[AlarmRaised]:
         """Returns the alarms that sound now. `step`: steps done; `values`: the metrics of the last one, by name."""
@@ -81,7 +83,7 @@ class AlarmRules:
         if settings.untrained is not None:
             yield from self._untrained(values, settings.untrained)
         if settings.no_spread is not None:
-            yield from _no_spread(values, settings.no_spread)
+            yield from self._no_spread(values, settings.no_spread)
         if settings.cut is not None:
             yield from _cut(values, settings.cut)
         if settings.entropy is not None:
@@ -103,6 +105,36 @@ class AlarmRules:
                 remedy="look at the reasons of failed episodes and filtered groups in the lines above; choose tasks "
                 "that are neither too easy nor too hard, or set credit.filter.refill=true",
             )
+
+    def _no_spread(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+        groups = values.get("rollout/groups", 0.0)
+        if not groups:
+            return
+        dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
+        share = sum(dropped.values()) / groups
+        counts = ", ".join(f"{count:.0f} {reason}" for reason, count in dropped.items() if count)
+        remedies = [
+            "too_hard: give easier tasks or partial rewards; too_easy: give harder tasks; flat: look whether the "
+            "reward depends on the replies; raise batch.episodes or sampling.temperature"
+        ]
+        learned = 2 * dropped[FilterReason.TOO_EASY] > sum(dropped.values())
+        if self._differed and not learned:
+            remedies.insert(
+                0,
+                "rewards differed in earlier steps: look at the replies with `flexmarl show`; if an update has ruined "
+                "them, lower training.optimizer.learning_rate and begin anew",
+            )
+        yield Condition(
+            alarm=AlarmKind.NO_SPREAD,
+            subject="",
+            holds=share >= limit,
+            value=share,
+            limit=limit,
+            says=f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({counts}), so nothing can be "
+            f"learned",
+            remedy="; ".join(remedies),
+        )
+        self._differed = self._differed or share < limit
 
     def _entropy(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
         for policy in self._trained:
@@ -137,25 +169,6 @@ class AlarmRules:
                 remedy=f"use one dtype for policies.{policy}.training and .engine; in an asynchronous mode lower "
                 f"pipeline.lag, or set policies.{policy}.training.correction={{type: tis}}",
             )
-
-
-def _no_spread(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
-    groups = values.get("rollout/groups", 0.0)
-    if not groups:
-        return
-    dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
-    share = sum(dropped.values()) / groups
-    counts = ", ".join(f"{count:.0f} {reason}" for reason, count in dropped.items() if count)
-    yield Condition(
-        alarm=AlarmKind.NO_SPREAD,
-        subject="",
-        holds=share >= limit,
-        value=share,
-        limit=limit,
-        says=f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({counts}), so nothing can be learned",
-        remedy="too_hard: give easier tasks or partial rewards; too_easy: give harder tasks; flat: look whether the "
-        "reward depends on the replies; raise batch.episodes or sampling.temperature",
-    )
 
 
 def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:

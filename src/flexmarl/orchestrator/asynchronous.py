@@ -33,6 +33,7 @@ from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken, RolloutEnded
 from flexmarl.events.notices import EpisodesTaken, StepPlayed, TurnsTaken, phase
+from flexmarl.events.safe_json import masked
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
 from flexmarl.orchestrator.collect import Collector
@@ -152,7 +153,7 @@ class Stream:
             await self._expire_late(group.group, because)
         elif not group.finished:
             self._window.ended(group.group)
-            self._note_barren(group.episodes[-1].reason)
+            self._note_barren(masked(group.episodes[-1].reason_and_place))
         else:
             await self._judge(group)
         self._feed.look_again()
@@ -225,12 +226,12 @@ class Stream:
         """Raises an error where `next` would wait without end: the tasks are over, or group after group is barren."""
         if self._is_barren:
             raise EpisodeError(
-                f"step {self._step}: the last {len(self._barren)} groups gave no sample to train on, the last one "
+                f"step {self._step + 1}: the last {len(self._barren)} groups gave no sample to train on, the last one "
                 f"because: {self._barren[-1]}; so many in a row are taken for all that will come. "
                 f"Mend the workflow, or choose tasks that are neither too easy nor too hard, or credit.filter=null"
             )
         if self._playing.done() and self._feed.exhausted:
-            raise SourceExhausted(f"step {self._step} cannot be filled: {self._feed.exhausted}")
+            raise SourceExhausted(f"step {self._step + 1} cannot be filled: {self._feed.exhausted}")
 
 
 class Asynchronous:

@@ -101,7 +101,7 @@ class PerPolicy:
         self._awake.set()
         while len(self._trained) < self._feed.num_groups:
             if self._over and not self._owing:
-                raise SourceExhausted(f"step {step} cannot be filled: {self._feed.exhausted}")
+                raise SourceExhausted(f"step {step + 1} cannot be filled: {self._feed.exhausted}")
             await self._wait()
         if rest():
             self._awake.clear()

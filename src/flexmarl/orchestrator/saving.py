@@ -99,7 +99,11 @@ class Saved:
     num_bytes: int
     dropped: Sequence[Drop]
     first_group: GroupId
-    """The first group that a run may play again, whichever of the remaining checkpoints it resumes from."""
+    """The first group that a run may play again, whichever checkpoint it resumes from of those that the limits keep.
+
+    The best one is not counted. A run goes back to it if all newer ones are damaged, and then plays all groups from its
+    step on again, whether or not their rows have been pruned.
+    """
 
 
 class Checkpoints(CheckpointFolder):
@@ -158,16 +162,19 @@ class Checkpoints(CheckpointFolder):
         return await self._aside(self._prune, self.held(), self.held()[-1].step)
 
     def _prune(self, held: Sequence[Held], saved: int) -> list[Drop]:
-        drops = to_drop(held, saved=saved, keep=self._keep, budget_bytes=self._budget_bytes, best=self.best())
+        drops = self._to_drop(held, saved, self.best())
         for drop in drops:
             self.remove(drop.step)
         return drops
 
+    def _to_drop(self, held: Sequence[Held], saved: int, best: int | None) -> list[Drop]:
+        return to_drop(held, saved=saved, keep=self._keep, budget_bytes=self._budget_bytes, best=best)
+
     def _complete(self, state: RunState) -> Saved:
         path, held = self.complete(state), self.held()
         drops = self._prune(held, state.step)
-        dropped = {drop.step for drop in drops}
-        kept = [one for one in held if one.step not in dropped]
+        beyond = {drop.step for drop in self._to_drop(held, state.step, best=None)}
+        kept = [one for one in held if one.step not in beyond]
         oldest = read_state(self.of_step(kept[0].step))
         return Saved(path=path, num_bytes=kept[-1].num_bytes, dropped=drops, first_group=first_group(oldest.admission))
 
@@ -245,7 +252,7 @@ class Saver:
                 self._failed(state, error, last)
                 return
             self._tell(state, saved, began)
-            because = f"every checkpoint goes on from group {saved.first_group} or later"
+            because = f"checkpoints go on from group {saved.first_group} or later, the best one aside"
             await self._make_room(saved.first_group, because)
 
     async def _make_room(self, before_group: GroupId, because: str) -> None:

@@ -23,6 +23,7 @@ from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import Refilled, RolloutEnded
 from flexmarl.events.notices import StepPlayed, phase
+from flexmarl.events.safe_json import masked
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.collect import StepCollector
 from flexmarl.orchestrator.feed import Feed
@@ -152,7 +153,7 @@ class Synchronous:
             self._gate.open(policy)
 
     async def _finished(self, group: GroupRecord) -> None:
-        self._failures += [] if group.finished else [group.episodes[-1].reason]
+        self._failures += [] if group.finished else [group.episodes[-1].reason_and_place]
         await self._collector.take(group)
         self._feed.look_again()
 
@@ -165,6 +166,6 @@ class Synchronous:
         """Raises EpisodeError if every group of the step failed: a workflow, tool or engine must be broken."""
         if len(self._failures) == self._collector.refill.admitted:
             raise EpisodeError(
-                f"step {step}: none of its {len(self._failures)} groups had a finished episode; "
-                f"the last reason: {self._failures[-1]}"
+                f"step {step + 1}: none of its {len(self._failures)} groups had a finished episode; "
+                f"the last reason: {masked(self._failures[-1])}"
             )

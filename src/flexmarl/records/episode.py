@@ -269,6 +269,11 @@ class Episode:
         """True if training may use the episode."""
         return self.status is EpisodeStatus.FINISHED
 
+    @property
+    def reason_and_place(self) -> str:
+        """The reason, with file and line if they are known, e.g. `ValueError: boom (team.py:61)`."""
+        return f"{self.reason} ({self.failure.place})" if self.failure and self.failure.place else self.reason
+
     def without_tokens(self) -> "Episode":
         """A copy to keep in memory once the store has the rows: a long trajectory has megabytes of tokens."""
         return replace(

@@ -263,7 +263,9 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
     if workflow.cancelled():
         left = "a CancelledError left it, though nobody had stopped the episode"
         because = f"{doing}: {left}; catch it where a task is awaited that may have been cancelled"
-        return _Ended(EpisodeStatus.FAILED, because, Failure(kind="cancelled", text=left))
+        return _Ended(
+            EpisodeStatus.FAILED, because, Failure(kind="cancelled", text=left, place=_where_cancelled(workflow))
+        )
     error = workflow.exception()
     if error is None:
         return _Ended(EpisodeStatus.FINISHED)
@@ -272,6 +274,15 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
         raise cause
     because = described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}"
     return _Ended(EpisodeStatus.FAILED, because, failure_of(cause), cause)
+
+
+def _where_cancelled(workflow: "asyncio.Task[None]") -> str:
+    """File and line of the user's code that a CancelledError left, e.g. `team.py:61`."""
+    try:
+        workflow.exception()
+    except asyncio.CancelledError as error:  # The one that ended it, with its traceback.
+        return place_of(error)
+    return ""
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -19,7 +19,8 @@ class ScheduleSettings(Settings):
     decay_steps: int | None = Field(
         default=None,
         gt=0,
-        description="Updates, warm-up included, after which the rate stays at its minimum; null: the run's `steps`.",
+        description="Updates, warm-up included, after which the rate stays at its minimum; null: the `steps` that the "
+        "run begins with. A resumed run keeps it, however many steps it is given.",
     )
     min_ratio: float = Field(default=0.0, ge=0, le=1, description="Final rate as a share of the learning rate.")
 

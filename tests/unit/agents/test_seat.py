@@ -51,6 +51,24 @@ def test_a_reply_has_the_text_and_the_exact_turn():
     check_turns(team.turns)
 
 
+@pytest.mark.parametrize(
+    ("parser", "said", "parsed", "answer"),
+    [
+        ("integer", "it is 1,188.", 1188, "1188"),
+        ("integer", "I do not know", None, "I do not know"),
+        ({"type": "choice", "options": ["yes", "no"]}, "No!", "no", "no"),
+        ({"type": "choice", "options": ["yes", "no"]}, "perhaps", None, "perhaps"),
+        ("last_line", " \n", None, " \n"),
+    ],
+)
+def test_the_answer_is_the_parsed_value_or_the_whole_text_where_the_parser_finds_nothing(parser, said, parsed, answer):
+    team = spec({"solver": {"parser": parser}}).seat(context(says(said)))
+    (reply,) = acts(team.solver, "12*99")
+    assert (reply.parsed, reply.answer) == (parsed, answer)
+    (signals,) = team.signals().values()
+    assert signals.get("format_error", 0.0) == float(parsed is None)
+
+
 def test_the_recorded_ids_and_logprobs_are_those_of_the_engine():
     seen: list[tuple] = []
 

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexmarl.config import load_run
-from flexmarl.errors import ConfigError
+from flexmarl.assemble.commands import check_same_run
+from flexmarl.assemble.kept import write_settings
+from flexmarl.config import cautions, load_run
+from flexmarl.errors import CheckpointError, ConfigError
+from flexmarl.events.run_folder import RunFolder
 
 RELAY = Path(__file__).parents[3] / "examples" / "relay" / "cpu.yaml"
 KEY = "policies.speaker.training.schedule"
@@ -23,6 +26,25 @@ def test_a_run_that_is_made_longer_keeps_its_learning_rates(tmp_path: Path) -> N
     written = tmp_path / "config.yaml"
     written.write_text(yaml.safe_dump(short.model_dump(mode="json")))
     assert load_run(written, ["steps=40"]).policies == short.policies
+
+
+def test_a_resumption_with_another_length_of_the_decay_is_refused_by_its_key(tmp_path: Path) -> None:
+    folder, cosine = RunFolder(tmp_path), f"{KEY}={{type: cosine}}"
+    write_settings(load_run(RELAY, ["steps=12", cosine]), folder)
+    check_same_run(load_run(folder.config, ["steps=40"]), folder)
+    refused = rf"other settings: {KEY}\.decay_steps was 12, is 40; resume with .*config\.yaml"
+    with pytest.raises(CheckpointError, match=refused):
+        check_same_run(load_run(RELAY, ["steps=40", cosine]), folder)
+
+
+def test_updates_with_a_rate_of_0_are_cautioned_against() -> None:
+    def keys(*overrides: str) -> list[str]:
+        return [caution.key for caution in cautions(load_run(RELAY, overrides))]
+
+    assert keys(f"{KEY}={{type: cosine}}") == keys(f"{KEY}={{type: linear, decay_steps: 500}}") == []
+    assert keys(f"{KEY}={{type: linear, decay_steps: 50, min_ratio: 0.1}}") == []
+    assert keys(f"{KEY}={{type: linear, decay_steps: 50}}") == [f"{KEY}.decay_steps"]
+    assert keys(f"{KEY}={{type: linear, decay_steps: 50}}", "policies.speaker.trainable=false") == []
 
 
 def test_a_run_shorter_than_its_warm_up_still_loads() -> None:

@@ -18,9 +18,8 @@ from flexmarl.events.safe_json import MAX_ARRAY, MAX_TEXT, is_secret_key, masked
 from flexmarl.events.training_events import Updated
 from flexmarl.records import WorkerId
 from flexmarl.simulator.virtual_time import run_virtual
+from tests.secret_texts import SECRET, secret_texts
 from tests.unit.events.runs import events_on
-
-SECRET = "TOPSECRET5f3a9c"
 
 
 class Colour(StrEnum):
@@ -198,10 +197,6 @@ def test_events_are_found_by_type():
 secret_keys = st.sampled_from(
     ["token", "api_key", "password", "authorization", "HF_TOKEN", "X-Api-Key", "apiKey", "aws_secret_access_key"]
 )
-secret_texts = st.sampled_from(
-    [f"Bearer {SECRET}", f"bearer  {SECRET}", f"hf_{SECRET}", f"sk-{SECRET}", f"sk-proj-{SECRET}", f"api_key={SECRET}",
-     f"HF_TOKEN='{SECRET} {SECRET}'", repr({"password": SECRET}), f"\nhf_{SECRET}", f"?access_token={SECRET}&x=1"]
-)  # fmt: skip
 filler = st.text(alphabet=" \n\t'\"{}=:é", max_size=12)
 leaf = (
     st.tuples(filler | st.sampled_from(["", "(", "a "]), secret_texts, st.sampled_from(["", " ", "\n", ", x"])).map(

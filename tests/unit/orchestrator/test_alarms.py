@@ -69,6 +69,17 @@ def test_an_alarm_says_its_figure_and_what_to_try(kind, says, tries):
     assert f"alarms.{kind}=" in alarm.remedy
 
 
+@pytest.mark.parametrize(
+    ("before", "reason", "ruined"),
+    [(WELL, "flat", True), (WELL, "too_hard", True), (WELL, "too_easy", False), ({}, "flat", False)],
+)
+def test_rewards_that_differ_no_more_are_taken_for_a_ruined_policy_unless_the_tasks_are_learned(before, reason, ruined):
+    equal = WELL | {"filtered/flat": 0.0} | {f"filtered/{reason}": 4.0}
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [before, equal, equal])
+    assert alarm.alarm is AlarmKind.NO_SPREAD
+    assert ("lower training.optimizer.learning_rate" in alarm.remedy) is ruined
+
+
 def test_a_run_whose_rewards_never_differ_says_so_once_and_trains_nothing():
     run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": {}}).play()
     alarms = run.events.of(AlarmRaised)

@@ -141,7 +141,7 @@ def test_groups_that_are_filtered_are_made_up_for_by_others():
 @pytest.mark.parametrize("updates", ["together", "per_policy"])
 def test_a_run_in_which_every_group_is_filtered_ends_with_the_reason(updates):
     run = ScriptedRun(say=lambda *_: "a", mode="async", steps=3, credit={}, pipeline={"updates": updates})
-    with pytest.raises(EpisodeError, match=r"step 0: the last 64 groups gave no sample .*it was filtered"):
+    with pytest.raises(EpisodeError, match=r"step 1: the last 64 groups gave no sample .*it was filtered"):
         run.play()
 
 
@@ -181,7 +181,7 @@ def test_a_poison_task_costs_its_group_and_a_broken_workflow_ends_the_run():
 @pytest.mark.parametrize("updates", ["together", "per_policy"])
 def test_when_the_tasks_are_over_the_steps_that_can_be_filled_are_done_and_then_it_is_an_error(updates):
     run = run_of("async", num_tasks=5, pipeline={"updates": updates})
-    with pytest.raises(SourceExhausted, match=r"step 2 cannot be filled: .*no training task at position 5 of 5"):
+    with pytest.raises(SourceExhausted, match=r"step 3 cannot be filled: .*no training task at position 5 of 5"):
         run.play()
     assert len(run.events.of(StepEnded)) == 2
     enough = run_of("async", num_tasks=6, pipeline={"updates": updates}).play()

@@ -173,6 +173,13 @@ def test_a_save_tells_what_it_took_what_went_and_what_may_be_played_again(tmp_pa
     assert saved.first_group == 80
 
 
+def test_the_best_checkpoint_stays_and_keeps_no_rows_of_the_groups_after_it(tmp_path):
+    checkpoints = save(tmp_path, 4)
+    checkpoints.mark_best(4)
+    assert [save_step(checkpoints, step).first_group for step in (8, 12, 16)] == [40, 80, 120]
+    assert names(tmp_path) == ["best", "step-00004", "step-00012", "step-00016"]
+
+
 def test_the_budget_drops_the_oldest_but_never_the_newest(tmp_path):
     size = save_step(checkpoints_in(tmp_path), 4).num_bytes
     roomy = checkpoints_in(tmp_path, keep=5, budget_bytes=2 * size + 20)

@@ -126,7 +126,7 @@ async def broken(task, team):
 
 def test_a_step_in_which_every_group_failed_ends_the_run_with_the_reason():
     run = ScriptedRun(broken, steps=3)
-    with pytest.raises(EpisodeError, match=r"step 1: none of its 2 groups had a finished .*: the sandbox is down"):
+    with pytest.raises(EpisodeError, match=r"step 2: none of its 2 groups had a finished .*: the sandbox is down"):
         run.play()
     assert len(run.events.of(StepEnded)) == 1
     assert [entry.group for entry in run.events.of(GroupFailed)] == [2, 3]

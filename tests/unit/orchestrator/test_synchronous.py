@@ -255,7 +255,7 @@ def test_ahead_an_episode_that_hangs_still_ends_as_timed_out():
 
     rollout = {"episode_timeout_s": 2.0, "group_retries": 0}
     run = slow_updates(second_step_hangs, rollout=rollout, pipeline={"ahead": True})
-    with pytest.raises(EpisodeError, match=r"step 1: none of its 2 groups .* took longer than .*episode_timeout_s=2"):
+    with pytest.raises(EpisodeError, match=r"step 2: none of its 2 groups .* took longer than .*episode_timeout_s=2"):
         run.play()
     assert [event.t for event in run.events.of(GroupFailed)] == pytest.approx([9.2, 9.2])
 

@@ -1,0 +1,50 @@
+"""Errors on the screen: no secret is in them, whoever raised them."""
+
+import subprocess
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+
+import pytest
+from hypothesis import given
+
+from flexmarl import cli
+from flexmarl.cli.terminal import print_text
+from flexmarl.errors import ConfigError, EpisodeError
+from tests.secret_texts import SECRET, secret_texts
+
+RAISES = """
+from flexmarl.cli.terminal import safe_streams
+
+with safe_streams():
+    raise ValueError({text!r})
+"""
+
+
+@given(secret_texts)
+def test_a_text_on_stderr_has_no_secret(text: str) -> None:
+    with redirect_stderr(StringIO()) as screen:
+        print_text(f"the last reason: ValueError: boom {text}", err=True)
+    assert "boom" in screen.getvalue()
+    assert SECRET not in screen.getvalue()
+
+
+@given(secret_texts)
+def test_an_error_that_ends_a_command_has_no_secret(text: str) -> None:
+    error = ExceptionGroup("two tasks", [EpisodeError(f"boom {text}"), ConfigError(f"two\nlines, bearer\n{SECRET}")])
+    with redirect_stderr(StringIO()) as screen:
+        assert cli.print_error(error) == 2
+    assert "boom" in screen.getvalue()
+    assert SECRET not in screen.getvalue()
+
+
+def test_the_traceback_of_a_bug_has_no_secret() -> None:
+    text = f"boom token={SECRET}"
+    done = subprocess.run([sys.executable, "-c", RAISES.format(text=text)], capture_output=True, text=True, check=False)
+    assert "ValueError: boom token=***" in done.stderr
+    assert SECRET not in done.stderr
+
+
+def test_an_error_that_is_not_ours_is_not_printed_as_a_line() -> None:
+    with pytest.raises(ValueError, match="boom"):
+        cli.print_error(ValueError("boom"))
