@@ -27,6 +27,8 @@ from flexmarl.experience.store_file import StoreReader, read_store
 CONSOLE = SafeConsole()
 CELL, SHORT = 60, 24
 """Most characters of a cell on the screen; columns up to SHORT are never narrowed. --csv and --json print all."""
+UNBOUNDED = 100_000
+"""Width at which a table is measured."""
 MISTAKES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_AUTH)
 """SQLite's codes for SQL that is wrong or would write. Any other code is about the file."""
 
@@ -113,7 +115,8 @@ def _show(found: Table, limit: int) -> None:
         screen.add_column(name, justify="right" if numbers else "left", no_wrap=short)
     for row in rows:
         screen.add_row(*map(_line, row))
-    if rows and Measurement.get(CONSOLE, CONSOLE.options, screen).minimum > CONSOLE.width:
+    unbounded = CONSOLE.options.update(width=UNBOUNDED)
+    if rows and Measurement.get(CONSOLE, unbounded, screen).minimum > CONSOLE.width:
         _show_records(found.columns, rows)
     else:
         CONSOLE.print(screen)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
-from flexmarl.orchestrator.settings import Mode
+from flexmarl.orchestrator.settings import Mode, PipelineSettings
 
 _CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
 READ_IN: Mapping[str, tuple[Mode, ...]] = {
@@ -73,12 +73,13 @@ def _of_older_versions(settings: RunSettings) -> Iterator[Caution]:
 
 
 def _of_pipeline(settings: RunSettings) -> Iterator[Caution]:
-    """Finds keys that the mode does not read."""
+    """Finds keys that the mode does not read, with another value than the default."""
+    pipeline, defaults = settings.pipeline, PipelineSettings()
     for key, modes in READ_IN.items():
-        if key in settings.pipeline.model_fields_set and settings.mode not in modes:
+        if (value := getattr(pipeline, key)) != getattr(defaults, key) and settings.mode not in modes:
             yield Caution(
                 f"pipeline.{key}",
-                f"{getattr(settings.pipeline, key)} has no effect in mode '{settings.mode.value}'",
+                f"{value} has no effect in mode '{settings.mode.value}'",
                 f"leave it out, or use mode={' or '.join(mode.value for mode in modes)}",
             )
 

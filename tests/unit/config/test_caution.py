@@ -22,8 +22,9 @@ def test_what_is_allowed_and_has_a_price_is_said_and_nothing_else(config):
         *("policies.one.training.correction", "policies.two.training.correction")
     ]
     assert keys_of(config, "pipeline.lag=2") == ["pipeline.lag"]
-    assert keys_of(config, "mode=greedy", "pipeline={lag: 2, window: 0.3, late: expire}") == ["pipeline.window"]
-    assert keys_of(config, "mode=async", "pipeline={lag: 2, window: 0.3, late: requeue, head_deadline_s: 9}") == []
+    assert keys_of(config, "mode=greedy", "pipeline={lag: 2, window: 0.4, late: requeue}") == ["pipeline.window"]
+    assert keys_of(config, "mode=async", "pipeline={lag: 2, window: 0.4, late: requeue, head_deadline_s: 9}") == []
+    assert keys_of(config, "pipeline={lag: 1, window: 0.3}") == [], "the defaults, as a run folder's config has them"
     (caution,) = cautions(load_run(config, ["mode=one_step_off", "pipeline.lag=2"]))
     assert str(caution) == (
         "pipeline.lag: 2 has no effect in mode 'one_step_off'; leave it out, or use mode=async or fifo or greedy"
