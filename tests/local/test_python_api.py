@@ -153,8 +153,9 @@ def test_a_cancelled_caller_gets_its_cancellation_when_the_run_has_ended_and_is_
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         on = {StepStarted: lambda event: event.step == 1 and loop.call_soon_threadsafe(task.cancel)}
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError) as cancelled:
             await flexmarl.train_async(asked, on=on, show=False)
+        assert any("flexmarl train" in note for note in cancelled.value.__notes__), "how to continue"
 
     asyncio.run(cell())
     (folder,) = Path("runs").iterdir()

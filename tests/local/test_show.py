@@ -218,7 +218,11 @@ def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run
     figures = {figure["name"]: figure for figure in compared["figures"]}
     assert figures["success, before"]["differences"][1]["how"] in ("t, paired over 2 tasks", "no spread in 2 tasks")
     assert figures["failed episodes"]["differences"][1]["how"] == "Newcombe, not paired"
-    assert {"reward of solver, after - before", "seconds per step", "staleness of a token, in updates"} <= set(figures)
+    assert {
+        "reward of solver by episode, after - before",
+        "seconds per step",
+        "staleness of a token, in updates",
+    } <= set(figures)
     for figure in figures.values():
         for found in (*figure["values"], *figure["differences"][1:]):
             assert found["low"] is None or found["low"] <= found["value"] <= found["high"]

@@ -173,7 +173,7 @@ def evaluation_figures(path: Path) -> dict[str, Measured]:
         lines = conversations.lines()
     values: dict[str, tuple[list[float], list[str]]] = defaultdict(lambda: ([], []))
     for line in lines:
-        numbers = {f"reward of {agent}": reward for agent, reward in line.rewards.items()}
+        numbers = {f"reward of {agent} by episode": reward for agent, reward in line.rewards.items()}
         if line.status == EpisodeStatus.FINISHED:
             numbers |= {"success": line.metrics["success"]} if "success" in line.metrics else {}
         else:

@@ -240,7 +240,8 @@ def _supervisor(on: Callbacks | None = None) -> "Supervisor":
 
 
 async def _in_thread(work: "Callable[[Supervisor], T]", on: Callbacks | None = None) -> T:
-    """Runs `work` in a thread of its own. A cancelled caller stops it, and gets its CancelledError when it has ended.
+    """Runs `work` in a thread of its own. A cancelled caller stops it, and gets its CancelledError when it has ended,
+    with the notes of the error that ended the work.
 
     The thread has the caller's context, by which a notebook knows the cell that a line is printed for.
     """
@@ -263,6 +264,8 @@ async def _in_thread(work: "Callable[[Supervisor], T]", on: Callbacks | None = N
             supervisor.stop("its caller was cancelled")
     error = ended.exception()
     if cancelled is not None:
+        for note in getattr(error, "__notes__", ()):
+            cancelled.add_note(note)
         raise cancelled
     if error is not None:
         _raise(error)
