@@ -36,6 +36,7 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.backends.forward import Pass, TokenOutputs, ValueHead, plan, run
+from flexmarl.training.backends.logprobs import head_form
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.settings import LoraSettings, TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
@@ -208,6 +209,7 @@ class Network:
         if settings.kl is not None:
             self._reference = self._adapter or FrozenCopy(model)
         self._value_head = ValueHead(model) if settings.critic is not None else None
+        self._form = head_form(model)
 
     @property
     def has_reference(self) -> bool:
@@ -238,19 +240,26 @@ class Network:
         self, samples: Sequence[Sample], tree: PrefixTree | None, *, entropy_gradient: bool = False
     ) -> TokenOutputs:
         """Outputs with gradient. Call it, and its backward, inside `computing`."""
-        return run(self.model, samples, tree=tree, value_head=self._value_head, entropy_gradient=entropy_gradient)
+        return run(
+            self.model,
+            samples,
+            tree=tree,
+            value_head=self._value_head,
+            entropy_gradient=entropy_gradient,
+            form=self._form,
+        )
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Log-probabilities under the current weights."""
         with self.computing():
-            return run(self.model, samples, tree=tree).logprobs
+            return run(self.model, samples, tree=tree, form=self._form).logprobs
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Values of the critic."""
         with self.computing():
-            values = run(self.model, samples, tree=tree, value_head=self._value_head).values
+            values = run(self.model, samples, tree=tree, value_head=self._value_head, form=self._form).values
         assert values is not None, "asked of a network with a critic only"
         return values
 
@@ -259,7 +268,7 @@ class Network:
         """Log-probabilities under the initial weights."""
         assert self._reference is not None, "asked of a network with a reference only"
         with self._reference.model() as model, self.computing():
-            return run(model, samples, tree=tree).logprobs
+            return run(model, samples, tree=tree, form=self._form).logprobs
 
     def published(self) -> dict[str, Tensor]:
         """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone."""
