@@ -91,6 +91,19 @@ class ObjectStore(Protocol):
         ...
 
 
+@torch.no_grad()
+def merged(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """W + scaling B A, in `out` or in a new tensor. Trainers and engines call it, so that they get the same bits.
+
+    In a 16-bit type on a CPU the product is made in float32, as peft makes it.
+    """
+    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.add(base, ((b.float() @ a.float()) * scaling).to(a.dtype), out=out)
+    return torch.addmm(base, b, a, alpha=scaling, out=out)
+
+
 _SCALING, _BASE = "adapter.scaling", "adapter.base"
 _A, _B = ".lora_A", ".lora_B"
 

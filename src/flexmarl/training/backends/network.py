@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place
 from flexmarl.errors import ConfigError, boundary
-from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
+from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum, merged
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import (
     DTYPES,
@@ -86,24 +86,19 @@ class Adapter:
 
         Merged tensors are new: the base is only read, so that a thousand updates leave no rounding in it.
         """
-        layers = {f"{name}{WRAPPED}.weight": layer for name, layer in self._layers()}
+        scaling = self.settings.alpha / self.settings.rank
+        factors = {f"{name}{WRAPPED}.weight": of_layer for name, of_layer in self._factors()}
         for name, tensor in unique_tensors(self._model):
             if ".lora_" not in name:
-                yield name.replace(WRAPPED, ""), _merged(layers[name]) if name in layers else tensor
+                of_layer = factors.get(name)
+                yield name.replace(WRAPPED, ""), merged(tensor, *of_layer, scaling) if of_layer else tensor
 
     def published(self) -> PublishedAdapter:
         """The adapter alone, with the checksum of the base, which is computed once."""
         if self._base is None:
             tensors = unique_tensors(self._model)
             self._base = checksum({name.replace(WRAPPED, ""): t for name, t in tensors if ".lora_" not in name})
-        return PublishedAdapter(
-            {
-                name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
-                for name, layer in self._layers()
-            },
-            self.settings.alpha / self.settings.rank,
-            self._base,
-        )
+        return PublishedAdapter(dict(self._factors()), self.settings.alpha / self.settings.rank, self._base)
 
     def overflowing(self) -> list[str]:
         """Names of layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
@@ -132,6 +127,12 @@ class Adapter:
             if isinstance(module, LoraLinear):
                 yield name, module
 
+    def _factors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """A and B of each layer, by its name in the base."""
+        for name, layer in self._layers():
+            a, b = (layer.get_parameter(f"lora_{which}.{ADAPTER}.weight") for which in "AB")
+            yield name, (a, b)
+
     def _enable(self, enabled: bool) -> None:
         for _, layer in self._layers():
             layer.enable_adapters(enabled)
@@ -149,12 +150,6 @@ class Adapter:
                 f"training.lora.target_modules {targets!r}: the head's weight is that of the embeddings too, and one "
                 f"merged weight cannot be both; leave the head out"
             )
-
-
-@torch.no_grad()
-def _merged(layer: LoraLinear) -> Tensor:
-    base = layer.get_parameter("base_layer.weight")
-    return base + layer.get_delta_weight(ADAPTER)
 
 
 class Reference(Protocol):
