@@ -57,10 +57,10 @@ tasks: {{type: generator, name: counts}}
 policies:
   solver: &policy
     model: model
-    engine: {{type: embedded, slots: 8, max_len: {max_len}}}
+    engine: {{type: embedded, slots: 8, max_len: {max_len}, kept_prefixes: 0}}
     training:
-      micro_batch: 8
-      max_tokens_per_forward: 2048
+      micro_batch: 16
+      max_tokens_per_forward: 1024
       optimizer: {{learning_rate: 1e-6}}
       {training}
   {second}
@@ -96,7 +96,7 @@ def write_model(folder: Path) -> None:
     AutoTokenizer.from_pretrained(SEED_MODEL).save_pretrained(folder)
 
 
-def write_run(folder: Path, *, threads: int, max_len: int = 512, training: str = "", two: bool = False) -> Path:
+def write_run(folder: Path, *, threads: int, max_len: int = 160, training: str = "", two: bool = False) -> Path:
     """Writes the config of a run; returns its path."""
     (folder / "tasks.py").write_text(CODE)
     text = CONFIG.format(

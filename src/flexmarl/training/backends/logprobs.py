@@ -52,6 +52,11 @@ class HeadForm:
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
+def is_linear(head: nn.Module | None) -> bool:
+    """True if a head is a linear layer and no more, so that lean log-probabilities can be made of it."""
+    return type(head) in (nn.Linear, OneDnnLinear)
+
+
 _PROBE = 50.0
 """Largest output of the head in the trial. A soft cap shows only in large logits; those of models reach tens."""
 
@@ -64,7 +69,7 @@ def head_form(model: PreTrainedModel) -> HeadForm | None:
     tried: the one whose logits are the model's, on large outputs of the head, is returned.
     """
     head = model.get_output_embeddings()
-    if head is None or type(head) not in (nn.Linear, OneDnnLinear):
+    if head is None or not is_linear(head):
         return None
     seen: list[Tensor] = []
 

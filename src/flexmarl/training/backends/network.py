@@ -100,6 +100,10 @@ class Adapter:
             self._base = checksum({name.replace(WRAPPED, ""): t for name, t in tensors if ".lora_" not in name})
         return PublishedAdapter(dict(self._factors()), self.settings.alpha / self.settings.rank, self._base)
 
+    def adapted(self) -> int:
+        """Number of weights of the base's layers that the adapter is for."""
+        return sum(layer.get_parameter("base_layer.weight").numel() for _, layer in self._layers())
+
     def overflowing(self) -> list[str]:
         """Names of layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
         most = torch.finfo(self._model.dtype).max
