@@ -97,11 +97,11 @@ def merged(
 ) -> torch.Tensor:
     """W + scaling B A, in `out` or in a new tensor. Trainers and engines call it, so that they get the same bits.
 
-    In a 16-bit type on a CPU the product is made in float32, as peft makes it.
+    They are the bits of peft, which makes the product in float32 for a 16-bit type on a CPU.
     """
     if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.add(base, ((b.float() @ a.float()) * scaling).to(a.dtype), out=out)
-    return torch.addmm(base, b, a, alpha=scaling, out=out)
+        return torch.add(base, (b.float() @ a.float()).mul_(scaling).to(a.dtype), out=out)
+    return torch.add(base, (b @ a).mul_(scaling), out=out)
 
 
 _SCALING, _BASE = "adapter.scaling", "adapter.base"
