@@ -76,6 +76,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/digest.py --json
 	$(BIN)/python benchmarks/adapters.py --json
 	$(BIN)/python benchmarks/logprob_memory.py --json
+	$(BIN)/python benchmarks/memory.py --json
 	$(BIN)/python benchmarks/tree.py --json
 	$(BIN)/python benchmarks/paper_tables.py --json
 	$(BIN)/python benchmarks/paper_tables.py --rules ours --seed 2 --json
