@@ -75,6 +75,8 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/dispatch.py --json
 	$(BIN)/python benchmarks/digest.py --json
 	$(BIN)/python benchmarks/adapters.py --json
+	$(BIN)/python benchmarks/logprob_memory.py --json
+	$(BIN)/python benchmarks/memory.py --json
 	$(BIN)/python benchmarks/tree.py --json
 	$(BIN)/python benchmarks/paper_tables.py --json
 	$(BIN)/python benchmarks/paper_tables.py --rules ours --seed 2 --json

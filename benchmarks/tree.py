@@ -19,7 +19,7 @@ from tree_workloads import VOCABULARY, Workload, as_samples, stitched, work_of_r
 
 from flexmarl.records import Sample, Version
 from flexmarl.training.backends.causal_lm import prepare_for_training, use_onednn
-from flexmarl.training.backends.forward import plan, run, token_logprobs, trained_logits
+from flexmarl.training.backends.forward import plan, predict, run
 from flexmarl.training.backends.objective import Objective
 from flexmarl.training.batching import pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
@@ -99,7 +99,7 @@ def trained_stitched(model: PreTrainedModel, work: Workload) -> Callable[[], Non
         lengths = torch.tensor([len(row) for row in ids]).numpy()
         for rows in plan_passes(lengths, TrainingSettings().max_tokens_per_forward):
             padded = pad([ids[i] for i in rows], [marks[i] for i in rows])
-            logprobs, _ = token_logprobs(*trained_logits(model, padded))
+            logprobs = predict(model, padded, form=None).logprobs
             (-(logprobs + 6).exp().clamp(0.8, 1.28)).sum().backward()
         model.zero_grad()
 

@@ -6,12 +6,13 @@ No weights are loaded: the models are built without memory, from the shapes in t
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from flexmarl.assemble import cached_numbers
-from flexmarl.cli.needs import BYTES, TRAINER_BYTES
+from flexmarl.assemble.needed_memory import BYTES, TRAINER_BYTES, pass_of, size_of
 from flexmarl.config import load_run
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
@@ -19,9 +20,7 @@ from flexmarl.training.settings import LoraSettings
 from tests.docs.pages import ROOT
 
 CONFIG = ROOT / "examples" / "math_team" / "gpu.yaml"
-HEAD = "| model | parameters | trainer, full | trainer, LoRA | engine | keys and values | layers' inputs | logits |"
-ARRAYS_OF_LOGITS = 4
-"""Float32 arrays [N, V] at the peak of a pass: logits, log-probabilities, and two to compute the entropy."""
+HEAD = "| model | parameters | trainer, full | trainer, LoRA | engine | keys and values | a pass, full | a pass, LoRA |"
 
 
 def models() -> Mapping[str, PreTrainedConfig]:
@@ -78,11 +77,14 @@ def table() -> str:
 
 
 def _cells(model: PreTrainedModel, policy: PolicySettings) -> Iterator[str]:
-    training, engine, config = policy.training, policy.engine, model.config
+    training, engine = policy.training, policy.engine
     parameters = model.num_parameters()
     adapter = adapter_parameters(model, LoraSettings())
     trained, held = TRAINER_BYTES[training.dtype], BYTES[training.dtype]
-    tokens = training.max_tokens_per_forward
+    passes = [
+        pass_of(chosen, size_of(deepcopy(model), policy.model_copy(update={"training": chosen}))).num_bytes
+        for chosen in (training, training.model_copy(update={"lora": LoraSettings()}))
+    ]
     rows = engine.slots + engine.num_kept(deterministic=False)
     yield f"{parameters / 1e6:,.0f}M"
     for size in (
@@ -90,8 +92,7 @@ def _cells(model: PreTrainedModel, policy: PolicySettings) -> Iterator[str]:
         parameters * held + adapter * trained,
         parameters * BYTES[engine.dtype],
         rows * engine.max_len * cached_numbers(model) * BYTES[engine.dtype],
-        config.num_hidden_layers * tokens * config.hidden_size * held,
-        ARRAYS_OF_LOGITS * tokens * config.vocab_size * BYTES["float32"],
+        *passes,
     ):
         yield f"{size / GIB:.1f}"
 

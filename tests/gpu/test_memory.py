@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmarl.cli.needs import BYTES, TRAINER_BYTES
+from flexmarl.assemble.needed_memory import BYTES, TRAINER_BYTES
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.testing.training import sample_of

@@ -173,7 +173,7 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
     thread = DeviceThread()
     try:
         materials = Materials(
-            settings=settings, objects=InlineObjectStore(), device=cluster.device, store=store, thread=thread
+            settings=settings, objects=InlineObjectStore(thread), device=cluster.device, store=store, thread=thread
         )
         yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
     finally:

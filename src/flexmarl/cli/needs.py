@@ -16,10 +16,10 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.agents import ChatRenderer
-from flexmarl.assemble import cached_numbers, check_model, load_tokenizer, model_source
+from flexmarl.assemble import check_model, load_tokenizer, model_source
+from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
-from flexmarl.config.run_settings import PolicySettings
 from flexmarl.errors import ConfigError
 from flexmarl.events.machine import GIB, Machine
 from flexmarl.inference.settings import EmbeddedSettings
@@ -44,10 +44,8 @@ class ModelFacts:
     finding: Finding
     readable: bool = False
     """True if its config and tokenizer are on this machine."""
-    parameters: int = 0
-    """Number of parameters; 0 if not known here."""
-    cached_numbers: int = 0
-    """Numbers in the keys and values of one token; 0 if not known here, or if the engine has its own cache."""
+    size: ModelSize | None = None
+    """None if it is not known here."""
 
 
 def examine_models(settings: RunSettings, problems: list[str]) -> Mapping[str, ModelFacts]:
@@ -84,16 +82,17 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
         raise ConfigError(f"{key}: '{source}' holds no weights; save the model there with `save_pretrained`")
     check_model(settings, policy)
     tokenizer = load_tokenizer(settings, policy)
-    cached, todo = 0, ""
+    todo = ""
     if isinstance(engine, EmbeddedSettings):
-        cached = cached_numbers(model)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and engine.max_len > positions:
             todo = f"engine.max_len is {engine.max_len}, but the model knows only {positions} positions: lower it"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = size_of(model, settings.policies[policy])
     chat = ChatRenderer(tokenizer).extension.summary
-    found = f"{type(model).__name__}, {parameters / 1e6:,.2f}M parameters; chat: {chat}"
-    return ModelFacts(finding=Finding(key, found, todo), readable=True, parameters=parameters, cached_numbers=cached)
+    found = f"{type(model).__name__}, {size.parameters / 1e6:,.2f}M parameters; chat: {chat}"
+    if settings.policies[policy].trainable and not size.is_linear:
+        found += "; its head is more than a linear layer, so that a pass makes all its logits at once"
+    return ModelFacts(finding=Finding(key, found, todo), readable=True, size=size)
 
 
 def _on_the_hub(policy: str, name: str) -> ModelFacts:
@@ -117,18 +116,12 @@ def _on_the_hub(policy: str, name: str) -> ModelFacts:
         )
     weights = info.safetensors.total if info.safetensors else 0
     size = f", {weights / 1e6:,.0f}M parameters" if weights else ""
-    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run downloads it"), parameters=weights)
+    return ModelFacts(finding=Finding(key, f"{name}, on the hub{size}: the first run downloads it"))
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
-"""Bytes per parameter: weight, gradient, gradient cache and AdamW's two moments. In bfloat16 all but the weight are
-float32, and there is a float32 master weight."""
 
 
 def examine_machine(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
@@ -142,7 +135,7 @@ def examine_machine(settings: RunSettings, models: Mapping[str, ModelFacts], mac
         yield from _ray(settings, machine)
     else:
         yield _device(cluster, machine)
-    yield _memory(settings, models, machine)
+    yield from _memory(settings, models, machine)
     if cluster.backend == "ray":
         yield _ports(cluster)
     else:
@@ -182,35 +175,24 @@ def _ports(cluster: ClusterSettings) -> Finding:
     return Finding("ports", f"{cluster.address} answers")
 
 
-def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Finding:
-    """Estimates memory for weights, optimisers and caches; activations come on top. Inline, one device holds all."""
-    unknown = sorted(policy for policy in settings.policies if not models.get(policy) or not models[policy].parameters)
-    if unknown:
-        return Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
-    needs = [_need(policy, models[name], settings.deterministic) for name, policy in settings.policies.items()]
-    training, serving, cache = (sum(part) / GIB for part in zip(*needs, strict=True))
-    needed = training + serving + cache
-    parts = f"{needed:.2f} GiB: training {training:.2f}, engines {serving:.2f}, their caches {cache:.2f}"
+def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
+    """Yields the memory at the peak of the run, and its parts with the settings that lower them."""
+    sizes = {name: facts.size for name, facts in models.items() if facts.size is not None}
+    if unknown := sorted(settings.policies.keys() - sizes.keys()):
+        yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
+        return
+    found = parts(settings, sizes)
+    needed, largest = sum(part.num_bytes for part in found) / GIB, found[0]
+    told = f"{needed:.2f} GiB at the peak"
     cluster = settings.cluster
     if cluster.backend == "ray" and cluster.device != "cpu":
-        return Finding("memory", f"needs {parts}, over all devices")
-    if cluster.device == "cpu":
-        free = machine.free_memory_gib
-    elif torch.cuda.is_available():
-        free = torch.cuda.mem_get_info(torch.device(cluster.device))[0] / GIB
+        yield Finding("memory", f"{told}, over all devices")
     else:
-        return Finding("memory", f"needs {parts}, on {cluster.device}")
-    short = "free some; or use a smaller model, fewer instances, or smaller engine.slots or engine.max_len"
-    return Finding("memory", f"needs {parts}; {free:.1f} GiB are free", short if needed > free else "")
-
-
-def _need(policy: PolicySettings, facts: ModelFacts, deterministic: bool) -> tuple[float, float, float]:
-    """Returns the bytes for training, for the engines' weights, and for their caches."""
-    training = facts.parameters * TRAINER_BYTES[policy.training.dtype] * policy.trainable
-    engine = policy.engine
-    if not isinstance(engine, EmbeddedSettings):
-        return training, 0, 0
-    rows = engine.slots + engine.num_kept(deterministic=deterministic)
-    serving = facts.parameters * BYTES[engine.dtype]
-    cache = rows * engine.max_len * facts.cached_numbers * BYTES[engine.dtype]
-    return training, serving * policy.instances, cache * policy.instances
+        free = machine.free_memory_gib
+        if cluster.device != "cpu":
+            free = torch.cuda.mem_get_info(torch.device(cluster.device))[0] / GIB if torch.cuda.is_available() else None
+        short = f"the largest part is '{largest.name}': lower {largest.setting}; or free some"
+        free_too = f", on {cluster.device}" if free is None else f"; {free:.1f} GiB are free"
+        yield Finding("memory", told + free_too, short if free is not None and needed > free else "")
+    for part in found:
+        yield Finding(f"  {part.name}", f"{part.num_bytes / GIB:.2f} GiB; lower it by {part.setting}")

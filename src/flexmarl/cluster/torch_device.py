@@ -4,6 +4,7 @@ On a CPU nothing changes. CUDA has several kernels for one operation. PyTorch ch
 which suit one large batch, not an engine and a trainer that must agree on every log-probability.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,3 +57,18 @@ def free_unused(device: torch.device | str) -> None:
     """Returns the memory that torch keeps for later to the device, for other processes that share it."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        return_heap()
+
+
+def return_heap() -> None:
+    """Returns freed pages of the heap to the system, where the C library can (glibc). It takes about a millisecond.
+
+    Tensors below 32 MiB live in the heap, and glibc keeps what they leave: a run of a model with 135 million
+    parameters held 1.2 GiB more after each of its first steps.
+    """
+    if _trim is not None:
+        _trim(0)
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

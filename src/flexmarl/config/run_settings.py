@@ -80,6 +80,14 @@ class PolicySettings(Settings):
             return self
         return self.model_copy(update={"training": self.training.model_copy(update={"schedule": schedule})})
 
+    def publishing(self) -> Self:
+        """Decides what is published if `training.publish` is auto: the adapter alone where the engine takes it."""
+        if self.training.publish != "auto":
+            return self
+        alone = self.training.lora is not None and getattr(self.engine, "takes_adapters", False)
+        training = self.training.model_copy(update={"publish": "adapter" if alone else "merged"})
+        return self.model_copy(update={"training": training})
+
     @model_validator(mode="after")
     def _engine_takes_the_trained_weights(self) -> Self:
         served = getattr(self.engine, "dtype", None)
@@ -156,6 +164,12 @@ class RunSettings(Settings):
         mode = given.data.get("mode")
         off_policy = isinstance(mode, Mode) and not mode.synchronous
         return {name: policy.corrected() if off_policy else policy for name, policy in policies.items()}
+
+    @field_validator("policies")
+    @classmethod
+    def _adapters_are_published_alone(cls, policies: dict[str, PolicySettings]) -> dict[str, PolicySettings]:
+        """Sets the default of `training.publish` by the engine."""
+        return {name: policy.publishing() for name, policy in policies.items()}
 
     @field_validator("policies")
     @classmethod

@@ -40,6 +40,8 @@ class EmbeddedSettings(Settings):
     """Our own continuous batching over a Hugging Face causal LM: the choice on a CPU and for tiny models."""
 
     factory: ClassVar[str] = "flexmarl.inference.backends.embedded.engine:make_engine"
+    takes_adapters: ClassVar[bool] = True
+    """Its engines' capabilities have `adapters`. A class without this attribute says that they have not."""
 
     type: Literal["embedded"] = "embedded"
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait in the queue.")

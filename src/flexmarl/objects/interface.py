@@ -91,6 +91,19 @@ class ObjectStore(Protocol):
         ...
 
 
+@torch.no_grad()
+def merged(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """W + scaling B A, in `out` or in a new tensor. Trainers and engines call it, so that they get the same bits.
+
+    They are the bits of peft, which makes the product in float32 for a 16-bit type on a CPU.
+    """
+    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.add(base, (b.float() @ a.float()).mul_(scaling).to(a.dtype), out=out)
+    return torch.add(base, (b @ a).mul_(scaling), out=out)
+
+
 _SCALING, _BASE = "adapter.scaling", "adapter.base"
 _A, _B = ".lora_A", ".lora_B"
 

@@ -178,7 +178,8 @@ class Orchestrator:
     async def run(self) -> RunOutcome:
         """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
         try:
-            return await self._run()
+            async with self._saver.beside():
+                return await self._run()
         except ExceptionGroup as group:
             raise cause_of(group) from group
         finally:

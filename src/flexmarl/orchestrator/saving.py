@@ -2,10 +2,17 @@
 
 Loop of `Saver`: the end of a step becomes a checkpoint. Then rows that no checkpoint needs may lose their payloads.
 
+  run     step k ──► trainers write ──► step k + 1 ─────────────────────────► the next save, or the end: waits
+  beside             (files, in the     flush ─► digest ─► seal ─► rename
+                     system's memory)
+
 consumes    the state of a run at a step boundary
-waits for   each trainer, then the disk
+waits for   each trainer; for the disk only if the save before has not ended, or if no step follows
 produces    a checkpoint; journal events for what was saved, dropped or failed
 unblocked by the disk; if it is full, the run only warns, provided that an older checkpoint is intact and a save follows
+
+The files are a consistent copy as soon as the trainers have written them: later updates do not reach them. At most one
+checkpoint is under way. Until it is complete, a killed run resumes from the one before.
 
 Loop of `resume`: trainers and store return to one step boundary, that of the newest intact checkpoint.
 
@@ -17,11 +24,13 @@ unblocked by nothing else: no other part of the run has started yet
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import CheckpointError, boundary
 from flexmarl.events.event import Events
 from flexmarl.events.notices import phase
@@ -112,22 +121,42 @@ class Checkpoints(CheckpointFolder):
     def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
         """Without `in_thread`, disk work blocks the event loop: virtual time has no threads."""
         super().__init__(folder)
-        self._keep, self._budget_bytes, self._in_thread = keep, budget_bytes, in_thread
+        self.in_thread = in_thread
+        self._keep, self._budget_bytes = keep, budget_bytes
 
     async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
         """Writes a checkpoint, then removes those that `to_drop` chooses. If writing fails, the older ones stay.
 
+        Raises CheckpointError, and errors of trainers.
+        """
+        await self.write(state.step, trainers)
+        return await self.finish(state)
+
+    async def write(self, step: int, trainers: Mapping[PolicyName, Trainer]) -> None:
+        """Lets every trainer write its files. They may change their weights afterwards.
+
         Trainers write one after the other, because they share the disk. Raises CheckpointError, and errors of trainers.
         """
-        partial = self.partial(state.step)
-        with boundary(CheckpointError, f"saving {self.of_step(state.step)}"):
+        with self._saving(step):
+            await self._aside(self.begin, step)
+            for policy, trainer in trainers.items():
+                await trainer.save(self.partial(step) / policy)
+
+    async def finish(self, state: RunState) -> Saved:
+        """Makes a checkpoint of what was written, once it is on the disk, then removes those that `to_drop` chooses.
+
+        Raises CheckpointError.
+        """
+        with self._saving(state.step):
+            return await self._aside(self._complete, state)
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        with boundary(CheckpointError, f"saving {self.of_step(step)}"):
             try:
-                await self._aside(self.begin, state.step)
-                for policy, trainer in trainers.items():
-                    await trainer.save(partial / policy)
-                return await self._aside(self._complete, state)
+                yield
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # Frees the space again if the disk was full.
+                shutil.rmtree(self.partial(step), ignore_errors=True)  # Frees the space again if the disk was full.
                 raise
 
     async def find(self) -> Found:
@@ -183,7 +212,7 @@ class Checkpoints(CheckpointFolder):
 
         A cancelled call waits for the thread, so that nothing is written after it has returned.
         """
-        if not self._in_thread:
+        if not self.in_thread:
             return work(*args, **kwargs)
         working = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="checkpoint-disk")
         try:
@@ -208,6 +237,37 @@ class Saver:
     ) -> None:
         self._checkpoints, self._trainers, self._settings = checkpoints, trainers, settings
         self._events, self._warn, self._prune = events, warn, prune
+        self._tasks: asyncio.TaskGroup | None = None
+        """The tasks of `beside`; None outside of it."""
+        self._under_way: asyncio.Task[None] | None = None
+        self._failure: CheckpointError | None = None
+        """Error of a checkpoint that failed beside the run, and that the run must not survive."""
+
+    @asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        """Inside the block, checkpoints are completed while the run goes on; leaving it waits for the last one.
+
+        In virtual time, whose disk work blocks anyway, every save waits. Raises CheckpointError if a checkpoint failed
+        without an intact older one, and the block has not raised it.
+        """
+        async with task_block() as tasks:
+            self._tasks = tasks if self._checkpoints.in_thread else None
+            try:
+                yield
+            finally:
+                self._tasks = None
+                if self._under_way:
+                    await asyncio.wait([self._under_way])
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Returns when no checkpoint is under way. Raises the error of one that the run must not survive, once."""
+        if self._under_way:
+            await asyncio.wait([self._under_way])
+            self._under_way = None
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
 
     def due(self, step: int, *, last: bool) -> bool:
         """True if a checkpoint is saved at the end of this step."""
@@ -215,6 +275,8 @@ class Saver:
 
     async def not_saved(self, admission: AdmissionState) -> None:
         """Called at the end of a step without a checkpoint. If checkpoints are off, nothing needs the ended groups."""
+        if self._failure:
+            await self.settled()
         if not self._settings.every:
             await self._make_room(first_group(admission), "there are no checkpoints: a resumed run begins anew")
 
@@ -225,11 +287,13 @@ class Saver:
         """
         if self._settings.best is None:
             return
+        await self.settled()
         best = best_of(state.evaluations, self._settings.best)
         if best is None or best.step != state.step or self._checkpoints.best() == best.step:
             return
         if not self._checkpoints.of_step(best.step).is_dir():
             await self.save(state, last=False)
+            await self.settled()
         if self._checkpoints.of_step(best.step).is_dir():
             drops = await self._checkpoints.keep_best(best.step)
             self._events.emit(CheckpointBest(step=best.step, because=best.because))
@@ -242,18 +306,37 @@ class Saver:
     async def save(self, state: RunState, *, last: bool) -> None:
         """Saves a checkpoint. If that fails, it warns if an older one is intact and a later save will come.
 
-        Otherwise it raises CheckpointError: the run must end, because its work would be lost.
+        Otherwise it raises CheckpointError, here or when the next step has ended: the run must end, because its work
+        would be lost. Inside `beside` it returns when the trainers have written, unless the save is the `last` one.
         """
         began = self._events.now()
         with phase(self._events, "checkpoint"):
+            await self.settled()
             try:
-                saved = await self._checkpoints.save(state, self._trainers)
+                await self._checkpoints.write(state.step, self._trainers)
             except CheckpointError as error:
                 self._failed(state, error, last)
                 return
-            self._tell(state, saved, began)
-            because = f"checkpoints go on from group {saved.first_group} or later, the best one aside"
-            await self._make_room(saved.first_group, because)
+            if self._tasks is None or last:
+                await self._finish(state, began, last)
+                return
+        self._under_way = self._tasks.create_task(self._finish_beside(state, began), name=f"checkpoint/{state.step}")
+
+    async def _finish_beside(self, state: RunState, began: float) -> None:
+        try:
+            await self._finish(state, began, last=False)
+        except CheckpointError as error:
+            self._failure = error
+
+    async def _finish(self, state: RunState, began: float, last: bool) -> None:
+        try:
+            saved = await self._checkpoints.finish(state)
+        except CheckpointError as error:
+            self._failed(state, error, last)
+            return
+        self._tell(state, saved, began)
+        because = f"checkpoints go on from group {saved.first_group} or later, the best one aside"
+        await self._make_room(saved.first_group, because)
 
     async def _make_room(self, before_group: GroupId, because: str) -> None:
         rows = await self._prune(before_group) if self._prune else 0

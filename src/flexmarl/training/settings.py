@@ -140,10 +140,11 @@ class TrainingSettings(UpdateSettings):
     lora: LoraSettings | None = Field(
         default=None, description="Train an adapter and leave the weights as they are; null trains all of them."
     )
-    publish: Literal["merged", "adapter"] = Field(
-        default="merged",
+    publish: Literal["auto", "merged", "adapter"] = Field(
+        default="auto",
         description="With lora, what engines get: merged weights, whole and under the base's names; or the adapter "
-        "alone, far smaller, which the engine must take (the embedded one does) and merges itself.",
+        "alone, far smaller, which the engine must take (the embedded one does) and merges itself. auto: the adapter "
+        "alone if the type of engine takes it.",
     )
     kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")
     entropy_coef: float = Field(

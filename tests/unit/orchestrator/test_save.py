@@ -1,5 +1,6 @@
 """A save that fails is a warning as long as there is something to go on from."""
 
+import asyncio
 import errno
 import os
 from types import SimpleNamespace
@@ -146,3 +147,117 @@ def test_between_two_checkpoints_the_store_stays_as_it_is(tmp_path):
     at = stage(tmp_path, every=3)
     run_virtual(at.saver.not_saved(at_group(20)))
     assert at.pruned == []
+
+
+class Weighs(FakeTrainer):
+    """Has one weight, which it saves and loads."""
+
+    weight = 0.0
+
+    async def save(self, path):
+        await super().save(path)
+        (path / "weight").write_text(str(self.weight))
+
+    async def load(self, path):
+        self.weight = float((path / "weight").read_text())
+        return await super().load(path)
+
+
+class SlowDisk(Checkpoints):
+    """A disk on which a checkpoint is complete when the test says so."""
+
+    def __init__(self, folder):
+        super().__init__(folder, keep=2)
+        self.may_finish, self.finishing, self.most_at_once = asyncio.Event(), 0, 0
+        self.error: CheckpointError | None = None
+
+    async def finish(self, state):
+        self.finishing += 1
+        self.most_at_once = max(self.most_at_once, self.finishing)
+        await self.may_finish.wait()
+        self.finishing -= 1
+        if self.error:
+            raise self.error
+        return await super().finish(state)
+
+
+def slow_stage(folder):
+    disk, events, said = SlowDisk(folder), RememberedEvents(), list[str]()
+    trainer = Weighs(SOLVER, InlineObjectStore())
+    settings = CheckpointSettings(every=1)
+    saver = Saver(disk, {SOLVER: trainer}, settings, events=events, warn=said.append, prune=None)
+    return SimpleNamespace(disk=disk, saver=saver, trainer=trainer, events=events, said=said)
+
+
+def at_step(step):
+    return RunState(step=step, admission=at_group(10 * step), versions={SOLVER: Version(0)})
+
+
+def test_the_step_goes_on_while_a_checkpoint_of_the_weights_as_they_were_is_completed(tmp_path):
+    async def scenario():
+        at = slow_stage(tmp_path)
+        async with at.saver.beside():
+            at.trainer.weight = 1.0
+            await at.saver.save(at_step(1), last=False)
+            assert names(tmp_path) == [".partial-00001"], "a killed run finds no checkpoint here"
+            at.trainer.weight = 2.0
+            at.disk.may_finish.set()
+        assert names(tmp_path) == ["step-00001"]
+        await at.disk.load({SOLVER: at.trainer})
+        assert at.trainer.weight == 1.0
+
+    asyncio.run(scenario())
+
+
+def test_at_most_one_checkpoint_is_under_way_and_the_last_one_is_waited_for(tmp_path):
+    async def scenario():
+        at = slow_stage(tmp_path)
+        async with at.saver.beside():
+            await at.saver.save(at_step(1), last=False)
+            async with asyncio.TaskGroup() as tasks:
+                second = tasks.create_task(at.saver.save(at_step(2), last=False))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert not second.done()
+                at.disk.may_finish.set()
+            await at.saver.save(at_step(3), last=True)
+            assert names(tmp_path) == ["step-00002", "step-00003"]
+        assert at.disk.most_at_once == 1
+        assert [event.step for event in at.events.of(CheckpointSaved)] == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_beside_the_run_is_a_warning_if_there_is_an_older_checkpoint_and_else_ends_it(tmp_path):
+    async def scenario(older):
+        at = slow_stage(tmp_path / str(older))
+        at.disk.may_finish.set()
+        async with at.saver.beside():
+            if older:
+                await at.saver.save(at_step(1), last=True)
+            at.disk.error = CheckpointError("the disk is full")
+            await at.saver.save(at_step(2), last=False)
+            await at.saver.not_saved(at_group(30))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await at.saver.not_saved(at_group(40))
+            assert older, "the error ends the run with the next step"
+        assert [event.step for event in at.events.of(CheckpointFailed)] == [2]
+        assert at.said == ["no checkpoint of step 2: the disk is full. Going on; the newest is of step 1"]
+
+    asyncio.run(scenario(True))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        asyncio.run(scenario(False))
+
+
+def test_an_error_of_the_run_waits_for_the_checkpoint_under_way(tmp_path):
+    async def scenario():
+        at = slow_stage(tmp_path)
+        async with at.saver.beside():
+            await at.saver.save(at_step(1), last=False)
+            asyncio.get_running_loop().call_later(0.01, at.disk.may_finish.set)
+            raise TrainingError("its process is gone")
+
+    with pytest.raises(TrainingError):
+        asyncio.run(scenario())
+    assert names(tmp_path) == ["step-00001"]

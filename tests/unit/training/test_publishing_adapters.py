@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.config.run_settings import PolicySettings
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.interface import EngineParts, make_engine
@@ -116,15 +118,9 @@ def test_the_checksum_is_of_the_adapter_and_the_base_as_the_engine_holds_them(
 ) -> None:
     tree, said = published(trainer_of(make_model, make_samples, 2, publish="adapter"))
     assert said == checksum(tree)
-    model = make_model()
-    core = core_of(model)
+    core = core_of(make_model())
     assert core.load(Version(1), tree) == said
     assert core.load(Version(2), tree) == said, "over the base, not over what was merged before"
-    with torch.no_grad():
-        model.model.norm.weight[0] += 1
-    with pytest.raises(EngineError, match="the adapter is of a base with checksum"):
-        core.load(Version(3), tree)
-    assert core.version == 2
 
 
 def test_with_verify_names_only_names_and_shapes_of_the_base_are_compared(
@@ -217,6 +213,52 @@ def test_its_tensors_are_an_object_and_an_object_is_its_tensors() -> None:
     assert (found.scaling, found.base, list(found.layers)) == (0.7, "ab:cd", ["layer"])
     assert all(torch.equal(x, y) for x, y in zip(found.layers["layer"], (a, b), strict=True))
     assert PublishedAdapter.from_tree({"layer.weight": a}) is None
+
+
+@pytest.mark.parametrize(
+    ("training", "engine", "expected"),
+    [
+        ({"lora": {"rank": 4}}, EmbeddedSettings(), "adapter"),
+        ({"lora": {"rank": 4}, "publish": "merged"}, EmbeddedSettings(), "merged"),
+        ({"lora": {"rank": 4}}, SimpleNamespace(type="whole_weights_only"), "merged"),
+        ({}, EmbeddedSettings(), "merged"),
+    ],
+)
+def test_by_default_the_adapter_is_published_alone_where_the_engine_takes_it(
+    training: dict[str, Any], engine: Any, expected: str
+) -> None:
+    policy = PolicySettings.model_validate({"model": "here", "training": training})
+    policy = policy.model_copy(update={"engine": engine}).publishing()
+    assert policy.training.publish == expected
+    assert policy.publishing() is policy
+
+
+def test_what_the_settings_of_the_embedded_engine_say_is_what_it_reports(make_model: Model) -> None:
+    thread = DeviceThread("adapter")
+    parts = EngineParts(policy=SOLVER, make_model=make_model, decode=str, store=InlineObjectStore(), thread=thread)
+
+    async def reported() -> bool:
+        engine = make_engine(EmbeddedSettings(slots=2, max_len=16), parts)
+        return (await engine.capabilities()).adapters
+
+    assert asyncio.run(reported()) is EmbeddedSettings.takes_adapters
+    thread.close()
+
+
+def test_the_base_is_read_with_its_first_adapter_and_again_after_whole_weights(
+    make_model: Model, make_samples: Samples
+) -> None:
+    merged, adapter = both(make_model, make_samples, 1)
+    broken = make_model()
+    with torch.no_grad():
+        broken.model.norm.weight[0] += 1
+    for load_whole in (False, True):
+        core = core_of(make_model() if load_whole else broken)
+        if load_whole:
+            core.load(Version(1), adapter)
+            core.load(Version(2), {**merged, "model.norm.weight": broken.model.norm.weight.detach()})
+        with pytest.raises(EngineError, match="the adapter is of a base with checksum"):
+            core.load(Version(3), adapter)
 
 
 def test_an_adapter_without_lora_is_refused() -> None:

@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import torch
 
+from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree, checksum
 from flexmarl.objects.tensors import ALIGNMENT, Layout, bytes_of, copy_in, layout_of, part_sums, views, whole_digest
 
@@ -29,16 +30,20 @@ from flexmarl.objects.tensors import ALIGNMENT, Layout, bytes_of, copy_in, layou
 class InlineObjectStore:
     """Object store for the inline world: `set` stores a copy, and `get` returns that copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: DeviceThread | None = None) -> None:
+        """Copies and checksums are made on `thread`, so that the event loop stays free; without it, at once."""
+        self._thread = thread
         self._objects: dict[ObjectKey, dict[str, torch.Tensor]] = {}
 
     async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken."""
         if key in self._objects:
             raise ValueError(f"object '{key}' is already set; keys name immutable objects")
-        copy = {name: tensor.detach().clone() for name, tensor in tree.items()}
+        copy, digest = await self._thread.run(_copied, tree) if self._thread else _copied(tree)
+        if key in self._objects:
+            raise ValueError(f"object '{key}' was set twice at a time; keys name immutable objects")
         self._objects[key] = copy
-        return ObjectMeta(key, sum(t.numel() * t.element_size() for t in copy.values()), checksum(copy))
+        return ObjectMeta(key, sum(t.numel() * t.element_size() for t in copy.values()), digest)
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """The stored copy. Raises KeyError if there is none."""
@@ -49,6 +54,11 @@ class InlineObjectStore:
     async def release(self, key: ObjectKey) -> None:
         """Drops the object, if there is one."""
         self._objects.pop(key, None)
+
+
+def _copied(tree: TensorTree) -> tuple[dict[str, torch.Tensor], Checksum]:
+    copy = {name: tensor.detach().clone() for name, tensor in tree.items()}
+    return copy, checksum(copy)
 
 
 _LENGTH_BYTES = 8

@@ -103,8 +103,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Product with the weight, plus bias."""
-        is_ours = input.dtype == torch.float32 and input.device.type == "cpu"
-        if not is_ours or input.numel() < MIN_ROWS * self.in_features:
+        if not _is_for_onednn(input, self.weight):
             return super().forward(input)
         return _Product.apply(input, self.weight, self.bias)  # pyright: ignore[reportReturnType]
 
@@ -130,6 +129,18 @@ class _Product(torch.autograd.Function):
             _product(flat.t(), x.flatten(0, -2).t()) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, I] times weight [O, I] transposed, plus bias [O], as `OneDnnLinear` computes it; without gradient."""
+    if _is_for_onednn(x, weight) and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
+        return _product(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    is_plain = x.dtype == torch.float32 and x.device.type == "cpu"
+    return is_plain and x.numel() >= MIN_ROWS * weight.shape[1]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

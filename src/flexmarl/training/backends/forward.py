@@ -1,11 +1,10 @@
 """Forward passes of a Hugging Face causal LM over samples: which samples go together, and what comes out of them.
 
 `plan` divides samples into passes, along prefix trees or as padded rows. `run` makes one pass. `ValueHead` is the
-critic's part of the network. `trained_logits` and `token_logprobs` serve supervised training too.
+critic's part of the network. `predict` serves supervised training too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmarl.records import IntArray, Sample
+from flexmarl.training.backends.logprobs import LEAN_FROM, HeadForm, lean_logprobs, whole_logprobs
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS, PaddedRows, pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import along
@@ -23,41 +23,57 @@ from flexmarl.training.tree.cost import ModelShape, pays, shares_enough
 from flexmarl.training.tree.merge import PrefixTree, cut, merge, sort_rows
 
 
-def trained_logits(model: PreTrainedModel, rows: PaddedRows, **options: Any) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] that predict the trained tokens, and those tokens [N].
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Outputs of a model for N trained tokens."""
 
-    The hidden states are gathered before the head, so no logits are made for prompts and padding. Everything that the
-    model does after its head (soft caps, scales) stays in place. No attention mask and no positions are passed: both
-    defaults are right for right-padded rows, and they keep attention on its fast causal path. `options` are passed to
-    the model.
+    logprobs: Tensor
+    """[N] log-probabilities at temperature 1."""
+    entropy: Tensor
+    """[N] entropy of the distribution at each token, at temperature 1; with gradient only if asked for."""
+    hidden: Tensor
+    """[M, H] inputs of the model's head."""
+
+
+def predict(
+    model: PreTrainedModel,
+    rows: PaddedRows,
+    *,
+    form: HeadForm | None,
+    places: Tensor | None = None,
+    entropy_gradient: bool = False,
+    **options: Any,
+) -> Predicted:
+    """Runs the model over rows. Target i is predicted at `rows.positions[places[i]]`, or at [i] without `places`.
+
+    The hidden states are gathered before the head, so no logits are made for prompts and padding. Where there would be
+    many logits and the head has a `form`, the head itself gets no row, and the log-probabilities are computed lean.
+    Otherwise everything that the model does after its head stays in place. No attention mask and no positions are
+    passed: both defaults are right for right-padded rows, and they keep attention on its fast causal path. `options`
+    are passed to the model.
     """
     positions = torch.from_numpy(rows.positions).to(model.device)
-    head = model.get_output_embeddings()
+    targets = torch.from_numpy(rows.targets).to(model.device)
+    head, seen = model.get_output_embeddings(), list[Tensor]()
     assert head is not None, "a causal LM has a head"
+    lean = form is not None and len(positions) * len(head.weight) >= LEAN_FROM
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-        return (inputs[0].flatten(0, 1).index_select(0, positions),)
+        seen.append(inputs[0].flatten(0, 1).index_select(0, positions))
+        return (seen[0][:0] if lean else seen[0],)
 
     with head.register_forward_pre_hook(gather):
         logits = model(input_ids=torch.from_numpy(rows.input_ids).to(model.device), use_cache=False, **options).logits
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return logits, torch.from_numpy(rows.targets).to(model.device)
-
-
-def token_logprobs(
-    logits: Tensor, targets: Tensor, *, places: Tensor | None = None, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] of each target, at temperature 1, and the entropy [N] of its distribution.
-
-    Target i has the logits at `places[i]`, or at i without `places`. The entropy has a gradient only if
-    `entropy_gradient` is set, because that keeps another tensor of the logits' size until backward.
-    """
-    logprobs = logits.log_softmax(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    if places is not None:
-        return logprobs[places, targets], entropy[places]
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    (hidden,) = seen
+    wanted: Any = {"places": places, "entropy_gradient": entropy_gradient}
+    if lean:
+        assert form is not None, "without a form it is not lean"
+        assert isinstance(head, nn.Linear), "only linear heads have a form"
+        logprobs, entropy = lean_logprobs(hidden, head, targets, form, **wanted)
+    else:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        logprobs, entropy = whole_logprobs(logits, targets, **wanted)
+    return Predicted(logprobs, entropy, hidden)
 
 
 class ValueHead(nn.Module):
@@ -80,19 +96,6 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[N] values from hidden states [N, H]."""
         return hidden.to(self.weight.dtype) @ self.weight + self.bias
-
-
-@contextmanager
-def hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collects the inputs of the model's head inside the block, one tensor per forward pass."""
-    head, seen = model.get_output_embeddings(), list[Tensor]()
-    assert head is not None, "a causal LM has a head"
-
-    def keep(_: nn.Module, inputs: tuple[Any, ...], __: Tensor) -> None:
-        seen.append(inputs[0])
-
-    with head.register_forward_hook(keep):
-        yield seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +148,19 @@ def run(
     tree: PrefixTree | None = None,
     value_head: ValueHead | None = None,
     entropy_gradient: bool = False,
+    form: HeadForm | None = None,
 ) -> TokenOutputs:
     """Makes one pass. Every sample must have sampled tokens. `tree` merges them, for a model that can run along it.
 
-    A node of the tree goes through the head once, however many rows it predicts a token of.
+    A node of the tree goes through the head once, however many rows it predicts a token of. `form` is the model's
+    `head_form`; without it, all logits of the pass are made at once.
     """
     rows, places, options = (_padded(samples), None, {}) if tree is None else _merged(model, samples, tree)
-    with hidden_states(model) as hidden:
-        logits, targets = trained_logits(model, rows, **options)
-    logprobs, entropy = token_logprobs(logits, targets, places=places, entropy_gradient=entropy_gradient)
+    found = predict(model, rows, form=form, places=places, entropy_gradient=entropy_gradient, **options)
     if value_head is None:
-        return TokenOutputs(logprobs, entropy)
-    values = value_head(hidden[0])
-    return TokenOutputs(logprobs, entropy, values if places is None else values[places])
+        return TokenOutputs(found.logprobs, found.entropy)
+    values = value_head(found.hidden)
+    return TokenOutputs(found.logprobs, found.entropy, values if places is None else values[places])
 
 
 def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape) -> Iterator[Pass]:

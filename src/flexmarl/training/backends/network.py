@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place
 from flexmarl.errors import ConfigError, boundary
-from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
+from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum, merged
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import (
     DTYPES,
@@ -36,6 +36,7 @@ from flexmarl.training.backends.causal_lm import (
     unique_tensors,
 )
 from flexmarl.training.backends.forward import Pass, TokenOutputs, ValueHead, plan, run
+from flexmarl.training.backends.logprobs import head_form
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.settings import LoraSettings, TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
@@ -85,24 +86,23 @@ class Adapter:
 
         Merged tensors are new: the base is only read, so that a thousand updates leave no rounding in it.
         """
-        layers = {f"{name}{WRAPPED}.weight": layer for name, layer in self._layers()}
+        scaling = self.settings.alpha / self.settings.rank
+        factors = {f"{name}{WRAPPED}.weight": of_layer for name, of_layer in self._factors()}
         for name, tensor in unique_tensors(self._model):
             if ".lora_" not in name:
-                yield name.replace(WRAPPED, ""), _merged(layers[name]) if name in layers else tensor
+                of_layer = factors.get(name)
+                yield name.replace(WRAPPED, ""), merged(tensor, *of_layer, scaling) if of_layer else tensor
 
     def published(self) -> PublishedAdapter:
         """The adapter alone, with the checksum of the base, which is computed once."""
         if self._base is None:
             tensors = unique_tensors(self._model)
             self._base = checksum({name.replace(WRAPPED, ""): t for name, t in tensors if ".lora_" not in name})
-        return PublishedAdapter(
-            {
-                name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
-                for name, layer in self._layers()
-            },
-            self.settings.alpha / self.settings.rank,
-            self._base,
-        )
+        return PublishedAdapter(dict(self._factors()), self.settings.alpha / self.settings.rank, self._base)
+
+    def adapted(self) -> int:
+        """Number of weights of the base's layers that the adapter is for."""
+        return sum(layer.get_parameter("base_layer.weight").numel() for _, layer in self._layers())
 
     def overflowing(self) -> list[str]:
         """Names of layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
@@ -131,6 +131,12 @@ class Adapter:
             if isinstance(module, LoraLinear):
                 yield name, module
 
+    def _factors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """A and B of each layer, by its name in the base."""
+        for name, layer in self._layers():
+            a, b = (layer.get_parameter(f"lora_{which}.{ADAPTER}.weight") for which in "AB")
+            yield name, (a, b)
+
     def _enable(self, enabled: bool) -> None:
         for _, layer in self._layers():
             layer.enable_adapters(enabled)
@@ -148,12 +154,6 @@ class Adapter:
                 f"training.lora.target_modules {targets!r}: the head's weight is that of the embeddings too, and one "
                 f"merged weight cannot be both; leave the head out"
             )
-
-
-@torch.no_grad()
-def _merged(layer: LoraLinear) -> Tensor:
-    base = layer.get_parameter("base_layer.weight")
-    return base + layer.get_delta_weight(ADAPTER)
 
 
 class Reference(Protocol):
@@ -208,6 +208,7 @@ class Network:
         if settings.kl is not None:
             self._reference = self._adapter or FrozenCopy(model)
         self._value_head = ValueHead(model) if settings.critic is not None else None
+        self._form = head_form(model)
 
     @property
     def has_reference(self) -> bool:
@@ -238,19 +239,26 @@ class Network:
         self, samples: Sequence[Sample], tree: PrefixTree | None, *, entropy_gradient: bool = False
     ) -> TokenOutputs:
         """Outputs with gradient. Call it, and its backward, inside `computing`."""
-        return run(self.model, samples, tree=tree, value_head=self._value_head, entropy_gradient=entropy_gradient)
+        return run(
+            self.model,
+            samples,
+            tree=tree,
+            value_head=self._value_head,
+            entropy_gradient=entropy_gradient,
+            form=self._form,
+        )
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Log-probabilities under the current weights."""
         with self.computing():
-            return run(self.model, samples, tree=tree).logprobs
+            return run(self.model, samples, tree=tree, form=self._form).logprobs
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], tree: PrefixTree | None) -> Tensor:
         """Values of the critic."""
         with self.computing():
-            values = run(self.model, samples, tree=tree, value_head=self._value_head).values
+            values = run(self.model, samples, tree=tree, value_head=self._value_head, form=self._form).values
         assert values is not None, "asked of a network with a critic only"
         return values
 
@@ -259,7 +267,7 @@ class Network:
         """Log-probabilities under the initial weights."""
         assert self._reference is not None, "asked of a network with a reference only"
         with self._reference.model() as model, self.computing():
-            return run(model, samples, tree=tree).logprobs
+            return run(model, samples, tree=tree, form=self._form).logprobs
 
     def published(self) -> dict[str, Tensor]:
         """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.own_folder import require_space
+from flexmarl.cluster.torch_device import return_heap
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.records import (
@@ -322,6 +323,9 @@ class SingleProcessTrainer:
         update = self._report(total, norm, learning_rate)
         self._cache.clear()
         self._reports = {}
+        del gradients
+        if self._network.model.device.type == "cpu":
+            return_heap()
         return update
 
     def _report(self, total: float, norm: float, learning_rate: float) -> UpdateReport:

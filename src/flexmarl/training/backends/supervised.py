@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from flexmarl.errors import TrainingError
 from flexmarl.records import IntArray
 from flexmarl.training.backends.causal_lm import Updater, precision, prepare_for_training
-from flexmarl.training.backends.forward import token_logprobs, trained_logits
+from flexmarl.training.backends.forward import predict
+from flexmarl.training.backends.logprobs import HeadForm, head_form
 from flexmarl.training.batching import pad, plan_passes
 from flexmarl.training.settings import SupervisedSettings
 
@@ -56,10 +57,10 @@ def train_supervised(
                 f"{int(row.trained.sum())} of them set; mark at least one token, and not the first"
             )
     prepare_for_training(model, activation_checkpointing=False)
-    updater = Updater(model, settings)
+    updater, form = Updater(model, settings), head_form(model)
     loss = 0.0
     for update, batch in enumerate(batches(demonstrations, settings, seed)):
-        loss = _accumulate(model, batch, settings)
+        loss = _accumulate(model, batch, settings, form)
         updater.apply(updater.take_gradients(), update, f"supervised update {update + 1}")
         progress(update + 1, loss)
     return loss
@@ -87,7 +88,9 @@ def batches(
                 yield [demonstrations[i] for i in cuts[cut]]
 
 
-def _accumulate(model: PreTrainedModel, batch: Sequence[Demonstration], settings: SupervisedSettings) -> float:
+def _accumulate(
+    model: PreTrainedModel, batch: Sequence[Demonstration], settings: SupervisedSettings, form: HeadForm | None
+) -> float:
     counts = np.array([row.trained.sum() for row in batch])
     per_row = settings.aggregation == "seq-mean-token-mean"
     weights = 1.0 / (counts * len(batch)) if per_row else np.full(len(batch), 1.0 / counts.sum())
@@ -96,7 +99,7 @@ def _accumulate(model: PreTrainedModel, batch: Sequence[Demonstration], settings
         padded = pad([batch[i].ids for i in rows], [batch[i].trained for i in rows])
         token_weights = torch.from_numpy(np.repeat(weights[rows], counts[rows])).to(model.device)
         with precision(model):
-            logprobs, _ = token_logprobs(*trained_logits(model, padded))
+            logprobs = predict(model, padded, form=form).logprobs
             loss = -(logprobs @ token_weights.to(logprobs.dtype))
             loss.backward()
         total += loss.item()

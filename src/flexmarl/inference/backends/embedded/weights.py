@@ -8,7 +8,15 @@ An adapter's base is kept, and every version is merged from it anew:
 import torch
 
 from flexmarl.errors import EngineError
-from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, confirms, names_checksum
+from flexmarl.objects.interface import (
+    Checksum,
+    PublishedAdapter,
+    TensorTree,
+    checksum,
+    confirms,
+    merged,
+    names_checksum,
+)
 from flexmarl.objects.settings import Verify
 
 
@@ -66,16 +74,19 @@ class AdaptedWeights:
         self._model = model
         self._base: dict[str, torch.Tensor] = {}
         """Weights of the adapted layers without the adapter."""
+        self._checksum: Checksum | None = None
+        """Checksum of all weights without the adapter; None if they were not read yet."""
         self._adapter: PublishedAdapter | None = None
 
     @torch.no_grad()
     def load(self, adapter: PublishedAdapter, verify: Verify) -> Checksum:
         """Merges the adapter into the model and returns the checksum of adapter and base, both as they are held.
 
-        If the adapter is of another base, or one of its layers does not fit, raises EngineError and changes nothing.
+        The base is read once, with its first adapter: nothing writes to it as long as only adapters are loaded. If the
+        adapter is of another base, or one of its layers does not fit, raises EngineError and changes nothing.
         """
         of_base = checksum if verify == "full" else names_checksum
-        base = of_base(self._without_adapter())
+        base = self._checksum = self._checksum or of_base(self._without_adapter())
         if not confirms(base, adapter.base):
             raise EngineError(
                 f"the adapter is of a base with checksum {adapter.base}, but the engine's model has {base}; trainer "
@@ -92,13 +103,13 @@ class AdaptedWeights:
         device = next(iter(weights.values())).device
         held = {layer: (a.to(device, copy=True), b.to(device, copy=True)) for layer, (a, b) in adapter.layers.items()}
         for layer, (a, b) in held.items():
-            weights[f"{layer}.weight"].copy_(merged(self._base[f"{layer}.weight"], a, b, adapter.scaling))
+            merged(self._base[f"{layer}.weight"], a, b, adapter.scaling, out=weights[f"{layer}.weight"])
         self._adapter = PublishedAdapter(held, adapter.scaling, base if verify == "full" else adapter.base)
         return of_base(self._adapter.as_tree())
 
     def forget(self) -> None:
         """Forgets base and adapter, because whole weights were loaded: those are the base of the next adapter."""
-        self._base, self._adapter = {}, None
+        self._base, self._adapter, self._checksum = {}, None, None
 
     def to(self, device: str) -> None:
         """Moves the base and the adapter that are kept to a device."""
@@ -117,14 +128,6 @@ class AdaptedWeights:
                 seen.add(id(tensor))
                 found[name] = self._base.get(name, tensor)
         return found
-
-
-@torch.no_grad()
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Computes W + scaling B A as peft does, so that trainer and engine get the same bits on the same device."""
-    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
-        return base + ((b.float() @ a.float()) * scaling).to(a.dtype)
-    return base + (b @ a) * scaling
 
 
 def _check(name: str, weight: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> None:

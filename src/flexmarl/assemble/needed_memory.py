@@ -1,0 +1,192 @@
+"""Memory that a run takes at its peak, part by part, from the shapes of its models.
+
+No weights are loaded: what a pass keeps until its backward is counted on a model without memory. The peak is reached in
+a pass of a trainer, when gradients, their sums and the optimiser's moments are there beside the engines, or when a
+version is published. In one process (`cluster.backend: inline`) passes run one after the other, on Ray side by side.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexmarl.assemble.blueprint import cached_numbers
+from flexmarl.config import RunSettings
+from flexmarl.config.run_settings import PolicySettings
+from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.training.backends.causal_lm import DTYPES
+from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
+from flexmarl.training.backends.network import Adapter
+from flexmarl.training.settings import TrainingSettings
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
+"""Bytes per trained parameter: weight, gradient, gradient sum and AdamW's two moments. In bfloat16 all but the weight
+are float32, and there is a float32 master weight."""
+_COUNTED_TOKENS = 2
+"""Tokens of the pass that is counted: few, as the attention that is counted keeps a number for each pair of them."""
+_LOGIT_ARRAYS = 4
+"""Arrays [N, V] at the peak of log-probabilities that are made from all logits at once."""
+_LEAN_ARRAYS = 4
+"""Arrays of a block's size at the peak of lean log-probabilities."""
+
+
+class Part(NamedTuple):
+    """Bytes of one kind at the peak, and the setting that lowers them."""
+
+    name: str
+    num_bytes: float
+    setting: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Numbers of one policy's model, from its config alone."""
+
+    parameters: int
+    """Without those of an adapter."""
+    trained: int
+    """Parameters that are trained: all, the adapter's, or none."""
+    adapted: int
+    """Weights of the layers that an adapter is for."""
+    head: int
+    """Weights of the head."""
+    vocabulary: int
+    is_linear: bool
+    """True if log-probabilities can be made without all logits of a pass."""
+    token_bytes: float
+    """Bytes that a pass keeps of a token until its backward, the head aside."""
+    cached: int
+    """Numbers in the keys and values of one token."""
+
+
+def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
+    """Counts a model on the device `meta`, which it prepares for training as the policy says."""
+    training = policy.training
+    parameters, cached = sum(p.numel() for p in model.parameters()), 0
+    if isinstance(policy.engine, EmbeddedSettings):
+        cached = cached_numbers(model)
+    head = model.get_output_embeddings()
+    trained, adapted = parameters * policy.trainable, 0
+    if policy.trainable and training.lora is not None:
+        adapter = Adapter(model, training.lora, seed=0)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        adapted = adapter.adapted()
+    return ModelSize(
+        parameters=parameters,
+        trained=trained,
+        adapted=adapted,
+        head=0 if head is None else sum(p.numel() for p in head.parameters()),
+        vocabulary=int(model.config.get_text_config().vocab_size),
+        is_linear=is_linear(head),
+        token_bytes=_token_bytes(model, training) if policy.trainable else 0.0,
+        cached=cached,
+    )
+
+
+def _token_bytes(model: PreTrainedModel, training: TrainingSettings) -> float:
+    """Bytes that a pass keeps per token, counted in a pass over a model without memory.
+
+    With `activation_checkpointing` a pass keeps the inputs of the layers, and in backward all of one layer.
+    """
+    model.to(DTYPES[training.dtype])  # pyright: ignore[reportArgumentType] - torch's own `to`
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    head = model.get_output_embeddings()
+    ids = torch.zeros(1, _COUNTED_TOKENS, dtype=torch.long, device="meta")
+    # With a mask of all pairs, transformers does not ask for the values of any tensor: there are none.
+    mask = torch.zeros(1, 1, _COUNTED_TOKENS, _COUNTED_TOKENS, dtype=model.dtype, device="meta")
+    removed = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],)) if head is not None else None
+    upcasts = not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    try:
+        # Attention on the device `meta` is the plain one, which otherwise keeps bfloat16 in float32; the fused one of
+        # real devices does not.
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.train()(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(not upcasts)
+        if removed is not None:
+            removed.remove()
+    config, per_token = model.config.get_text_config(), sum(s.nbytes() for s in kept.values()) / _COUNTED_TOKENS
+    if not training.activation_checkpointing:
+        return per_token
+    layers = config.num_hidden_layers
+    return layers * config.hidden_size * BYTES[training.dtype] + per_token / layers
+
+
+def parts(settings: RunSettings, sizes: Mapping[str, ModelSize]) -> list[Part]:
+    """The parts at the peak, the largest first. `sizes` has every policy."""
+    inline = settings.cluster.backend == "inline"
+    of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
+    passes: list[Part] = []
+    for name, policy in settings.policies.items():
+        of_run += _of_engines(policy, sizes[name], deterministic=settings.deterministic)
+        if policy.trainable:
+            of_run += _of_trainer(policy, sizes[name])
+            passes.append(pass_of(policy.training, sizes[name]))
+    of_run += [max(passes, key=lambda part: part.num_bytes)] if inline and passes else passes
+    total: dict[str, Part] = {}
+    for part in of_run:
+        held = total.get(part.name)
+        total[part.name] = part if held is None else part._replace(num_bytes=part.num_bytes + held.num_bytes)
+    return sorted((part for part in total.values() if part.num_bytes), key=lambda part: -part.num_bytes)
+
+
+def _libraries(settings: RunSettings) -> Part:
+    """Python, torch and transformers in each process of the run: this process has loaded the same."""
+    processes = 1
+    if settings.cluster.backend == "ray":
+        processes += sum(policy.instances for policy in settings.policies.values()) + len(settings.trained)
+    setting = "cluster.backend=inline" if processes > 1 else "nothing"
+    return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
+
+
+def _of_engines(policy: PolicySettings, size: ModelSize, *, deterministic: bool) -> Iterator[Part]:
+    engine, count = policy.engine, policy.instances
+    if not isinstance(engine, EmbeddedSettings):
+        return
+    number = BYTES[engine.dtype]
+    rows = engine.slots + engine.num_kept(deterministic=deterministic)
+    yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
+    yield Part("keys and values", count * rows * engine.max_len * size.cached * number, "engine.max_len")
+    if policy.trainable and policy.training.publish == "adapter":
+        yield Part("base of adapted layers", count * size.adapted * number, "training.publish=merged")
+
+
+def _of_trainer(policy: PolicySettings, size: ModelSize) -> Iterator[Part]:
+    training = policy.training
+    number, precise = BYTES[training.dtype], max(4, BYTES[training.dtype])
+    own = size.parameters + (size.trained if size.adapted else 0)
+    masters = precise * size.trained if training.dtype == "bfloat16" else 0
+    small = "training.lora" if not size.adapted else "training.lora.rank"
+    yield Part("trainers' weights", own * number + masters, "training.dtype")
+    yield Part("optimiser", 2 * precise * size.trained, small)
+    yield Part("gradients", 2 * precise * size.trained, small)
+    if training.kl is not None and not size.adapted:
+        yield Part("reference", size.parameters * number, "training.lora")
+    published = size.trained if training.publish == "adapter" else size.parameters
+    yield Part("published version", published * number, "training.lora" if not size.adapted else "training.publish")
+
+
+def pass_of(training: TrainingSettings, size: ModelSize) -> Part:
+    """The memory that a pass of `max_tokens_per_forward` tokens adds, all of which are trained."""
+    tokens = training.max_tokens_per_forward
+    logits, precise = tokens * size.vocabulary, max(4, BYTES[training.dtype])
+    if size.is_linear and logits >= LEAN_FROM:
+        of_head = _LEAN_ARRAYS * BLOCK_LOGITS * precise
+        of_head += size.head * precise if not size.adapted else 0  # Its gradient, before it is added to the others.
+    else:
+        of_head = _LOGIT_ARRAYS * logits * precise
+    return Part("a pass", tokens * size.token_bytes + of_head, "training.max_tokens_per_forward")

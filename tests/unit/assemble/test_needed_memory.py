@@ -1,0 +1,168 @@
+"""The memory that `check` foretells, against tensors that trainers and passes really hold."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from flexmarl.assemble.needed_memory import ModelSize, Part, parts, pass_of, size_of
+from flexmarl.config.run_settings import PolicySettings, RunSettings
+from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.records import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    MicroBatch,
+    PolicyName,
+    Sampling,
+    Version,
+    VersionRun,
+)
+from flexmarl.testing.training import sample_of
+from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.backends.single import SingleProcessTrainer
+
+SOLVER = PolicyName("solver")
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"lora": {"rank": 4}},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "lora": {"rank": 4}},
+]
+
+
+def small_model(**more: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **more,
+        )
+    )
+
+
+def policy_of(training: dict[str, Any], **engine: Any) -> PolicySettings:
+    engine |= {"type": "embedded", "dtype": training.get("dtype", "float32")}
+    return PolicySettings.model_validate({"model": "here", "engine": engine, "training": training}).publishing()
+
+
+def sampled() -> Generation:
+    return Generation(
+        request_id="one",
+        response_ids=np.arange(4, 7, dtype=np.int32),
+        logprobs=np.full(3, -1, np.float32),
+        raw_logprobs=np.full(3, -1, np.float32),
+        versions=(VersionRun(0, Version(0)),),
+        finish=FinishReason.STOP,
+    )
+
+
+def counted(policy: PolicySettings) -> ModelSize:
+    with torch.device("meta"):
+        model = small_model()
+    return size_of(model, policy)
+
+
+def by_name(found: list[Part]) -> dict[str, float]:
+    return {part.name: part.num_bytes for part in found}
+
+
+def run_of(policy: PolicySettings) -> RunSettings:
+    return RunSettings.model_validate(
+        {
+            "cluster": {"backend": "inline"},
+            "tasks": {"type": "generator", "name": "any"},
+            "policies": {"solver": policy.model_dump()},
+            "team": {
+                "workflow": {"type": "custom", "name": "any"},
+                "agents": {"solver": {"policy": "solver", "system": "solve"}},
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("training", FORMS)
+def test_weights_gradients_and_moments_are_those_that_a_trainer_holds(training: dict[str, Any]) -> None:
+    policy = policy_of(training)
+    found = by_name(parts(run_of(policy), {"solver": counted(policy)}))
+    trainer = SingleProcessTrainer(SOLVER, small_model(), policy.training, InlineObjectStore())
+    request = GenerationRequest(
+        request_id="one", policy=SOLVER, prompt_ids=np.arange(1, 4, dtype=np.int32), sampling=Sampling(), seed=0
+    )
+    samples = [sample_of(request, sampled())]
+
+    async def update() -> tuple[int, int]:
+        await trainer.accumulate_batch(MicroBatch(micro_batch_id="mb", policy=SOLVER, samples=tuple(samples)))
+        sums = sum(tensor.nbytes for tensor in trainer._cache.tensors)
+        await trainer.step(divisors_of(samples))
+        await trainer.publish(Version(1))
+        tree = await trainer._objects.get(next(iter(trainer._objects._objects)))
+        return sums, sum(tensor.nbytes for tensor in tree.values())
+
+    sums, published = asyncio.run(update())
+    held = {id(p): p.nbytes for p in trainer._network.model.parameters()}
+    held |= {id(master): master.nbytes for master in trainer._updater.masters.values()}
+    moments = [state[name] for state in trainer._updater.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert found["trainers' weights"] == sum(held.values())
+    assert found["gradients"] == 2 * sums
+    assert found["optimiser"] == sum(moment.nbytes for moment in moments)
+    assert found["published version"] == pytest.approx(published, rel=0.02), "an adapter names its base too"
+
+
+@pytest.mark.parametrize("training", FORMS)
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_a_pass_keeps_as_much_of_each_token_as_is_foretold(training: dict[str, Any], tokens: int) -> None:
+    policy = policy_of(training)
+    trainer = SingleProcessTrainer(SOLVER, small_model(), policy.training, InlineObjectStore())
+    model = trainer._network.model
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    real = sum(storage.nbytes() for storage in kept.values()) / tokens
+    assert counted(policy).token_bytes == pytest.approx(real, rel=0.1)
+
+
+def test_checkpointed_activations_are_the_inputs_of_layers_and_one_layer_of_all() -> None:
+    plain, lean = (counted(policy_of({"activation_checkpointing": on})).token_bytes for on in (False, True))
+    assert lean == pytest.approx(3 * 192 * 4 + plain / 3)
+
+
+def test_the_largest_part_comes_first_and_the_setting_that_it_names_lowers_it() -> None:
+    policy = policy_of({"max_tokens_per_forward": 65536}, slots=2, max_len=64)
+    size = counted(policy)
+    first, *_ = parts(run_of(policy), {"solver": size})
+    assert (first.name, first.setting) == ("a pass", "training.max_tokens_per_forward")
+    fewer = policy.training.model_copy(update={"max_tokens_per_forward": 32768})
+    assert pass_of(fewer, size).num_bytes < 0.6 * first.num_bytes
+
+
+def test_a_frozen_policy_takes_an_engine_and_nothing_for_training() -> None:
+    policy = policy_of({}).model_copy(update={"trainable": False, "instances": 2})
+    size = counted(policy)
+    found = by_name(parts(run_of(policy), {"solver": size}))
+    assert found.keys() == {"libraries", "engines' weights", "keys and values"}
+    assert found["engines' weights"] == 2 * 4 * size.parameters
+
+
+def test_all_logits_count_where_the_head_is_more_than_a_linear_layer() -> None:
+    policy = policy_of({"max_tokens_per_forward": 1 << 20})
+    size = counted(policy)
+    whole = ModelSize(**{name: getattr(size, name) for name in size.__slots__} | {"is_linear": False})
+    more = pass_of(policy.training, whole).num_bytes - pass_of(policy.training, size).num_bytes
+    assert more > 3 * 4 * (1 << 20) * 64
