@@ -52,6 +52,8 @@ def test_an_evaluation_whose_episodes_all_fail_says_why_and_is_no_success(flexma
     assert code == 3
     assert "4 held-out episodes, 4 failed" in out
     assert "a failed one counts 0 for success alone" in " ".join(out.split())
+    (success,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["success"]]
+    assert success == ["-"]
     assert re.search(r"4 of 4 episodes failed: ValueError: boom: token=\*\*\* \(fails\.py:\d+\)", err)
     assert "Traceback (most recent call last)" in err
     assert "raise ValueError" in err

@@ -109,8 +109,9 @@ def _show_evaluation(evaluation: "Evaluation") -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
     table.add_column("mean", justify="right")
+    none = evaluation.failed == evaluation.episodes
     for name, value in evaluation.metrics.items():
-        table.add_row(name, f"{value:.3f}")
+        table.add_row(name, "-" if none else f"{value:.3f}")
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
     if evaluation.failed:
