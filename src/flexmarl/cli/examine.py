@@ -156,9 +156,7 @@ def _figures(settings: RunSettings, played: GroupRecord) -> Iterator[Finding]:
             )
 
 
-def _scripted(
-    renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[str, int | None], reply: str
-) -> Generate:
+def _scripted(renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[str, int | None], reply: str) -> Generate:
     """A model that gives the same reply to every prompt. As an engine, it refuses a prompt that is too long for it."""
 
     async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
