@@ -35,6 +35,10 @@ it: use the version that wrote the run. A field that has its default is left out
 began; a resumed run continues the file, and its clock begins again at 0. In Python, `read_run` of
 [`events/journal.py`](../../src/flexmarl/events/journal.py) yields the events as the types below, all on one clock.
 
+A field that numbers the step under way, as `step` of `step_ended`, counts from 0. The screen, `metrics.jsonl` and
+`flexmarl show` count from 1. A field that says how many steps were done, as `step` of `evaluated`, has the same number
+everywhere.
+
 What the parts of a run say, they say by emitting these events; the journal, the balancer and whoever else wants to know
 listen to a type: `events.listen(Called, heard)`. See [`events/event.py`](../../src/flexmarl/events/event.py). A
 `Notice` ([`events/notices.py`](../../src/flexmarl/events/notices.py)) reaches listeners likewise, and has no line here.

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
+from flexmarl.assemble import resume_hint
+from flexmarl.errors import CreditError, EngineError
 from flexmarl.events.failures import read_failures
 from flexmarl.events.group_events import EpisodeFailed
 from flexmarl.events.journal import read_journal
@@ -52,6 +54,8 @@ def test_an_evaluation_whose_episodes_all_fail_says_why_and_is_no_success(flexma
     assert code == 3
     assert "4 held-out episodes, 4 failed" in out
     assert "a failed one counts 0 for success alone" in " ".join(out.split())
+    (success,) = [line.split()[1:] for line in out.splitlines() if line.split()[:1] == ["success"]]
+    assert success == ["-"]
     assert re.search(r"4 of 4 episodes failed: ValueError: boom: token=\*\*\* \(fails\.py:\d+\)", err)
     assert "Traceback (most recent call last)" in err
     assert "raise ValueError" in err
@@ -134,3 +138,17 @@ def test_each_line_has_the_figures_of_its_step_where_evaluations_follow(flexmarl
         playing_s = values["time/step_s"] - values["time/evaluate_s"]
         assert f"reward solver {values['reward/solver']:.2f}" in steps[step - 1]
         assert f"{values['rollout/tokens'] / max(playing_s, values['time/rollout_s']):.0f} tokens/s" in steps[step - 1]
+
+
+def test_an_error_that_a_resumed_run_would_repeat_comes_without_that_advice(flexmarl, tmp_path):
+    compared = ["evaluate.tasks=2", "evaluate.every=1", "evaluate.every_tasks=2", "checkpoint.every=1", "steps=1"]
+    code, _, err = flexmarl("train", "False", *compared, "stop={metric: gaind}")
+    assert code == 2
+    assert "stop.metric is 'gaind', which the evaluation does not have" in err
+    assert "There is no checkpoint yet; change what the error names, then start a new run" in err
+    assert "--resume" not in err
+    again = resume_hint(tmp_path, EngineError("lost"))
+    assert again.endswith(f"start again with: flexmarl train {tmp_path / 'config.yaml'} --resume {tmp_path}")
+    assert resume_hint(tmp_path) == again
+    of_rewards = ExceptionGroup("two policies", [CreditError("unknown tag")])
+    assert "--resume" not in resume_hint(tmp_path, of_rewards)

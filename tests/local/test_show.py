@@ -18,6 +18,7 @@ from flexmarl.config import load_run
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import read_store
+from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from tests.docs.pages import commands
 from tests.unit.analysis.test_conversations import unfolded
 
@@ -119,6 +120,27 @@ def test_eval_keeps_what_it_played_in_the_folder_that_it_prints_last(
     untrained = json.loads(said("eval", small_run, "--json", "evaluate.tasks=2", f"out={tmp_path}"))
     assert check_ids(Path(untrained["folder"])) == untrained["episodes"] == 2
     assert json.loads(said("eval", small_run, "--json", "evaluate.keep=0", "evaluate.tasks=1"))["folder"] is None
+
+
+def test_eval_plays_the_checkpoint_that_is_chosen_and_names_it(small_run: Path, tmp_path: Path) -> None:
+    best = ["evaluate.every=1", "evaluate.every_tasks=2", "evaluate.tasks=2", "checkpoint.best={}"]
+    folder = trained(small_run, tmp_path, "steps=2", "checkpoint.every=1", *best)
+    checkpoints = CheckpointFolder(RunFolder(folder).checkpoints)
+    marked = checkpoints.best()
+    assert marked is not None
+    for options, step in {(): 2, ("--step", 1): 1, ("--best",): marked}.items():
+        played, *_ = said("eval", folder, "evaluate.tasks=1", *options).splitlines()
+        assert played == f"played: {checkpoints.of_step(step)}"
+        found = json.loads(said("eval", folder, "evaluate.tasks=1", "--json", *options))
+        assert (found["checkpoint"], found["versions"]["one"]) == (str(checkpoints.of_step(step)), step)
+    for options, problem in {
+        ("--step", 7): "no checkpoint of step 7 in .*; there are those of steps: 1, 2",
+        ("--step", 1, "--best"): "--step and --best exclude each other",
+    }.items():
+        with pytest.raises(FlexmarlError, match=problem):
+            said("eval", folder, *options)
+    with pytest.raises(ConfigError, match="has no checkpoint to choose"):
+        said("eval", small_run, "--best")
 
 
 def test_only_the_first_and_the_newest_evaluations_stay(small_run: Path, tmp_path: Path) -> None:
@@ -226,7 +248,9 @@ def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run
     for figure in figures.values():
         for found in (*figure["values"], *figure["differences"][1:]):
             assert found["low"] is None or found["low"] <= found["value"] <= found["high"]
+    assert compared["settings"]["steps"] == [1, 2]
     shown = said("compare", run, other)
+    assert any(line.split() == ["steps", "1", "2"] for line in shown.partition("settings differ")[2].splitlines())
     assert "better" not in shown
     assert "95% interval" in shown
 

@@ -8,8 +8,8 @@ Nothing is called better: an interval that holds 0 says that the difference may 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,12 @@ from flexmarl.events.metrics import read_metrics
 from flexmarl.events.run_events import Evaluated
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.records import EpisodeStatus
+
+ROUNDING = 1e-12
+"""A difference of at most this part of the largest number is one of rounding. A sum of a thousand float64 is off by
+less: each addition rounds at 1.1e-16 of the sum."""
+OF_THE_RUN = ("name", "out")
+"""Settings that say nothing about what a run does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,46 @@ def compare_runs(runs: Sequence[RunFigures]) -> list[ComparedFigure]:
     return compared
 
 
+def differing_settings(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """The settings that differ between runs, by dotted key: the value in each run, None where it has none.
+
+    Name and folder of a run do not count.
+
+    >>> differing_settings([{"name": "a", "batch": {"groups": 4}}, {"name": "b", "batch": {"groups": 8}}])
+    {'batch.groups': (4, 8)}
+    """
+    flat = [dict(_leaves(settings)) for settings in runs]
+    found = {key: tuple(one.get(key) for one in flat) for one in flat for key in one}
+    return {key: found[key] for key in sorted(found) if key not in OF_THE_RUN and len(set(map(repr, found[key]))) > 1}
+
+
+def _leaves(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
+
+
 def difference(before: Measured, after: Measured, *, same_tasks: bool) -> Estimate:
-    """The second figure less the first, with the interval that fits: see intervals.py."""
+    """The second figure less the first, with the interval that fits: see intervals.py.
+
+    Sums of equal numbers in another order differ in their last digits. Such differences are 0.
+    """
+    found = _difference(before, after, same_tasks=same_tasks)
+    scale = ROUNDING * max(abs(number) for number in (*_numbers(before), *_numbers(after)))
+    value, low, high = (
+        0.0 if number is not None and abs(number) <= scale else number
+        for number in (found.value, found.low, found.high)
+    )
+    return replace(found, value=value or 0.0, low=low, high=high)
+
+
+def _numbers(measured: Measured) -> Sequence[float]:
+    return measured.values or (measured.interval().value,)
+
+
+def _difference(before: Measured, after: Measured, *, same_tasks: bool) -> Estimate:
     if not before.values or not after.values:
         return _of_known(before.interval(), after.interval())
     if before.tasks and same_tasks and set(before.tasks) == set(after.tasks):

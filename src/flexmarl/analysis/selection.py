@@ -1,7 +1,8 @@
 """Decides which episodes of a run are shown.
 
 step, agent, task, failed, episode     each leaves out what it does not name
-best or worst                          of the finished ones that are left, by success or else reward
+best or worst                          of the finished ones that are left, by success or else reward; of equal ones
+                                       those of the newest step come first
 limit                                  of these, the first ones
 """
 
@@ -67,13 +68,14 @@ class EpisodeChoice:
         )
 
     def _extreme(self, lines: Iterable[EpisodeLine]) -> list[EpisodeLine]:
+        """Ranks the finished episodes by score. Of equal scores the newest step comes first."""
         scored = [(line.score, line) for line in lines if line.status == EpisodeStatus.FINISHED]
+        sign = 1 if self.best is None else -1
         ranked = sorted(
-            ((score, line) for score, line in scored if score is not None),
-            key=lambda pair: pair[0],
-            reverse=self.best is not None,
+            ((sign * score, -(line.step or 0), line) for score, line in scored if score is not None),
+            key=lambda ranks: ranks[:2],
         )
-        return [line for _, line in ranked[: self.best or self.worst]]
+        return [line for *_, line in ranked[: self.best or self.worst]]
 
 
 def _check(what: str, name: str | None, names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +24,8 @@ from flexmarl.events.run_folder import RunFolder
 # The modules below import torch, which takes seconds: they are loaded by the first call that needs them.
 if TYPE_CHECKING:
     from flexmarl.assemble import Supervisor
+    from flexmarl.assemble.commands import EvaluatedOnce
     from flexmarl.assemble.export import Form
-    from flexmarl.events.failures import KeptFailure
     from flexmarl.orchestrator.checkpoint import Which
     from flexmarl.orchestrator.evaluation import Evaluation
 
@@ -95,30 +95,39 @@ def _train(source: Source, resume: Run | Path | str | None, supervisor: "Supervi
         return Run(command.folder)
 
 
-def evaluate(source: Run | Source, overrides: Overrides | None = None) -> "Evaluation":
-    """Plays held-out tasks: with the newest checkpoint of a run, or with the models of settings as they are.
+def evaluate(source: Run | Source, overrides: Overrides | None = None, *, which: "Which" = "newest") -> "Evaluation":
+    """Plays held-out tasks: with a checkpoint of a run, or with the models of settings as they are.
 
     `source`: a run or its folder; settings or a YAML file. `overrides` change its settings by dotted key, e.g.
-    `{"evaluate.tasks": 64}`. Raises ConfigError if there is nothing to play, CheckpointError without a checkpoint.
+    `{"evaluate.tasks": 64}`. `which`: "newest", "best", or the step of a checkpoint. Raises ConfigError if there is
+    nothing to play, CheckpointError without such a checkpoint.
     """
     _refuse_loop("evaluate")
-    return evaluate_and_keep(source, overrides or ())[0]
+    return evaluate_and_keep(source, overrides or (), which).evaluation
 
 
-async def evaluate_async(source: Run | Source, overrides: Overrides | None = None) -> "Evaluation":
+async def evaluate_async(
+    source: Run | Source, overrides: Overrides | None = None, *, which: "Which" = "newest"
+) -> "Evaluation":
     """Evaluates as `evaluate` does, in a thread of its own. Cancellation ends it at once."""
-    return (await _in_thread(lambda supervisor: evaluate_and_keep(source, overrides or (), supervisor)))[0]
+    played = await _in_thread(lambda supervisor: evaluate_and_keep(source, overrides or (), which, supervisor))
+    return played.evaluation
 
 
 def evaluate_and_keep(
-    source: Run | Source, overrides: Overrides = (), supervisor: "Supervisor | None" = None
-) -> "tuple[Evaluation, Path | None, Sequence[KeptFailure]]":
-    """Evaluates. Returns also the folder that keeps what was played, if it could, and a failure of each kind."""
+    source: Run | Source,
+    overrides: Overrides = (),
+    which: "Which" = "newest",
+    supervisor: "Supervisor | None" = None,
+) -> "EvaluatedOnce":
+    """Evaluates. Returns also what was played, the folder that keeps it, if it could, and a failure of each kind."""
     from flexmarl.assemble import evaluate_once
 
     settings, run = _played(source, overrides)
+    if run is None and which != "newest":
+        raise ConfigError(f"'{source}' has no checkpoint to choose (best, or a step); give the folder of a run")
     with _alone("evaluate"):
-        return evaluate_once(settings, run, supervisor=supervisor)
+        return evaluate_once(settings, run, which=which, supervisor=supervisor)
 
 
 def _played(source: Run | Source, overrides: Overrides) -> tuple[RunSettings, RunFolder | None]:

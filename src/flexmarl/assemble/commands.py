@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -24,7 +24,7 @@ from flexmarl.assemble.world import World, initial_versions, make_evaluator, ope
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError, boundary
+from flexmarl.errors import CheckpointError, ConfigError, CreditError, FlexmarlError, boundary, cause_of
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
 from flexmarl.events.failures import Failures, KeptFailure
@@ -38,7 +38,7 @@ from flexmarl.events.safe_json import is_secret_key, parse_json, plain
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
-from flexmarl.orchestrator.checkpoint import CheckpointFolder
+from flexmarl.orchestrator.checkpoint import CheckpointFolder, Which
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.publish import Publisher, Versions
 from flexmarl.orchestrator.run import LEFT_BEHIND_S
@@ -86,7 +86,7 @@ class TrainCommand:
         except BaseException as error:
             with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
-                error.add_note(f"{self.folder}: {resume_hint(self.folder)}")
+                error.add_note(f"{self.folder}: {resume_hint(self.folder, error)}")
             raise
         summary = render_summary(self.folder, wall_s=(datetime.now() - started).total_seconds())
         console.print(summary_table(summary))
@@ -161,14 +161,21 @@ class TrainCommand:
         return within_s, say
 
 
-def resume_hint(path: Path) -> str:
-    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it."""
+def resume_hint(path: Path, error: BaseException | None = None) -> str:
+    """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it.
+
+    `error` ended the run, if one did. After a mistake in settings or rewards the command would only repeat the error.
+    """
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
     saved = newest_checkpoint(folder)
+    repeats = error is not None and isinstance(cause_of(error), ConfigError | CreditError)
+    if saved is None and repeats:
+        return "There is no checkpoint yet; change what the error names, then start a new run"
     if saved is None:
         return f"There is no checkpoint yet (see checkpoint.every); start again with: {again}"
-    return f"Last good checkpoint: {saved}; continue with: {again}"
+    first = "change what the error names before you continue with" if repeats else "continue with"
+    return f"Last good checkpoint: {saved}; {first}: {again}"
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -257,25 +264,41 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -
             yield f"{within}{key} differs" if is_secret_key(key) else f"{within}{key} was {old!r}, is {new!r}"
 
 
-def evaluate_once(
-    settings: RunSettings, run: RunFolder | None = None, *, supervisor: Supervisor | None = None
-) -> tuple[Evaluation, Path | None, Sequence[KeptFailure]]:
-    """Plays the held-out tasks with the newest checkpoint of a run, or with the models as they are.
+class EvaluatedOnce(NamedTuple):
+    """One evaluation by a command, and what it played with."""
 
-    Returns the result, the folder that keeps what was played, if it could be kept, and the first failure of each kind.
-    Raises ConfigError if there are no held-out tasks, CheckpointError if there is no intact checkpoint.
+    evaluation: Evaluation
+    checkpoint: Path | None
+    """The checkpoint that was played; None: the models as they are."""
+    kept: Path | None
+    """The folder that keeps what was played; None if it could not be kept."""
+    failures: Sequence[KeptFailure]
+    """The first failure of each kind."""
+
+
+def evaluate_once(
+    settings: RunSettings,
+    run: RunFolder | None = None,
+    *,
+    which: Which = "newest",
+    supervisor: Supervisor | None = None,
+) -> EvaluatedOnce:
+    """Plays the held-out tasks with a checkpoint of a run, or with the models as they are if there is no `run`.
+
+    Raises ConfigError if there are no held-out tasks, CheckpointError if there is no such checkpoint, or none intact.
     """
     refuse_simulated(settings)
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; set it, e.g. evaluate.tasks=64")
+    checkpoint = CheckpointFolder(run.checkpoints).chosen(which) if run else None
     kept = folder_of_eval(settings, run)
     if kept is not None:
         write_settings(settings, RunFolder(kept))  # Those of the config: the folder of the starts is a temporary one.
     with TemporaryDirectory(prefix="flexmarl-") as starts:
         blueprint = draw_up(with_starts(settings, Path(starts)))
         failures = Failures(RunFolder(kept).failures if kept else None)
-        evaluating = _evaluate_once(blueprint, run and run.checkpoints, kept, failures, supervisor or Supervisor())
-        return run_and_leave_threads(evaluating), kept, failures.kept
+        evaluating = _evaluate_once(blueprint, checkpoint, kept, failures, supervisor or Supervisor())
+        return EvaluatedOnce(run_and_leave_threads(evaluating), checkpoint, kept, failures.kept)
 
 
 def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
@@ -293,13 +316,15 @@ def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:
 
 
 async def _evaluate_once(
-    blueprint: Blueprint, folder: Path | None, kept: Path | None, failures: Failures, supervisor: Supervisor
+    blueprint: Blueprint, checkpoint: Path | None, kept: Path | None, failures: Failures, supervisor: Supervisor
 ) -> Evaluation:
     settings = blueprint.settings
     with supervisor.stoppable():
         async with scratch_world(blueprint) as world:
             failures.listen(world.pool.events)
-            start = await Checkpoints(folder, keep=1).load(world.trainers) if folder else None
+            start = None
+            if checkpoint is not None:
+                start = await Checkpoints(checkpoint.parent, keep=1).restore(checkpoint, world.trainers)
             versions, events = Versions(initial_versions(settings, start)), world.pool.events
             publisher = Publisher(
                 trainers=world.trainers, pool=world.pool, objects=world.objects, versions=versions, events=events

@@ -1,20 +1,24 @@
 """`flexmarl compare`: figures of runs side by side, with intervals."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from flexmarl.analysis.comparison import ComparedFigure, compare_runs, read_figures
+from flexmarl.analysis.comparison import ComparedFigure, compare_runs, differing_settings, read_figures
 from flexmarl.analysis.intervals import Estimate
 from flexmarl.api.handle import load_run_folder
 from flexmarl.cli.terminal import print_text
 from flexmarl.errors import ConfigError
 from flexmarl.events.progress import SafeConsole
-from flexmarl.events.safe_json import json_text
+from flexmarl.events.safe_json import json_text, plain
+
+MOST_SETTINGS, MOST_LETTERS = 20, 40
+"""Settings that are shown, and letters of a value."""
 
 
 def compare(
@@ -32,39 +36,74 @@ def compare(
     compared = compare_runs(figures)
     if not compared:
         raise ConfigError("these runs have no figure yet: no step and no evaluation of theirs has ended")
+    differing = differing_settings([plain(settings) for settings, _ in folders])
     if as_json:
-        values = {"runs": [str(path) for path in runs], "figures": [asdict(figure) for figure in compared]}
+        values = {
+            "runs": [str(path) for path in runs],
+            "figures": [asdict(figure) for figure in compared],
+            "settings": {key: list(of) for key, of in differing.items()},
+        }
         print_text(json_text(values, figures=True))
         return
     console = SafeConsole()
     for number, figure in enumerate(figures, start=1):
         console.print(f"{number}: {figure.name}", soft_wrap=True)
-    console.print(comparison(compared, len(runs)))
+    table, notes = comparison(compared, len(runs))
+    if console.measure(table).maximum > console.width:
+        table, notes = comparison(compared, len(runs), between="\n")
+    console.print(table)
     console.print("[low, high]: 95% interval. One that holds 0 says that the difference may be chance.")
+    for mark, how in notes.items():
+        console.print(f"{mark} {how}")
+    console.print(f"\n{len(differing)} settings differ{':' if differing else '.'}")
+    if differing:
+        console.print(of_settings(differing, len(runs)))
 
 
-def comparison(compared: list[ComparedFigure], runs: int) -> Table:
-    """A row for each figure: its value in every run, the differences to the first run, and how they were found."""
+def comparison(compared: list[ComparedFigure], runs: int, between: str = " ") -> tuple[Table, dict[str, str]]:
+    """Returns a row for each figure: its value in every run, and the differences to the first run.
+
+    Also the notes by mark: how the intervals of a row were found. `between` stands between a figure and its interval.
+    """
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("", overflow="fold")
     for number in range(1, runs + 1):
         table.add_column(str(number), justify="right", overflow="fold")
     for number in range(2, runs + 1):
         table.add_column(f"{number} - 1", justify="right", overflow="fold")
-    table.add_column("intervals", style="dim", overflow="fold")
+    table.add_column("", style="dim", overflow="fold")
+    marks: dict[str, str] = {}
     for figure in compared:
         found = [one for one in (*figure.values, *figure.differences[1:]) if one is not None]
-        how = dict.fromkeys(one.how for one in reversed(found) if one.how)
+        how = "; ".join(dict.fromkeys(one.how for one in reversed(found) if one.how))
+        mark = marks.setdefault(how, f"({len(marks) + 1})") if how else ""
         table.add_row(
             figure.name,
-            *(written(value) for value in figure.values),
-            *(written(value, signed=True) for value in figure.differences[1:]),
-            "; ".join(how),
+            *(written(value, between=between) for value in figure.values),
+            *(written(value, signed=True, between=between) for value in figure.differences[1:]),
+            mark,
         )
+    return table, {mark: how for how, mark in marks.items()}
+
+
+def of_settings(differing: Mapping[str, Sequence[Any]], runs: int) -> Table:
+    """Returns a row for each setting that differs: its value in every run. Most have few; the rest is in the JSON."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("setting", *map(str, range(1, runs + 1))):
+        table.add_column(column, overflow="fold")
+    for key, of in [*differing.items()][:MOST_SETTINGS]:
+        table.add_row(key, *("" if value is None else shortened(str(value)) for value in of))
+    if (more := len(differing) - MOST_SETTINGS) > 0:
+        table.add_row(f"and {more} more, in --json", *("" for _ in range(runs)))
     return table
 
 
-def written(interval: Estimate | None, *, signed: bool = False) -> str:
+def shortened(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+
+
+def written(interval: Estimate | None, *, signed: bool = False, between: str = " ") -> str:
     """A figure and its interval.
 
     >>> written(Estimate(0.25, 0.125, 0.5, "Wilson, 64 episodes"))
@@ -72,6 +111,8 @@ def written(interval: Estimate | None, *, signed: bool = False) -> str:
     """
     if interval is None:
         return ""
-    shown = "{:+.3g}" if signed else "{:.3g}"
-    bounds = "" if interval.low is None or interval.high is None else f" [{interval.low:.3g}, {interval.high:.3g}]"
+    shown = "{:+.3g}" if signed and interval.value else "{:.3g}"
+    bounds = (
+        "" if interval.low is None or interval.high is None else f"{between}[{interval.low:.3g}, {interval.high:.3g}]"
+    )
     return f"{shown.format(interval.value)}{bounds}"

@@ -1,13 +1,14 @@
 """Examines what a run needs, as far as that is possible without its weights and devices.
 
-code ──► tasks, workflow, a task played ──► models, tokenizers, team ──► libraries, devices, memory, ports
+code ──► tasks, workflow ──► models, tokenizers ──► a task played, team ──► libraries, devices, memory, ports
 
 Each look yields findings, some with a to-do for this machine, or raises a problem of the config. If a look fails, only
 the looks that need its subject are skipped.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -18,9 +19,12 @@ from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble import open_tasks, seat_team
 from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
-from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.credit.rows import credit_rows, tags_for
+from flexmarl.errors import ConfigError, CreditError, EngineError, MissingExtra
 from flexmarl.events.machine import this_machine
+from flexmarl.orchestrator.evaluation import rewards_of
 from flexmarl.records import (
+    Episode,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -58,11 +62,14 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     if settings.code:
         findings.append(Finding("code", f"{', '.join(map(str, settings.code))} can be imported"))
     parts = [succeeded(lambda: _tasks(settings)), succeeded(lambda: _workflow(settings))]
+    of_models: list[str] = []
+    models = {} if simulated else examine_models(settings, of_models)
+    readable = not of_models and all(found.readable for found in models.values())
     if all(parts) and not simulated:
-        succeeded(lambda: _play(settings))
-    models = {} if simulated else examine_models(settings, problems)
+        succeeded(lambda: _play(settings, own_tokenizers=readable))
+    problems += of_models
     findings += [found.finding for found in models.values()]
-    if not problems and all(found.readable for found in models.values()):
+    if not problems and readable:
         succeeded(lambda: _team(settings))
     succeeded(lambda: _run(settings))
     succeeded(lambda: examine_machine(settings, models, this_machine()))
@@ -85,32 +92,80 @@ def _workflow(settings: RunSettings) -> Iterator[Finding]:
     yield Finding("team.workflow", f"{settings.team.workflow.type}: can be resolved")
 
 
-def _play(settings: RunSettings) -> Iterator[Finding]:
-    """Plays the first task with scripted replies, which call no tool. No model is needed: a token is a character."""
+def _play(settings: RunSettings, *, own_tokenizers: bool) -> Iterator[Finding]:
+    """Plays the first task with scripted replies, which call no tool, and reads what the plays report and carry.
+
+    With `own_tokenizers`, prompts are as long as they will be, and must fit into `engine.max_len`. Without, a token is
+    a character.
+    """
     task = settings.tasks.open(seed=settings.seed, base=settings.base).train(0)
-    renderer, timeout_s = character_renderer(), min(settings.rollout.episode_timeout_s, PLAY_S)
+    timeout_s = min(settings.rollout.episode_timeout_s, PLAY_S)
+    renderers = {PolicyName(name): character_renderer() for name in settings.policies}
     trained = [PolicyName(name) for name in settings.trained]
-    team = TeamSpec.build(settings.team, {PolicyName(name): renderer for name in settings.policies}, trained)
-    group, failed = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, str]()
-    replies = [reply for reply in (task.reference, "I do not know.") if reply]
-    for reply in replies:
-        player = Player(team=team, generate=_scripted(renderer, reply), run_seed=settings.seed, timeout_s=timeout_s)
-        episode = asyncio.run(player.play(group, 0))
-        if not episode.finished:
-            failed[reply] = episode.reason
-    if len(failed) == len(replies):
+    team = seat_team(settings) if own_tokenizers else TeamSpec.build(settings.team, renderers, trained)
+    renderer_of = {agent.policy: agent.renderer for agent in team.agents.values()}
+    max_lens = {
+        name: getattr(policy.engine, "max_len", None) if own_tokenizers else None
+        for name, policy in settings.policies.items()
+    }
+    group, episodes = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, Episode]()
+    for reply in [reply for reply in (task.reference, "I do not know.") if reply]:
+        generate = _scripted(renderer_of, max_lens, reply)
+        player = Player(team=team, generate=generate, run_seed=settings.seed, timeout_s=timeout_s)
+        episodes[reply] = asyncio.run(player.play(group, 0))
+    failed = {reply: _reason(episode) for reply, episode in episodes.items() if not episode.finished}
+    if len(failed) == len(episodes):
         raise ConfigError(
-            f"team.workflow: task '{task.input_id}', played with scripted replies ({', '.join(map(repr, replies))}), "
+            f"team.workflow: task '{task.input_id}', played with scripted replies ({', '.join(map(repr, episodes))}), "
             f"fails with each of them: {next(iter(failed.values()))}"
         )
     fails = "".join(f"; with the reply {reply!r} it fails: {reason}" for reply, reason in failed.items())
     yield Finding("a task", f"'{task.input_id}' was played with scripted replies{fails}")
+    played = replace(group, episodes=tuple(episodes.values()))
+    _check_tags(settings, played)
+    yield from _figures(settings, played)
 
 
-def _scripted(renderer: ChatRenderer, reply: str) -> Generate:
-    """A model that gives the same reply to every prompt."""
+def _reason(episode: Episode) -> str:
+    """Why an episode failed, with the file and line of the user's code that raised it."""
+    place = episode.failure.place if episode.failure else ""
+    return episode.reason if not place or place in episode.reason else f"{episode.reason} ({place})"
+
+
+def _check_tags(settings: RunSettings, played: GroupRecord) -> None:
+    """Raises ConfigError if a call of a finished episode lacks a tag by which its rows are to be grouped."""
+    for row in credit_rows(played, [PolicyName(name) for name in settings.trained]):
+        where = f"per_agent.{row.agent}" if row.agent in settings.credit.per_agent else "estimator"
+        for tag in tags_for(row.agent, settings.credit.estimator_of(row.agent).key):
+            try:
+                row.tag(tag)
+            except CreditError as error:
+                raise ConfigError(f"credit.{where}.key: {error}") from None
+
+
+def _figures(settings: RunSettings, played: GroupRecord) -> Iterator[Finding]:
+    """Finds figures that are to be compared, and that no play has. Other plays may: a workflow may report any time."""
+    figures = {name for episode in played.finished for name in episode.metrics}
+    figures |= {f"reward/{agent}" for agent in rewards_of(played.finished)}
+    for key, chosen in (("checkpoint.best", settings.checkpoint.best), ("stop", settings.stop)):
+        if chosen is not None and chosen.metric not in figures:
+            yield Finding(
+                f"{key}.metric",
+                f"'{chosen.metric}' is no figure of the task that was played; it has: {', '.join(sorted(figures))}",
+                "use one of these, or report it in every episode: team.report(...)",
+            )
+
+
+def _scripted(renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[str, int | None], reply: str) -> Generate:
+    """A model that gives the same reply to every prompt. As an engine, it refuses a prompt that is too long for it."""
 
     async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
+        renderer, max_len, length = renderers[request.policy], max_lens[request.policy], len(request.prompt_ids)
+        if max_len is not None and length > max_len:
+            raise EngineError(
+                f"the prompt of {request.agent} has {length} tokens, and policies.{request.policy}.engine.max_len is "
+                f"{max_len}"
+            )
         whole = [*renderer.encode(reply), renderer.stop_ids[0]]
         ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
         return Generation(

@@ -26,8 +26,11 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 
 if TYPE_CHECKING:
+    from flexmarl.orchestrator.checkpoint import Which
     from flexmarl.orchestrator.evaluation import Evaluation
 
+Step = Annotated[int | None, typer.Option(help="The checkpoint of this step, not the newest.", show_default=False)]
+Best = Annotated[bool, typer.Option("--best", help="The checkpoint of the best evaluation.")]
 
 ALL_FAILED = 3
 """Exit code of a command that ended, though every episode of the run or of its last evaluation failed."""
@@ -64,8 +67,8 @@ def train(
         except KeyboardInterrupt:
             print_text(f"flexmarl: stopped. {assemble.resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
-        except (Exception, asyncio.CancelledError, SystemExit):  # User code may raise the last two.
-            print_text(f"flexmarl: the run failed. {assemble.resume_hint(run.folder)}", err=True)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # User code may raise the last two.
+            print_text(f"flexmarl: the run failed. {assemble.resume_hint(run.folder, error)}", err=True)
             if (failures := RunFolder(run.folder).failures).is_dir():
                 print_text(f"flexmarl: the first traceback of each kind of failed episode: {failures}", err=True)
             raise
@@ -79,20 +82,27 @@ def evaluate(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A run folder (its newest checkpoint) or a YAML file (its models as they are).", show_default=False
+            help="A run folder (its newest checkpoint, or another one) or a YAML file (its models as they are).",
+            show_default=False,
         ),
     ],
     overrides: Overrides = None,
+    step: Step = None,
+    best: Best = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of a table.")] = False,
 ) -> None:
     """Evaluate a trained team, or an untrained one, on held-out tasks.
 
-    The last line printed is the folder of what was played, for `flexmarl show`.
+    The first line printed names the checkpoint that was played, the last one the folder of what was played, for
+    `flexmarl show`.
     """
-    evaluation, kept, failures = evaluate_and_keep(source, overrides or ())
+    evaluation, checkpoint, kept, failures = evaluate_and_keep(source, overrides or (), _which(step, best))
     if as_json:
-        print_text(json_text({**asdict(evaluation), "folder": None if kept is None else str(kept)}, figures=True))
+        paths = {"checkpoint": checkpoint, "folder": kept}
+        shown = {name: None if path is None else str(path) for name, path in paths.items()}
+        print_text(json_text({**asdict(evaluation), **shown}, figures=True))
     else:
+        print_text(f"played: {checkpoint or f'the models of {source} as they are'}")
         _show_evaluation(evaluation)
         if kept is not None:
             print_text(str(kept))
@@ -105,12 +115,20 @@ def evaluate(
         raise typer.Exit(ALL_FAILED)
 
 
+def _which(step: int | None, best: bool) -> "Which":
+    """Returns the checkpoint that the options choose. Raises ConfigError if both are given."""
+    if step is not None and best:
+        raise ConfigError("--step and --best exclude each other; use one of them")
+    return step if step is not None else "best" if best else "newest"
+
+
 def _show_evaluation(evaluation: "Evaluation") -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
     table.add_column("mean", justify="right")
+    none = evaluation.failed == evaluation.episodes
     for name, value in evaluation.metrics.items():
-        table.add_row(name, f"{value:.3f}")
+        table.add_row(name, "-" if none else f"{value:.3f}")
     for agent, reward in evaluation.rewards.items():
         table.add_row(f"{agent}: reward", f"{reward:.3f}")
     if evaluation.failed:
@@ -138,10 +156,8 @@ def export(
     out: Annotated[
         Path, typer.Argument(help="Where to write; each policy gets a folder of its own.", show_default=False)
     ],
-    step: Annotated[
-        int | None, typer.Option(help="The checkpoint of this step, not the newest.", show_default=False)
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint of the best evaluation.")] = False,
+    step: Step = None,
+    best: Best = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write adapters alone; each needs its base.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Write whole models.")] = False,
     push: Annotated[
@@ -158,12 +174,10 @@ def export(
 
     Without --adapter or --merged, `training.lora.export` decides.
     """
-    if step is not None and best:
-        raise ConfigError("--step and --best exclude each other; use one of them")
+    which = _which(step, best)
     if adapter and merged:
         raise ConfigError("--adapter and --merged exclude each other; use one of them")
     settings, folder = load_run_folder(run)
-    which = step if step is not None else "best" if best else "newest"
     form = "adapter" if adapter else "merged" if merged else None
     exported = assemble.export_policies(settings, folder, out, which=which, form=form)
     for one in exported:

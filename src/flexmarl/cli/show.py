@@ -50,10 +50,20 @@ def show(
     episode: Annotated[str | None, typer.Option(help="One episode, e.g. g12e3a0.", show_default=False)] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Failed episodes only.")] = False,
     best: Annotated[
-        int | None, typer.Option(min=1, help="So many episodes of highest success, or else reward.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="So many episodes of highest success, or else reward; of equal ones the newest step first.",
+            show_default=False,
+        ),
     ] = None,
     worst: Annotated[
-        int | None, typer.Option(min=1, help="So many finished episodes of lowest success.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="So many finished episodes of lowest success; of equal ones the newest step first.",
+            show_default=False,
+        ),
     ] = None,
     evaluation: Annotated[
         str | None,

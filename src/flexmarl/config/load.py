@@ -154,6 +154,7 @@ def load_run(path: Path, overrides: Overrides = ()) -> RunSettings:
     given = starmap(as_override, overrides.items()) if isinstance(overrides, Mapping) else overrides
     for override in given:
         keys, value = parse_override(override)
+        _check_named(raw, keys, override)
         _assign(raw, keys, value, override)
     raw.setdefault("base", str(path.resolve().parent))
     try:
@@ -287,6 +288,29 @@ def _plain(value: Any) -> Any:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+_NAMED = {("policies",): "policy", ("team", "agents"): "agent"}
+"""Sections whose keys are names that the user chose."""
+
+
+def _check_named(raw: dict[str, Any], keys: list[str], override: str) -> None:
+    """Raises ConfigError if an override is below a policy or an agent that does not exist, but others do.
+
+    It is most often a misspelt name. A new one is given whole: `policies.judge={model: m}`.
+    """
+    for section, what in _NAMED.items():
+        depth = len(section)
+        if tuple(keys[:depth]) != section or len(keys) <= depth + 1:
+            continue
+        node: Any = raw
+        for key in section:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict) and node and keys[depth] not in node:
+            raise ConfigError(
+                f"override '{_short(override)}': there is no {what} {keys[depth]}; there are: "
+                f"{', '.join(map(str, node))}; a new one is given whole, {'.'.join(keys[: depth + 1])}={{...}}"
+            )
 
 
 def _assign(raw: dict[str, Any], keys: list[str], value: Any, override: str) -> None:

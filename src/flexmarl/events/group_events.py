@@ -21,7 +21,7 @@ class GroupAdmitted(Event):
     group: GroupId
     """The group."""
     step: int
-    """The step that admitted it."""
+    """The step that admitted it, from 0."""
     task: str
     """Id of its task."""
 
@@ -113,7 +113,7 @@ class GroupTaken(Event):
     group: GroupId
     """The group."""
     step: int
-    """The step that took it."""
+    """The step that took it, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class Refilled(Event):
 
     name: ClassVar[str] = "refilled"
     step: int
-    """The step."""
+    """The step, from 0."""
     generated: int
     """Groups that it played."""
     kept: int
@@ -203,4 +203,4 @@ class RolloutEnded(Timed):
 
     name: ClassVar[str] = "rollout_ended"
     step: int
-    """The step."""
+    """The step, from 0."""

@@ -113,6 +113,8 @@ class Monitor:
         found = evaluated.evaluation
         success = found["metrics"].get("success")
         shown = "" if success is None else f": success {success:.3f}"
+        if found["failed"] == found["episodes"]:
+            shown = ": success -"
         reasons = f" ({in_words(found['failures'])})" if found["failures"] else ""
         counts = f"{found['episodes']} held-out episodes, {found['failed']} failed{reasons}"
         self._progress.note(f"evaluation {evaluated.when} training, {counts}{shown}")

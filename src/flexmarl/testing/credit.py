@@ -8,12 +8,12 @@ They run without a test framework.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flexmarl.credit import Credit, CreditRow, Estimator
-from flexmarl.credit.interface import GraphCall
+from flexmarl.credit.interface import COLUMNS, GraphCall
 from flexmarl.credit.rows import places_of_acts
 from flexmarl.credit.shaping import AddedTerm, OutcomeTerm, shape
 from flexmarl.errors import CreditError
@@ -110,11 +110,14 @@ def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
 def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
     """Raises AssertionError naming the law that the estimator breaks on a random batch (docs/math.md section 7).
 
-    One batch in three has acts of several calls, as after a tool. One in three has one episode per task.
+    One batch in three has acts of several calls, as after a tool. One in three has one episode per task. All rows carry
+    the tags of the workflow that the estimator's key names. Their values are whole numbers.
     """
     _check_equal_rewards(estimator)
     for seed in range(num_batches):
-        rows = random_credit_rows(seed, acts=seed % 3 == 1, episodes=1 if seed % 3 == 2 else None)
+        rows = _tagged(
+            random_credit_rows(seed, acts=seed % 3 == 1, episodes=1 if seed % 3 == 2 else None), tags_in_key(estimator)
+        )
         large = [replace(row, reward=None if row.reward is None else row.reward * LARGEST_REWARD) for row in rows]
         found = estimator.estimate(large)
         numbers = [*found.advantages.values(), *(value for of in found.token_advantages.values() for value in of)]
@@ -139,6 +142,24 @@ def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:
             _check_missing_reward(estimator, rows, sampled)
 
 
+def tags_in_key(estimator: Estimator) -> list[str]:
+    """Returns the tags of the workflow that the estimator groups rows by, in alphabetical order."""
+    named: set[str] = set()
+    for key in (estimator.key, estimator.grouping):
+        named.update(name for names in (key.values() if isinstance(key, Mapping) else [key]) for name in names)
+    return sorted(name.removeprefix("tags.") for name in named if name not in COLUMNS)
+
+
+def _tagged(rows: Sequence[CreditRow], names: Sequence[str]) -> list[CreditRow]:
+    """Gives each row the tags that it lacks. The calls of one act have equal tags, as after `seat.act`."""
+    found: list[CreditRow] = []
+    for row in rows:
+        act = row.hop if row.act_hop is None else row.act_hop
+        lacking = {name: (act + number) % 3 for number, name in enumerate(names)}
+        found.append(replace(row, tags={**lacking, **row.tags}))
+    return found
+
+
 def _check_equal_rewards(estimator: Estimator) -> None:
     """Checks two tasks of four episodes with one call each. All calls of a task have the same reward."""
     tags, place = {"anchor": "a", "env_step": 0}, {"turn": 0, "context_hash": "c", "path": (0,)}
@@ -147,7 +168,7 @@ def _check_equal_rewards(estimator: Estimator) -> None:
         for task in range(2)
         for episode in range(4)
     ]
-    rows = [replace(row, values=(0.5,) * row.num_tokens) for row in rows]
+    rows = _tagged([replace(row, values=(0.5,) * row.num_tokens) for row in rows], tags_in_key(estimator))
     found = estimator.estimate(rows)
     message = "an estimator that does not learn from equal rewards gives 0, for filters drop tasks that have no others"
     assert estimator.learns_from_equal_rewards or not any(found.advantages.values()), message

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexmarl.analysis.conversations import NOT_ENDED, Reading, ShownEpisode, open_conversations
+from flexmarl.analysis.conversations import NOT_ENDED, EpisodeLine, Reading, ShownEpisode, open_conversations
 from flexmarl.analysis.selection import EpisodeChoice
 from flexmarl.cli.show import episode_json
 from flexmarl.errors import ConfigError
@@ -254,3 +254,16 @@ def test_a_choice_that_fits_nothing_names_what_is_near(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             choice.of(lines, agents)
     assert EpisodeChoice(step=5, agent="solver", best=2).of(lines, agents) == lines
+
+
+def test_of_equal_episodes_those_of_the_newest_step_are_shown_first() -> None:
+    scores = {"g0e0a0": (1, 1.0), "g1e0a0": (2, 0.0), "g2e0a0": (3, 1.0), "g2e1a0": (3, 1.0), "g3e0a0": (4, 0.0)}
+    lines = [
+        EpisodeLine(
+            episode=EpisodeId(episode), task="sum-1", step=step, status="finished", metrics={"success": success}
+        )
+        for episode, (step, success) in scores.items()
+    ]
+    best, worst = EpisodeChoice(best=3).of(lines, AGENTS), EpisodeChoice(worst=3).of(lines, AGENTS)
+    assert [line.episode for line in best] == ["g2e0a0", "g2e1a0", "g0e0a0"]
+    assert [line.episode for line in worst] == ["g3e0a0", "g1e0a0", "g2e0a0"]

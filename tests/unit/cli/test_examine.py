@@ -8,6 +8,7 @@ import pytest
 
 from flexmarl import cli
 from flexmarl.cli.examine import examine
+from flexmarl.cli.needs import Finding
 from flexmarl.config import load_run
 from flexmarl.records.scorers import SCORERS
 
@@ -81,16 +82,32 @@ async def scores(task, team):
 async def reads(task, team):
     reply = await team.solver.act(task.prompt)
     reply.reward(float(int(reply.text) == 7))
+
+
+@workflow("examined_reports")
+async def reports(task, team):
+    reply = await team.solver.act(task.prompt, env_step=0)
+    reply.reward(1.0)
+    team.report(gained=1.0)
+
+
+@workflow("examined_misspells")
+async def misspells(task, team):
+    reply = await team.sover.act(task.prompt)
 """
 
 
-def examined(small_run: Path, workflow: str, scorer: str) -> tuple[str, list[str]]:
+def examined(small_run: Path, workflow: str, scorer: str = "number") -> tuple[str, list[str]]:
     """What `check` says of a task that is played, and the problems of the config."""
+    findings, problems = examined_with(small_run, workflow, f"tasks.params={{scorer: {scorer}}}")
+    return next((finding.found for finding in findings if finding.subject == "a task"), ""), problems
+
+
+def examined_with(small_run: Path, workflow: str, *overrides: str) -> tuple[list[Finding], list[str]]:
     code = small_run.parent / "examined.py"
     code.write_text(BROKEN)
     chosen = [f"code=[{code}]", f"team.workflow.name={workflow}", "tasks.name=examined"]
-    findings, problems = examine(load_run(small_run, [*SHORT, *chosen, f"tasks.params={{scorer: {scorer}}}"]))
-    return next((finding.found for finding in findings if finding.subject == "a task"), ""), problems
+    return examine(load_run(small_run, [*SHORT, *chosen, *overrides]))
 
 
 def test_a_task_is_played_with_a_scorer_that_python_names(small_run: Path) -> None:
@@ -114,3 +131,37 @@ def test_a_workflow_that_fails_with_some_answers_is_no_problem_and_said(small_ru
     assert problems == []
     assert "with the reply 'I do not know.' it fails" in played
     assert "ValueError: invalid literal for int()" in played
+
+
+def test_a_workflow_that_raises_is_named_with_file_and_line(small_run: Path) -> None:
+    line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if "team.sover" in text)
+    _, (problem,) = examined(small_run, "examined_misspells")
+    assert problem.endswith(f"(examined.py:{line})")
+
+
+def test_a_figure_that_no_play_has_is_to_do(small_run: Path) -> None:
+    compared = ["evaluate.tasks=2", "evaluate.every=1", "evaluate.every_tasks=2", "checkpoint.every=1"]
+    for key in ("stop", "checkpoint.best"):
+        misspelt, right = (
+            examined_with(small_run, "examined_reports", *compared, f"{key}={{metric: {metric}}}")
+            for metric in ("gaind", "gained")
+        )
+        (finding,) = [finding for finding in misspelt[0] if finding.subject == f"{key}.metric"]
+        assert finding.found == "'gaind' is no figure of the task that was played; it has: gained, reward/solver"
+        assert "team.report" in finding.todo
+        assert not [finding for finding in right[0] if finding.subject == f"{key}.metric"]
+        assert (misspelt[1], right[1]) == ([], [])
+
+
+def test_a_key_that_names_a_tag_which_no_call_carries_is_a_problem(small_run: Path) -> None:
+    key = "credit.estimator={{type: grpo, key: [task, agent, {}]}}".format
+    _, (problem,) = examined_with(small_run, "examined_reports", key("env_stp"))
+    assert problem.startswith("credit.estimator.key: unknown tag 'env_stp'")
+    assert "env_step" in problem
+    assert examined_with(small_run, "examined_reports", key("env_step"))[1] == []
+
+
+def test_a_prompt_that_is_too_long_for_the_engine_is_a_problem_that_gives_both_numbers(small_run: Path) -> None:
+    _, (problem,) = examined_with(small_run, "examined_reports", "policies.one.engine.max_len=2")
+    assert "of solver has" in problem
+    assert "policies.one.engine.max_len is 2" in problem

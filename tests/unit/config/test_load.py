@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexmarl.config import load_run, parse_override
 from flexmarl.config.load import read_yaml
 from flexmarl.errors import ConfigError
-from tests.unit.config.configs import MINIMAL, write
+from tests.unit.config.configs import MINIMAL, refused, write
 
 
 def test_overrides_reach_sections_that_the_file_leaves_out_or_empty(config):
@@ -152,3 +152,26 @@ def test_a_config_that_was_written_keeps_the_correction_that_its_run_had(config,
     settings = load_run(config, ["mode=async", "policies.one.training.correction={type: none}"])
     written = write(tmp_path / "written.yaml", yaml.safe_dump(settings.model_dump(mode="json")))
     assert load_run(written) == settings
+
+
+def test_an_override_below_a_policy_or_agent_that_is_not_there_names_those_that_are(config):
+    (policy,) = refused(config, "policies.on.training.micro_batch=4")
+    assert "there is no policy on; there are: one, two; a new one is given whole, policies.on={...}" in policy
+    (agent,) = refused(config, "team.agents.sover.sampling.max_tokens=4")
+    assert "there is no agent sover; there are: solver, writer" in agent
+
+
+def test_a_policy_or_agent_can_be_added_by_an_override_that_gives_it_whole(config):
+    added = ["policies.three={model: model}", "policies.three.trainable=false", "team.agents.judge={policy: three}"]
+    settings = load_run(config, [*added, "team.agents.judge.sampling.max_tokens=4"])
+    assert (settings.policies["three"].trainable, settings.team.agents["judge"].policy) == (False, "three")
+
+
+def test_policies_can_be_given_by_overrides_alone(config, tmp_path):
+    bare = write(tmp_path / "bare.yaml", MINIMAL.replace("policies:", "tasks_of:").partition("tasks_of:")[0])
+    given = [
+        "policies.one.model=m",
+        "team.agents.solver.policy=one",
+        "team.workflow={type: sequential, agents: [solver]}",
+    ]
+    assert set(load_run(bare, given).policies) == {"one"}

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from flexmarl.credit import ESTIMATORS, CreditRow
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import Default, DrGrpo, Grpo, MaxRl, Opo
+from flexmarl.credit.interface import GroupKey
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, SampleId
 from flexmarl.testing.credit import check_estimator, credit_row, random_credit_rows
@@ -34,6 +35,18 @@ def scored(*rewards: float, task: str = "t0") -> list[CreditRow]:
 @pytest.mark.parametrize("singleton", ["zero", "raw", "zero_unless_all", "drop"])
 def test_every_combination_of_options_passes_the_conformance_check(unit: str, singleton: str) -> None:
     check_estimator(Grpo.model_validate({"unit": unit, "singleton": singleton}), num_batches=20)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("task", "agent", "env_step"),
+        ("task", "my_tag", "tags.turn"),
+        {"router": ("episode", "agent", "hurry"), "*": ("task", "agent", "env_step")},
+    ],
+)
+def test_the_conformance_check_has_rows_with_the_tags_that_a_key_names(key: GroupKey) -> None:
+    check_estimator(Grpo(key=key), num_batches=20)
 
 
 # Singletons (law E5)

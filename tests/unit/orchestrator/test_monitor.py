@@ -249,6 +249,17 @@ def test_an_evaluation_is_noted_on_the_screen_and_its_figures_belong_to_the_step
     run_virtual(scenario())
 
 
+def test_an_evaluation_of_which_all_failed_has_no_figure_on_the_screen():
+    async def scenario():
+        screen, events = Screen(), RememberedEvents()
+        monitor_of(screen, Values(), events=events)
+        found = Evaluation(versions={SOLVER: Version(3)}, episodes=8, failed=8, metrics={"success": 0.0})
+        events.emit(Evaluated(process=CONTROLLER, began=0.0, when="before", step=0, evaluation=asdict(found)))
+        assert screen.notes == ["evaluation before training, 8 held-out episodes, 8 failed: success -"]
+
+    run_virtual(scenario())
+
+
 async def one_step(events):
     """Four seconds of rollout; each trainer works 2 s in it and 2 s after it, the solver's update among them."""
     begin(events, 3)

@@ -1,0 +1,54 @@
+"""Runs side by side: differences of rounding are none, and the table can be read in 80 columns."""
+
+import io
+import math
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flexmarl.analysis.comparison import Measured, RunFigures, compare_runs, difference, differing_settings
+from flexmarl.cli.compare import comparison
+
+TASKS = tuple(f"sum-{number}" for number in range(8))
+VALUES = st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8)
+
+
+def measured(values: Sequence[float]) -> Measured:
+    return Measured(tuple(values), "episodes", TASKS)
+
+
+@given(VALUES)
+def test_a_difference_of_rounding_is_0_and_so_is_its_interval(values: list[float]) -> None:
+    off = [math.nextafter(value, 2.0) for value in values]
+    found = difference(measured(values), measured(off), same_tasks=True)
+    assert (found.value, found.low or 0.0, found.high or 0.0) == (0.0, 0.0, 0.0)
+
+
+@given(VALUES, st.floats(1e-9, 0.1))
+def test_a_difference_that_is_none_of_rounding_stays(values: list[float], more: float) -> None:
+    found = difference(measured(values), measured([value + more for value in values]), same_tasks=True)
+    assert math.isclose(found.value, more, rel_tol=1e-6)
+
+
+def test_a_figure_takes_at_most_three_lines_of_80_columns_and_the_methods_are_notes() -> None:
+    names = ("success, after - before", "tokens per turn, first tenth of the steps", "seconds per step")
+    first, second = (measured([0.123456 * (number + task) for task in range(8)]) for number in (1, 2))
+    runs = [RunFigures(name, dict.fromkeys(names, of)) for name, of in (("one", first), ("two", second))]
+    table, notes = comparison(compare_runs(runs), 2, between="\n")
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(table)
+    lines = [line for line in screen.getvalue().splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 2 + 2 + 3 + 2
+    assert list(notes) == ["(1)"]
+    assert "paired over 8 tasks" in notes["(1)"]
+
+
+def test_settings_of_one_run_alone_differ_too() -> None:
+    one, other = {"name": "a", "stop": None, "batch": {"groups": 4}}, {"name": "b", "stop": {"patience": 2}}
+    assert differing_settings([one, other]) == {
+        "batch.groups": (4, None),
+        "stop.patience": (None, 2),
+    }
