@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 from torch import nn
 
@@ -56,3 +57,10 @@ def free_unused(device: torch.device | str) -> None:
     """Returns the memory that torch keeps for later to the device, for other processes that share it."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Memory that is free for this process on the device, or on this machine for a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return psutil.virtual_memory().available
