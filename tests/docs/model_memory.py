@@ -83,13 +83,12 @@ def _cells(model: PreTrainedModel, policy: PolicySettings) -> Iterator[str]:
     adapter = adapter_parameters(model, LoraSettings())
     trained, held = TRAINER_BYTES[training.dtype], BYTES[training.dtype]
     tokens = training.max_tokens_per_forward
-    rows = engine.slots + engine.num_kept(deterministic=False)
     yield f"{parameters / 1e6:,.0f}M"
     for size in (
         parameters * trained,
         parameters * held + adapter * trained,
         parameters * BYTES[engine.dtype],
-        rows * engine.max_len * cached_numbers(model) * BYTES[engine.dtype],
+        engine.kv_blocks(deterministic=False) * engine.kv_bytes(cached_numbers(model)).block,
         config.num_hidden_layers * tokens * config.hidden_size * held,
         ARRAYS_OF_LOGITS * tokens * config.vocab_size * BYTES["float32"],
     ):

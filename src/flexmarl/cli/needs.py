@@ -3,6 +3,7 @@
 Facts about a policy's model are read without loading its weights: from its folder, the hub's cache, or the hub.
 """
 
+import math
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.errors import ConfigError
 from flexmarl.events.machine import GIB, Machine
-from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
 
 
 class Finding(NamedTuple):
@@ -187,30 +188,31 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
     unknown = sorted(policy for policy in settings.policies if not models.get(policy) or not models[policy].parameters)
     if unknown:
         return Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
-    needs = [_need(policy, models[name], settings.deterministic) for name, policy in settings.policies.items()]
-    training, serving, cache = (sum(part) / GIB for part in zip(*needs, strict=True))
-    needed = training + serving + cache
-    parts = f"{needed:.2f} GiB: training {training:.2f}, engines {serving:.2f}, their caches {cache:.2f}"
-    cluster = settings.cluster
-    if cluster.backend == "ray" and cluster.device != "cpu":
-        return Finding("memory", f"needs {parts}, over all devices")
+    cluster, free = settings.cluster, math.inf
     if cluster.device == "cpu":
         free = machine.free_memory_gib
-    elif torch.cuda.is_available():
+    elif cluster.backend != "ray" and torch.cuda.is_available():
         free = torch.cuda.mem_get_info(torch.device(cluster.device))[0] / GIB
-    else:
-        return Finding("memory", f"needs {parts}, on {cluster.device}")
-    short = "free some; or use a smaller model, fewer instances, or smaller engine.slots or engine.max_len"
+    needs = [
+        _need(policy, models[name], settings.deterministic, free * GIB) for name, policy in settings.policies.items()
+    ]
+    training, serving, cache = (sum(part) / GIB for part in zip(*needs, strict=True))
+    needed = training + serving + cache
+    parts = f"{needed:.2f} GiB: training {training:.2f}, engines {serving:.2f}, their caches at most {cache:.2f}"
+    if free == math.inf:
+        where = "over all devices" if cluster.backend == "ray" else f"on {cluster.device}"
+        return Finding("memory", f"needs {parts}, {where}")
+    short = "free some; or use a smaller model, fewer instances, or a smaller engine.kv_gib"
     return Finding("memory", f"needs {parts}; {free:.1f} GiB are free", short if needed > free else "")
 
 
-def _need(policy: PolicySettings, facts: ModelFacts, deterministic: bool) -> tuple[float, float, float]:
-    """Returns the bytes for training, for the engines' weights, and for their caches."""
+def _need(policy: PolicySettings, facts: ModelFacts, deterministic: bool, free: float) -> tuple[float, float, float]:
+    """Returns the bytes for training, for the engines' weights, and at most for their caches. `free` bytes are free."""
     training = facts.parameters * TRAINER_BYTES[policy.training.dtype] * policy.trainable
     engine = policy.engine
     if not isinstance(engine, EmbeddedSettings):
         return training, 0, 0
-    rows = engine.slots + engine.num_kept(deterministic=deterministic)
     serving = facts.parameters * BYTES[engine.dtype]
-    cache = rows * engine.max_len * facts.cached_numbers * BYTES[engine.dtype]
+    budget = engine.kv_gib * GIB if engine.kv_gib is not None else KV_SHARE * free
+    cache = min(engine.kv_blocks(deterministic=deterministic) * engine.kv_bytes(facts.cached_numbers).block, budget)
     return training, serving * policy.instances, cache * policy.instances

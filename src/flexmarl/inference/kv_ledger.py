@@ -49,7 +49,7 @@ class KeptPrefixes:
         return len(self._kept)
 
     def find(self, conversation: str | None, prompt: IntArray) -> tuple[Kept, int] | None:
-        """What is kept of the conversation, and how many prompt tokens that covers; None if it covers none.
+        """The conversation's last call, and how many prompt tokens that covers; None if it covers none.
 
         The last prompt token never counts: it is always computed anew.
         """

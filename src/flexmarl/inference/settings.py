@@ -36,6 +36,8 @@ AnyEngine = Annotated[EngineSettings, ENGINES]
 """Settings field of any engine in the table, chosen by its `type`."""
 
 
+KV_SHARE = 0.5
+"""Share of the free memory that keys and values may take by default; a trainer of the same device needs some too."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -67,7 +67,7 @@ def check_blocks(core):
         last = (int(core._rows.length[row]) - 1) // BLOCK
         assert all(core._ledger.may_write(block) for block in work.blocks[last:])
     assert (core._rows.table[len(core._running) :, 0] == SCRATCH).all()
-    assert core._cache.held_bytes <= (FIRST + core._ledger.number) * BLOCK_BYTES
+    assert core.kv_held_bytes <= (FIRST + core._ledger.number) * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}])
@@ -216,7 +216,7 @@ def test_memory_for_no_block_at_all_is_refused_at_the_start():
 def test_a_long_max_len_takes_no_memory_until_it_is_used():
     short, long = (EngineCore(tiny.qwen3(), tiny.settings(max_len=most, kv_block=BLOCK)) for most in (64, 8192))
     for core in (short, long):
-        before = core._cache.held_bytes
+        before = core.kv_held_bytes
         run(core, [request(index, [1] * 20, max_tokens=20) for index in range(4)])
-        assert before < core._cache.held_bytes <= 2 * (FIRST + 4 * 40 / BLOCK) * BLOCK_BYTES
-    assert long._cache.held_bytes == short._cache.held_bytes
+        assert before < core.kv_held_bytes <= 2 * (FIRST + 4 * 40 / BLOCK) * BLOCK_BYTES
+    assert long.kv_held_bytes == short.kv_held_bytes

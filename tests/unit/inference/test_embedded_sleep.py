@@ -47,15 +47,15 @@ def test_asleep_only_the_keys_and_values_of_running_requests_are_kept():
     core = EngineCore(tiny.qwen3(), settings)
     run(core, [request("kept", [1] * 20, conversation="c")])
     core.sleep()
-    assert core._cache.held_bytes == 0
+    assert core.kv_held_bytes == 0
     core.wake()
     for one in requests()[:2]:  # prompts of 3 and of 8 tokens
         core.add(one)
     steps(core, 3)
-    awake = core._cache.held_bytes
+    awake = core.kv_held_bytes
     core.sleep()
     # 3 + 2 and 8 + 2 positions; 2 layers, keys and values, 2 key heads of 8 numbers.
-    assert core._cache.held_bytes == (2 + 3) * settings.kv_bytes(2 * 2 * 2 * 8).block < awake
+    assert core.kv_held_bytes == (2 + 3) * settings.kv_bytes(2 * 2 * 2 * 8).block < awake
 
 
 def test_an_abort_asleep_is_one_between_two_steps():

@@ -34,7 +34,7 @@ from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, S
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.kv_ledger import Grant, KeptPrefixes, KvLedger
-from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
 from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree
 from flexmarl.objects.settings import Verify
 from flexmarl.records import (
@@ -54,8 +54,6 @@ _FULL_TILE = 16
 differently, so with 5 slots a request's last bits would depend on whether it has the fifth slot."""
 
 
-_FREE_SHARE = 0.5
-"""Share of the free memory that keys and values may take by default; a trainer of the same device needs some too."""
 GIB = 1 << 30
 
 
@@ -217,6 +215,16 @@ class EngineCore:
     def waiting(self) -> int:
         """Number of requests without a row."""
         return len(self._waiting)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Number of blocks of keys and values that requests and kept conversations may have."""
+        return self._ledger.number
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """Bytes of keys and values that are allocated now."""
+        return self._cache.held_bytes
 
     def use(self) -> EngineUse:
         """The present load."""
@@ -517,7 +525,7 @@ def _affordable_blocks(model: torch.nn.Module, settings: EmbeddedSettings, devic
     """Number of blocks that requests may have: what the settings allow, as far as it could be of use."""
     block = settings.kv_bytes(cached_numbers(model)).block
     wanted = settings.kv_blocks(deterministic=deterministic)
-    budget = settings.kv_gib * GIB if settings.kv_gib is not None else _FREE_SHARE * free_bytes(device)
+    budget = settings.kv_gib * GIB if settings.kv_gib is not None else KV_SHARE * free_bytes(device)
     number = min(wanted, int(budget // block) - FIRST)
     if number < 1:
         raise ConfigError(

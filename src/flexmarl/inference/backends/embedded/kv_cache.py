@@ -1,10 +1,11 @@
 """Cache of keys and values in blocks, on a transformers `Cache`, and the attention that reads it.
 
 A layer is a pool of N blocks with room for B tokens each; a sequence's table lists its blocks in order of position. The
-pool grows by doubling as higher blocks are taken. Attention gathers a batch's blocks, one layer at a time, so that
-beside the pool there is at most one layer's copy of what is read. One forward pass packs all its tokens into a batch of
-one: first the next token of every active row, longest row first, then the joiners' prompts, one after the other. Only
-attention knows where each sequence ends.
+pool grows by doubling as higher blocks are taken. Attention gathers a batch's blocks, one layer at a time, so that next
+to the pool there is at most one layer's copy of what is read.
+
+One forward pass packs all its tokens into a batch of one: first the next token of every active row, longest row first,
+then the joiners' prompts, one after the other. Only attention knows where each sequence ends.
 
     tokens   | longest row | ... | shortest row | prompt of a joiner .... | prompt of the next .... |
               `----- decode: 1 each ----------'   `--- prefill: padded to the longest, masked -----'
@@ -54,11 +55,12 @@ class DecodeGroup:
     rows: slice
     blocks: torch.Tensor
     """[rows * K * blocks per row] index of each block of each key head in the pool's [N * K]."""
-    kv_length: int
     bias: torch.Tensor
     """[rows, 1, 1, L]; 0 where a row has a key, -inf after its end."""
     fused: bool
     """False if plain products read the keys: on a CPU in float32 they are quicker than the fused kernel."""
+    padded: torch.Tensor | None
+    """[2, rows, K, L, D] memory in which keys and values are read, if L is fixed; else L is what `blocks` hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class BlockCache(Cache):
         self._zero = torch.zeros((), dtype=self._dtype, device=self._device)
         self._masked = torch.full_like(self._zero, -torch.inf)
         self._set_aside: list[int] = []
+        self._padded: torch.Tensor | None = None
         super().__init__(layers=[_BlockLayer(self, self._zeros(FIRST)) for _ in range(layers)])
 
     @property
@@ -175,7 +178,7 @@ class BlockCache(Cache):
 
     def set_aside(self, blocks: list[int]) -> None:
         """Frees the device. Keeps these blocks in host memory."""
-        self.plan = None
+        self.plan = self._padded = None
         self._set_aside = blocks
         for layer, pool in zip(self.layers, self._pools, strict=True):
             assert isinstance(layer, _BlockLayer)
@@ -207,7 +210,8 @@ class BlockCache(Cache):
             pool[:, target] = pool[:, source]
 
     def clear(self, blocks: list[int]) -> None:
-        """Zeroes blocks that hold non-finite numbers."""
+        """Zeroes blocks that hold non-finite numbers, and forgets what was read of them."""
+        self.plan = self._padded = None
         for pool in self._pools:
             pool[:, blocks] = 0
 
@@ -244,23 +248,32 @@ class BlockCache(Cache):
     def _decode_groups(self, lengths: Integers, tables: Integers, fixed_kv: bool) -> list[DecodeGroup]:
         num_rows, block = len(lengths), self._block
         position_bytes = self._key_heads * self._head_size * self._zero.element_size()
-        groups = (
-            [(slice(0, num_rows), self.max_len)]
-            if fixed_kv
-            else row_groups(lengths, block, _GATHERED_BYTES // position_bytes)
-        )
+        if fixed_kv:
+            groups = [(slice(0, num_rows), int(lengths.max()) // block * block + block)]
+        else:
+            groups = row_groups(lengths, block, _GATHERED_BYTES // position_bytes)
         fused = fixed_kv or not self._on_cpu or self._dtype != torch.float32
+        padded = self._padding(num_rows) if fixed_kv else None
         ends = self._tensor(lengths)[:, None]
         return [
             DecodeGroup(
                 rows,
                 self._gathered(tables[rows], length),
-                length,
-                torch.where(self._steps[:length] <= ends[rows], self._zero, self._masked)[:, None, None],
+                torch.where(
+                    self._steps[: self.max_len if fixed_kv else length] <= ends[rows], self._zero, self._masked
+                )[:, None, None],
                 fused,
+                padded,
             )
             for rows, length in groups
         ]
+
+    def _padding(self, num_rows: int) -> torch.Tensor:
+        """Memory for reading a layer up to `max_len`. What past reads left in it is finite, and masked."""
+        if self._padded is None:
+            shape = (2, num_rows, self._key_heads, self.max_len, self._head_size)
+            self._padded = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return self._padded
 
     def _prefill_group(self, joiners: Sequence[Joiner], sizes: list[int], tables: Integers) -> PrefillGroup:
         width, kv_length = max(sizes), max(len(joiner.ids) for joiner in joiners)
@@ -334,7 +347,12 @@ def _decode(
     """Attention of one query per row. The H / K heads of a key head take the place of queries: no key is repeated."""
     query = tokens[group.rows]
     num_rows, num_heads, size = query.shape
-    keys, values = (_gather(pool, group.blocks, num_rows, group.kv_length) for pool in (key, value))
+    keys, values = (_gather(pool, group.blocks, num_rows) for pool in (key, value))
+    if group.padded is not None:
+        length = min(keys.shape[2], group.padded.shape[3])
+        for part, read in zip(group.padded, (keys, values), strict=True):
+            part[:, :, :length] = read[:, :, :length]
+        keys, values = group.padded
     grouped = query.reshape(num_rows, keys.shape[1], -1, size)
     if group.fused:
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.bias, scale=scaling)
@@ -348,7 +366,8 @@ def _prefill(
     tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: PrefillGroup, scaling: float | None
 ) -> torch.Tensor:
     _, num_heads, size = tokens.shape
-    keys, values = (_gather(pool, group.blocks, group.num_joiners, group.kv_length) for pool in (key, value))
+    length, number = group.kv_length, group.num_joiners
+    keys, values = (_gather(pool, group.blocks, number)[:, :, :length] for pool in (key, value))
     gqa = keys.shape[1] != num_heads
     if group.bias is None:
         query = tokens.transpose(0, 1)[None]
@@ -360,11 +379,11 @@ def _prefill(
     return out.transpose(1, 2).reshape(-1, num_heads, size)[group.place]
 
 
-def _gather(pool: torch.Tensor, blocks: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
-    """The first `length` positions of these rows, [rows, K, length, D], copied from the pool's blocks [N, K, B, D]."""
+def _gather(pool: torch.Tensor, blocks: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Copies these blocks [rows * K * blocks per row] of the pool [N, K, B, D]: [rows, K, positions, D]."""
     _, key_heads, _, size = pool.shape
     found = pool.flatten(0, 1).flatten(1).index_select(0, blocks)
-    return found.view(num_rows, key_heads, -1, size)[:, :, :length]
+    return found.view(num_rows, key_heads, -1, size)
 
 
 def attention_shape(model: torch.nn.Module) -> tuple[int, int, int]:
