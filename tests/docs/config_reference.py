@@ -82,8 +82,8 @@ GOALS = (
     ),
     (
         "Out of memory in an engine",
-        "policies.NAME.engine.max_len policies.NAME.engine.slots",
-        "Keys and values take `slots` x `max_len`",
+        "policies.NAME.engine.kv_gib policies.NAME.engine.slots",
+        "The first bounds keys and values; what does not fit waits, and is computed again",
     ),
     (
         "Replies are cut",

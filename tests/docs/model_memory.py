@@ -85,13 +85,12 @@ def _cells(model: PreTrainedModel, policy: PolicySettings) -> Iterator[str]:
         pass_of(chosen, size_of(deepcopy(model), policy.model_copy(update={"training": chosen}))).num_bytes
         for chosen in (training, training.model_copy(update={"lora": LoraSettings()}))
     ]
-    rows = engine.slots + engine.num_kept(deterministic=False)
     yield f"{parameters / 1e6:,.0f}M"
     for size in (
         parameters * trained,
         parameters * held + adapter * trained,
         parameters * BYTES[engine.dtype],
-        rows * engine.max_len * cached_numbers(model) * BYTES[engine.dtype],
+        engine.kv_blocks(deterministic=False) * engine.kv_bytes(cached_numbers(model)).block,
         *passes,
     ):
         yield f"{size / GIB:.1f}"

@@ -12,7 +12,6 @@ settings ──► blueprint.py   folder, code, tasks, renderers, team    (no we
 
 from flexmarl.assemble.blueprint import (
     Blueprint,
-    cached_numbers,
     check_model,
     draw_up,
     load_tokenizer,
@@ -32,6 +31,7 @@ from flexmarl.assemble.export import Exported, export_policies, push
 from flexmarl.assemble.simulation import simulate
 from flexmarl.assemble.wire import wire
 from flexmarl.assemble.world import World, open_world
+from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
 
 __all__ = [
     "Blueprint",

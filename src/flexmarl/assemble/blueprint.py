@@ -16,7 +16,6 @@ from flexmarl.config.run_settings import FromRun
 from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.inference.backends.embedded.kv_slots import attention_shape
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
@@ -145,15 +144,6 @@ def check_model(settings: RunSettings, policy: str) -> None:
             f"{key}: the tokenizer of '{source}' has {tokens} tokens, the model only {rows}; save the tokenizer that "
             f"belongs to the model"
         )
-
-
-def cached_numbers(model: torch.nn.Module) -> int:
-    """Returns how many numbers an embedded engine keeps of each token. Raises ConfigError if it cannot serve the model.
-
-    They are the token's keys and values in every layer. The model may be one without memory (`torch.device("meta")`).
-    """
-    layers, key_heads, head_size = attention_shape(model)
-    return 2 * layers * key_heads * head_size
 
 
 def settings_of_run(settings: RunSettings, start: FromRun, key: str) -> tuple[RunSettings, RunFolder]:

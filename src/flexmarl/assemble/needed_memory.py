@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from flexmarl.assemble.blueprint import cached_numbers
 from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
+from flexmarl.events.machine import GIB
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.training.backends.causal_lm import DTYPES
 from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
@@ -158,9 +159,11 @@ def _of_engines(policy: PolicySettings, size: ModelSize, *, deterministic: bool)
     if not isinstance(engine, EmbeddedSettings):
         return
     number = BYTES[engine.dtype]
-    rows = engine.slots + engine.num_kept(deterministic=deterministic)
+    cache, bound = engine.kv_blocks(deterministic=deterministic) * engine.kv_bytes(size.cached).block, "engine.max_len"
+    if engine.kv_gib is not None and engine.kv_gib * GIB < cache:
+        cache, bound = int(engine.kv_gib * GIB), "engine.kv_gib"
     yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
-    yield Part("keys and values", count * rows * engine.max_len * size.cached * number, "engine.max_len")
+    yield Part("keys and values, at most", count * cache, bound)
     if policy.trainable and policy.training.publish == "adapter":
         yield Part("base of adapted layers", count * size.adapted * number, "training.publish=merged")
 

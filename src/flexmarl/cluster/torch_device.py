@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 from torch import nn
 
@@ -72,3 +73,10 @@ def return_heap() -> None:
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Memory that is free for this process on the device, or on this machine for a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return psutil.virtual_memory().available

@@ -1,6 +1,6 @@
 """Settings of the engines, one class per engine `type`, and of the pool in front of them."""
 
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -36,6 +36,18 @@ AnyEngine = Annotated[EngineSettings, ENGINES]
 """Settings field of any engine in the table, chosen by its `type`."""
 
 
+KV_SHARE = 0.5
+"""Share of the free memory that keys and values may take by default; a trainer of the same device needs some too."""
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KvBytes(NamedTuple):
+    """Bytes of keys and values."""
+
+    token: int
+    block: int
+
+
 class EmbeddedSettings(Settings):
     """Our own continuous batching over a Hugging Face causal LM: the choice on a CPU and for tiny models."""
 
@@ -46,10 +58,21 @@ class EmbeddedSettings(Settings):
     type: Literal["embedded"] = "embedded"
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait in the queue.")
     max_len: int = Field(
-        default=2048, ge=2, description="Tokens per slot, prompt and response; memory is touched on use."
+        default=2048,
+        ge=2,
+        description="Most tokens of a request, prompt and response; they take memory when they come.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type of weights, keys and values; published weights must have the same."
+    )
+    kv_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB that keys and values of running requests and kept conversations may take; when it is full, "
+        "the youngest request waits and is computed again. null: half of what is free when the engine starts.",
+    )
+    kv_block: int = Field(
+        default=32, ge=1, description="Tokens per block of keys and values, the unit in which memory is taken."
     )
     prefill_tokens: int = Field(
         default=4096, ge=1, description="Prompt tokens computed in one step; a longer prompt has a step of its own."
@@ -73,8 +96,17 @@ class EmbeddedSettings(Settings):
     )
 
     def num_kept(self, *, deterministic: bool) -> int:
-        """Number of cache rows for kept prefixes. 0 if deterministic: a prefix from another batch has other bits."""
+        """Most conversations that are kept. 0 if deterministic: a prefix from another batch has other bits."""
         return self.kept_prefixes if self.prefix_reuse and not deterministic else 0
+
+    def kv_bytes(self, cached_numbers: int) -> KvBytes:
+        """Memory of keys and values of a model that has `cached_numbers` of them per token, in all layers."""
+        token = cached_numbers * NUMBER_BYTES[self.dtype]
+        return KvBytes(token, token * self.kv_block)
+
+    def kv_blocks(self, *, deterministic: bool) -> int:
+        """The most blocks that could ever be of use: every slot and every kept conversation at `max_len`."""
+        return (self.slots + self.num_kept(deterministic=deterministic)) * -(-self.max_len // self.kv_block)
 
 
 class PoolSettings(Settings):

@@ -87,6 +87,8 @@ class EngineUse:
     """Upper bound on the tokens still to sample, queued and running."""
     kv_use: float = 0.0
     """Share of the key-value capacity in use, 0 to 1."""
+    preempted: int = 0
+    """Number of times since the engine started that a running request gave its keys and values back and had to wait."""
     generated_tokens: int = 0
     """Number of tokens sampled since the engine started."""
     tokens_per_s: float = 0.0

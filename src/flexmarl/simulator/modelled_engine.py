@@ -17,7 +17,7 @@ import numpy as np
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
-from flexmarl.inference.prefixes import KeptPrefixes
+from flexmarl.inference.kv_ledger import Kept, KeptPrefixes
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, checksum, weights_key
 from flexmarl.records import (
     EngineUse,
@@ -280,7 +280,7 @@ class ModelledEngine:
         self._forget(call)
         self.answered_tokens += len(ids)
         if self.costs.prefill_token_s and call.request.conversation is not None and len(versions) == 1:
-            self._kept.keep(call.request.conversation, np.concatenate((call.request.prompt_ids, ids[:-1])))
+            self._kept.keep(call.request.conversation, Kept(np.concatenate((call.request.prompt_ids, ids[:-1]))))
         logprobs = self._logprobs(call.request, len(ids))
         call.answers.put_nowait(call.generation(ids, logprobs, finish, versions))
 
@@ -335,4 +335,4 @@ def _now() -> float:
 
 def _prefix_memory(costs: EngineCosts) -> KeptPrefixes:
     """Makes the memory of past prompts. It keeps nothing if prompt tokens cost nothing."""
-    return KeptPrefixes(range(costs.kept_prefixes if costs.prefill_token_s else 0))
+    return KeptPrefixes(costs.kept_prefixes if costs.prefill_token_s else 0)

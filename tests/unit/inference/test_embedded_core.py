@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
-from flexmarl.inference.backends.embedded.kv_slots import row_blocks
+from flexmarl.inference.backends.embedded.kv_cache import row_groups
 from flexmarl.inference.calls import joined, rest_of
 from flexmarl.objects.interface import checksum
 from flexmarl.records import FinishReason, Version, VersionRun
@@ -68,20 +68,25 @@ def test_logprobs_of_ragged_batches_are_those_of_a_plain_forward(make_served, ma
     assert all(len(answers[one.request_id].response_ids) == one.sampling.max_tokens for one in requests)
 
 
-def test_rows_read_in_blocks_give_the_same_logprobs():
+def test_rows_read_in_groups_give_the_same_logprobs():
     requests = [request(i, [i % 50] * (90 if i == 3 else 4), seed=i, max_tokens=30) for i in range(40)]
     core = EngineCore(tiny.qwen3(), tiny.settings(slots=40, max_len=160))
     answers = run(core, requests)
-    lengths = np.array([len(one.prompt_ids) for one in requests])
-    assert len(row_blocks(lengths, 160)) == 5
+    lengths = np.sort([len(one.prompt_ids) for one in requests])[::-1]
+    assert len(row_groups(lengths, core._settings.kv_block, 1 << 20)) == 2
     assert worst(tiny.qwen3(), requests, answers)[0] < TOLERANCE
 
 
-def test_row_blocks_cover_every_row_up_to_its_new_position_and_never_past_the_slot():
-    lengths = np.array([900, *[10] * 30, 1023])
-    blocks = row_blocks(lengths, 1024)
-    assert [row for rows, _ in blocks for row in range(rows.start, rows.stop)] == list(range(32))
-    assert all(length <= 1024 and (lengths[rows] < length).all() for rows, length in blocks)
+@law(deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=70), st.integers(1, 64), st.integers(1, 50_000))
+def test_row_groups_cover_every_row_up_to_its_new_position_within_the_bound(lengths, block, most):
+    lengths = np.sort(lengths)[::-1]
+    groups = row_groups(lengths, block, most)
+    assert [row for rows, _ in groups for row in range(rows.start, rows.stop)] == list(range(len(lengths)))
+    for rows, top in groups:
+        assert top % block == 0
+        assert lengths[rows.start] < top <= lengths[rows.start] + block, "no block more than the longest row needs"
+        assert rows.stop - rows.start == 1 or (rows.stop - rows.start) * top <= most
 
 
 def test_logprobs_are_exact_with_stop_strings_aborts_and_joiners_in_between():
@@ -368,7 +373,7 @@ def test_the_load_counts_slots_queue_and_tokens_to_come():
     core.step()
     use = core.use()
     assert (use.running, use.queued, use.queued_tokens, use.generated_tokens, use.version) == (2, 1, 28, 2, 3)
-    assert use.kv_use == pytest.approx(6 / (2 * 96))
+    assert use.kv_use == pytest.approx(2 / ((2 + 3) * 3)), "a block for each of two rows; 3 of 32 hold 96 tokens"
     run(core)
     assert core.use().queued_tokens == 0
 

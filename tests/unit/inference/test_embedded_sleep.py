@@ -16,10 +16,6 @@ def requests():
     return [request(i, [i % 50] * (3 + 5 * i), seed=i, max_tokens=6 + 3 * i) for i in range(7)]
 
 
-def kv_numbers(core):
-    return sum(layer.keys.numel() + layer.values.numel() for layer in core._cache.layers)
-
-
 def same(one, other):
     return one.response_ids.tolist() == other.response_ids.tolist() and np.array_equal(one.logprobs, other.logprobs)
 
@@ -47,18 +43,19 @@ def test_naps_between_steps_change_no_bit_of_what_is_sampled(naps, slots):
 
 
 def test_asleep_only_the_keys_and_values_of_running_requests_are_kept():
-    core = EngineCore(tiny.qwen3(), tiny.settings(slots=8, max_len=64))
-    whole = kv_numbers(core)
+    settings = tiny.settings(slots=8, max_len=64, kv_block=4)
+    core = EngineCore(tiny.qwen3(), settings)
+    run(core, [request("kept", [1] * 20, conversation="c")])
     core.sleep()
-    assert kv_numbers(core) == 0
+    assert core.kv_held_bytes == 0
     core.wake()
-    assert kv_numbers(core) == whole
     for one in requests()[:2]:  # prompts of 3 and of 8 tokens
         core.add(one)
     steps(core, 3)
+    awake = core.kv_held_bytes
     core.sleep()
-    position = whole // (8 + 3) // 64  # of the 8 slots and 3 kept prefixes
-    assert kv_numbers(core) == 2 * (8 + 2) * position
+    # 3 + 2 and 8 + 2 positions; 2 layers, keys and values, 2 key heads of 8 numbers.
+    assert core.kv_held_bytes == (2 + 3) * settings.kv_bytes(2 * 2 * 2 * 8).block < awake
 
 
 def test_an_abort_asleep_is_one_between_two_steps():

@@ -1,13 +1,15 @@
 """Continuous batching on torch: requests join and leave at any step; synchronous, for one thread.
 
-    add ---> waiting ---> rows 0..n-1 (one slot each) ---> Generation
-                             |        ^
-                          finished    `- the last row moves into the gap, so rows stay without gaps
-                             v
-                          kept prefixes (rows behind the slots)
+    add ---> waiting ---> rows 0..n-1 (at most `slots`) ---> Generation
+               ^             |          ^
+               |             |          `- the last row moves into the gap, so rows stay without gaps
+               `- preempted -+- finished: its blocks stay with its conversation
 
-One `step`: joiners take rows, one forward pass computes their prompts and every row's next token, one draw samples all.
-In deterministic mode every forward pass has a fixed shape instead: all slots at full length, and each prompt alone.
+One `step`: rows take the blocks that they grow into, joiners take rows, one forward pass computes their prompts and
+every row's next token, one draw samples all. When blocks run out, the youngest request gives its own back and waits;
+its prompt and tokens are computed again when it resumes, and it goes on with the tokens that it would have got.
+In deterministic mode every forward pass has a fixed shape instead: all slots at full length, and each prompt alone. A
+request then takes all the blocks that it may need when it begins, so that nothing is computed twice.
 """
 
 from collections import deque
@@ -17,13 +19,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexmarl.cluster.torch_device import free_unused, place
-from flexmarl.inference.backends.embedded.kv_slots import ATTENTION, Joiner, SlotCache
+from flexmarl.cluster.torch_device import free_bytes, free_unused, place
+from flexmarl.errors import ConfigError
+from flexmarl.inference.backends.embedded.kv_cache import (
+    ATTENTION,
+    FIRST,
+    PAD,
+    SCRATCH,
+    BlockCache,
+    Joiner,
+    cached_numbers,
+)
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
 from flexmarl.inference.interface import FIRST_VERSION
-from flexmarl.inference.prefixes import KeptPrefixes
-from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.inference.kv_ledger import Grant, KeptPrefixes, KvLedger
+from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
 from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree
 from flexmarl.objects.settings import Verify
 from flexmarl.records import (
@@ -43,19 +54,53 @@ _FULL_TILE = 16
 differently, so with 5 slots a request's last bits would depend on whether it has the fifth slot."""
 
 
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Tokens of a request, one entry per token."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+
+    @classmethod
+    def none(cls) -> "_Sampled":
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32))
+
+
 @dataclass(slots=True)
-class _Running:
-    """A request that owns a row."""
+class _Work:
+    """A request, from `add` to its Generation."""
 
     request: GenerationRequest
+    age: int
+    """Requests are numbered as they arrive; the youngest has the highest number."""
+    sampled: _Sampled
+    """Tokens from before it was preempted."""
+    blocks: list[int]
+    """Blocks that it holds; none while it waits."""
     versions: list[VersionRun]
-    reused: int
+    """Empty until its first row."""
+    reused: int = 0
+
+    @property
+    def tokens(self) -> IntArray:
+        """The prompt and what was sampled before."""
+        if not len(self.sampled.ids):
+            return self.request.prompt_ids
+        return np.concatenate([self.request.prompt_ids, self.sampled.ids])
+
+    def mark(self, count: int, version: Version) -> None:
+        """Begins a version run at token `count`."""
+        self.versions = [*(past for past in self.versions if past.start < count), VersionRun(count, version)]
 
 
 class _Rows:
     """The state of every row that a step needs, one array for each fact."""
 
-    def __init__(self, slots: int, max_len: int) -> None:
+    def __init__(self, slots: int, max_len: int, max_blocks: int) -> None:
         self.length = np.zeros(slots, np.int64)
         """Positions whose keys and values are in the cache; the last sampled token is not among them."""
         self.last = np.zeros(slots, np.int64)
@@ -64,6 +109,8 @@ class _Rows:
         self.offset = np.zeros(slots, np.int64)
         """Number of response tokens that another instance sampled before; the prompt ends with them."""
         self.limit = np.zeros(slots, np.int64)
+        self.room = np.zeros(slots, np.int64)
+        """Positions for which the row has blocks."""
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int64)
@@ -74,6 +121,29 @@ class _Rows:
         self.raw_logprobs = np.zeros((slots, max_len), np.float32)
         self._small = [column for column in vars(self).values() if column.ndim == 1]
         self._wide = [self.ids, self.logprobs, self.raw_logprobs]
+        self.table = np.zeros((slots, max_blocks), np.int64)
+        """Blocks by position, then PAD."""
+        self.table[:, 0] = SCRATCH
+
+    def hold(self, row: int, blocks: Sequence[int], size: int) -> None:
+        """The row has these blocks of `size` tokens."""
+        self.table[row, : len(blocks)] = blocks
+        self.room[row] = len(blocks) * size
+
+    def put(self, row: int, sampled: _Sampled) -> None:
+        """The row begins with these tokens."""
+        self.count[row] = count = len(sampled.ids)
+        for column, values in zip(self._wide, (sampled.ids, sampled.logprobs, sampled.raw_logprobs), strict=True):
+            column[row, :count] = values
+
+    def sampled(self, row: int) -> _Sampled:
+        """A copy of the row's tokens."""
+        return _Sampled(*(column[row, : self.count[row]].copy() for column in self._wide))
+
+    def vacate(self, row: int) -> None:
+        """The row has no request any more."""
+        self.table[row] = PAD
+        self.table[row, 0] = SCRATCH
 
     def move(self, source: int, target: int) -> None:
         for column in self._small:
@@ -81,8 +151,9 @@ class _Rows:
         count = self.count[source]
         for column in self._wide:
             column[target, :count] = column[source, :count]
+        self.table[target] = self.table[source]
 
-    def sampling(self, rows: slice) -> SamplingRows:
+    def sampling(self, rows: slice | IntArray) -> SamplingRows:
         return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
@@ -100,27 +171,35 @@ class EngineCore:
         version: Version = FIRST_VERSION,
         verify: Verify = "full",
     ) -> None:
-        """Takes over the model, and sets its attention (`slot_attention`), its dtype (of the settings) and its device.
+        """Takes over the model, and sets its attention (`block_attention`), its dtype (of the settings), its device.
 
-        With `deterministic`, a request gets the same bits in any batch, by fixed shapes and unbatched prefill.
+        With `deterministic`, a request gets the same bits in any batch, by fixed shapes and unbatched prefill. Raises
+        ConfigError if the model's attention does not fit, or `engine.kv_gib` has no room for a block.
         """
         self._settings = settings
         self._verify: Verify = verify
         self._deterministic = deterministic
         self._device = device
-        num_kept = settings.num_kept(deterministic=deterministic)
         place(model, device, getattr(torch, settings.dtype))
         self._model = model.eval()
         self._adapted = AdaptedWeights(model)
         num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
-        self._cache = SlotCache(model, num_rows + num_kept, settings.max_len)
+        number = _affordable_blocks(model, settings, device, deterministic=deterministic)
+        self._block_bytes = settings.kv_bytes(cached_numbers(model)).block
+        self._cache = BlockCache(model, settings.kv_block, settings.max_len, FIRST + number)
+        self._ledger = KvLedger(
+            number,
+            settings.kv_block,
+            KeptPrefixes(settings.num_kept(deterministic=deterministic)),
+            first=FIRST,
+        )
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
         self._stops = StopWatch(self._vocabulary, decode)
-        self._kept = KeptPrefixes(range(settings.slots, settings.slots + num_kept))
-        self._rows = _Rows(num_rows, settings.max_len)
-        self._running: list[_Running] = []
-        self._waiting: deque[GenerationRequest] = deque()
+        self._rows = _Rows(num_rows, settings.max_len, self._ledger.blocks_for(settings.max_len))
+        self._running: list[_Work] = []
+        self._waiting: deque[_Work] = deque()
+        self._added = self._preempted = 0
         self._plain = True
         self._generated = 0
         self.asleep = False
@@ -137,15 +216,27 @@ class EngineCore:
         """Number of requests without a row."""
         return len(self._waiting)
 
+    @property
+    def kv_blocks(self) -> int:
+        """Number of blocks of keys and values that requests and kept conversations may have."""
+        return self._ledger.number
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """Bytes of keys and values that are allocated now."""
+        return self._cache.held_bytes
+
     def use(self) -> EngineUse:
         """The present load."""
         num_running = len(self._running)
         left = self._rows.limit[:num_running] - self._rows.count[:num_running]
+        to_come = sum(self._limit(work.request) - len(work.sampled.ids) for work in self._waiting)
         return EngineUse(
             queued=len(self._waiting),
             running=num_running,
-            queued_tokens=int(left.sum()) + sum(self._limit(request) for request in self._waiting),
-            kv_use=float(self._rows.length[:num_running].sum()) / (self._settings.slots * self._settings.max_len),
+            queued_tokens=int(left.sum()) + to_come,
+            kv_use=1 - self._ledger.free / self._ledger.number,
+            preempted=self._preempted,
             generated_tokens=self._generated,
             version=self.version,
         )
@@ -156,24 +247,25 @@ class EngineCore:
         if problem:
             return unserved(request, self.version, FinishReason.ERROR, problem)
         self._stops.watch(request.sampling)
-        self._waiting.append(request)
+        self._waiting.append(_Work(request, self._added, _Sampled.none(), [], []))
+        self._added += 1
         return None
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
         """Ends these requests (None: all) and returns the tokens that they have. Unknown ids are ignored."""
         wanted = set(request_ids) if request_ids is not None else None
-        aborted = [request for request in self._waiting if wanted is None or request.request_id in wanted]
-        if aborted:
-            gone = {request.request_id for request in aborted}
-            self._waiting = deque(request for request in self._waiting if request.request_id not in gone)
-        ended = [unserved(request, self.version, FinishReason.ABORT) for request in aborted]
+        gone = [work for work in self._waiting if wanted is None or work.request.request_id in wanted]
+        if gone:
+            ages = {work.age for work in gone}
+            self._waiting = deque(work for work in self._waiting if work.age not in ages)
+        ended = [self._generation(work, work.sampled, FinishReason.ABORT) for work in gone]
         rows = [row for row, run in enumerate(self._running) if wanted is None or run.request.request_id in wanted]
         return ended + self._leave(dict.fromkeys(rows, (FinishReason.ABORT, "")))
 
     def load(self, version: Version, tree: TensorTree) -> Checksum:
         """Swaps the weights, or the adapter if `tree` is one; returns the checksum of what is held.
 
-        Running requests keep their keys and values, and begin a new version run.
+        Running requests keep their keys and values, and begin a new version run; preempted ones too.
         """
         adapter = PublishedAdapter.from_tree(tree)
         if adapter is not None:
@@ -181,20 +273,21 @@ class EngineCore:
         else:
             held = swap_weights(self._model, tree, self._verify)
             self._adapted.forget()
-        self._kept.clear()
+        self._ledger.forget()
         self.version = version
         for row, run in enumerate(self._running):
-            count = int(self._rows.count[row])
-            run.versions = [*(past for past in run.versions if past.start < count), VersionRun(count, version)]
+            run.mark(int(self._rows.count[row]), version)
+        for work in self._waiting:
+            if work.versions:
+                work.mark(len(work.sampled.ids), version)
         return held
 
     def sleep(self) -> None:
-        """Moves the weights to host memory and frees the device. Of the cache, only running requests' rows are kept."""
+        """Moves the weights to host memory and frees the device. Of the cache, running requests' blocks are kept."""
         if self.asleep:
             return
-        self._kept.clear()
-        num_running = len(self._running)
-        self._cache.set_aside(num_running, int(self._rows.length[:num_running].max(initial=0)))
+        self._ledger.forget()
+        self._cache.set_aside(self._ledger.held())
         self._model.to("cpu")
         self._adapted.to("cpu")
         free_unused(self._device)
@@ -211,6 +304,7 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """Samples one token for every running request and for those that join; returns the requests that ended."""
+        self._grow()
         num_decode = len(self._running)
         joiners = self._admit()
         num_rows = len(self._running)
@@ -235,12 +329,18 @@ class EngineCore:
     def _forward(self, decode: slice, joiners: Sequence[Joiner]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, logprobs and raw logprobs of the next token of the rows `decode` and of the joiners' rows after them."""
         rows, fixed = self._rows, self._deterministic
-        wanted = slice(decode.start, decode.stop + len(joiners))
-        last, lengths = rows.last[decode], rows.length[decode]
+        start, num_decode = decode.start, decode.stop - decode.start
+        order = np.arange(start, decode.stop + len(joiners))
+        if not fixed:
+            order[:num_decode] = np.argsort(-rows.length[decode], kind="stable")
+        fed = order[:num_decode]
+        last, lengths = rows.last[fed], rows.length[fed]
+        tables = rows.table[order]
         if fixed and not joiners:
-            # Fixed shapes: unused rows compute too, at position 0 of their own row, and their results are ignored.
-            last, lengths = rows.last, np.where(np.arange(len(rows.length)) < decode.stop, rows.length, 0)
-        plan = self._cache.lay_out(last, lengths, joiners, fixed)
+            # Fixed shapes: unused rows compute too, at position 0 of the scratch block, and their results are ignored.
+            last, tables = rows.last, rows.table
+            lengths = np.where(np.arange(len(rows.length)) < decode.stop, rows.length, 0)
+        plan = self._cache.lay_out(last, lengths, tables, joiners, fixed)
         self._cache.plan = plan
         logits = self._model(
             input_ids=plan.input_ids,
@@ -248,37 +348,70 @@ class EngineCore:
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=plan.logits_at,
-            slot_plan=plan,
-        ).logits[0, : wanted.stop - wanted.start]
-        u = uniforms(rows.seed[wanted], rows.offset[wanted] + rows.count[wanted])
-        ids, own, raw = sample(logits, rows.sampling(wanted), u, self._plain)
-        return ids.cpu().numpy(), own.cpu().numpy(), raw.cpu().numpy()
+            cache_plan=plan,
+        ).logits[0, : len(order)]
+        u = uniforms(rows.seed[order], rows.offset[order] + rows.count[order])
+        drawn = sample(logits, rows.sampling(order), u, self._plain)
+        back = np.argsort(order)
+        ids, own, raw = (part.cpu().numpy()[back] for part in drawn)
+        return ids, own, raw
+
+    def _grow(self) -> None:
+        """Gives every running request a block for its next position, the oldest first.
+
+        If there is none, not even by forgetting kept conversations, the youngest request gives its own back and waits.
+        """
+        rows, running = self._rows, self._running
+        while len(full := np.flatnonzero(rows.length[: len(running)] >= rows.room[: len(running)])):
+            row = min(full.tolist(), key=lambda row: running[row].age)
+            if self._ledger.grow(running[row].blocks):
+                rows.hold(row, running[row].blocks, self._ledger.size)
+            else:
+                self._preempt(max(range(len(running)), key=lambda row: running[row].age))
+        self._cache.reserve(self._ledger.top)
+
+    def _preempt(self, row: int) -> None:
+        """Takes the row's blocks; its request waits before all others, which are younger."""
+        work = self._running[row]
+        work.sampled = self._rows.sampled(row)
+        self._ledger.release(work.blocks)
+        work.blocks = []
+        self._waiting.appendleft(work)
+        self._preempted += 1
+        self._vacate(row)
 
     def _admit(self) -> list[Joiner]:
-        """Gives rows to the requests that have waited longest, within the slots and the prefill budget."""
+        """Gives rows to the requests that have waited longest, within slots, blocks and the prefill budget."""
         joiners: list[Joiner] = []
         width = 0
         while self._waiting and len(self._running) < self._settings.slots:
-            request = self._waiting[0]
-            row = len(self._running)
-            found = self._kept.find(request.conversation, request.prompt_ids)
-            reused = found[1] if found else 0
-            width = max(width, len(request.prompt_ids) - reused)
+            work = self._waiting[0]
+            tokens, conversation = work.tokens, work.request.conversation
+            width = max(width, len(tokens) - self._ledger.covered(conversation, tokens))
             if joiners and width * (len(joiners) + 1) > self._settings.prefill_tokens:
                 break
+            # A block is spared for each row, so that a joiner is not preempted by the next blocks of the others.
+            most = len(work.request.prompt_ids) + self._limit(work.request) - 1
+            positions = most if self._deterministic else min(len(tokens) + 1, most)
+            grant = self._ledger.grant(conversation, tokens, positions, spare=len(self._running))
+            if grant is None:
+                break
             self._waiting.popleft()
-            if found:
-                self._cache.copy(found[0].row, row, 0, reused)
-            joiners.append(Joiner(row, reused, request.prompt_ids))
-            self._seat(row, request, reused)
+            self._cache.reserve(self._ledger.top)
+            if grant.copy is not None:
+                self._cache.copy(*grant.copy)
+            joiners.append(Joiner(len(self._running), grant.reused, tokens))
+            self._seat(work, grant)
         if joiners:
             self._plain = self._rows.sampling(slice(0, len(self._running))).plain
         return joiners
 
-    def _seat(self, row: int, request: GenerationRequest, reused: int) -> None:
-        rows, sampling = self._rows, request.sampling
-        rows.length[row] = len(request.prompt_ids)
-        rows.count[row] = 0
+    def _seat(self, work: _Work, grant: Grant) -> None:
+        rows, request, row = self._rows, work.request, len(self._running)
+        sampling = request.sampling
+        rows.length[row] = len(request.prompt_ids) + len(work.sampled.ids)
+        rows.put(row, work.sampled)
+        rows.hold(row, grant.blocks, self._ledger.size)
         rows.offset[row] = request.offset
         rows.limit[row] = self._limit(request)
         rows.seed[row] = request.seed & _SEED_MASK
@@ -286,7 +419,10 @@ class EngineCore:
         rows.top_k[row] = sampling.top_k
         rows.top_p[row] = sampling.top_p
         rows.min_p[row] = sampling.min_p
-        self._running.append(_Running(request, [VersionRun(0, self.version)], reused))
+        work.blocks = grant.blocks
+        if not work.versions:
+            work.versions, work.reused = [VersionRun(0, self.version)], grant.reused
+        self._running.append(work)
 
     def _ended(self, ids: np.ndarray, raw: np.ndarray) -> dict[int, tuple[FinishReason, str]]:
         """The rows that end with this token, and why."""
@@ -305,40 +441,43 @@ class EngineCore:
         """Removes rows, from the last to the first, so that a row that moves into a gap is never itself leaving."""
         generations = [self._finish(row, *ended[row]) for row in sorted(ended)]
         for row in sorted(ended, reverse=True):
-            last = len(self._running) - 1
-            if row != last:
-                self._rows.move(last, row)
-                self._cache.copy(last, row, 0, int(self._rows.length[last]))
-                self._running[row] = self._running[last]
-            self._running.pop()
+            self._vacate(row)
         return generations
 
+    def _vacate(self, row: int) -> None:
+        """Removes a row; the last one moves into the gap."""
+        last = len(self._running) - 1
+        if row != last:
+            self._rows.move(last, row)
+            self._running[row] = self._running[last]
+        self._rows.vacate(last)
+        self._running.pop()
+
     def _finish(self, row: int, finish: FinishReason, error: str) -> Generation:
-        run, count = self._running[row], int(self._rows.count[row])
-        request, ids = run.request, self._rows.ids[row, :count].copy()
+        work, sampled = self._running[row], self._rows.sampled(row)
+        conversation, keeps = work.request.conversation, len(work.versions) == 1 and not self.asleep
         if finish is FinishReason.ERROR:
-            self._cache.clear(row)
-            ids = ids[: count - 1]
-        elif request.conversation is not None and len(run.versions) == 1 and not self.asleep:
-            self._keep(row, request.conversation, np.concatenate([request.prompt_ids, ids[:-1]]))
-        count = len(ids)
-        versions = [version for version in run.versions if version.start < count] or run.versions[:1]
+            self._cache.clear(self._ledger.release(work.blocks))
+            sampled = _Sampled(sampled.ids[:-1], sampled.logprobs[:-1], sampled.raw_logprobs[:-1])
+        elif conversation is not None and keeps:
+            held = np.concatenate([work.request.prompt_ids, sampled.ids[:-1]])
+            self._ledger.keep(conversation, held, work.blocks)
+        else:
+            self._ledger.release(work.blocks)
+        return self._generation(work, sampled, finish, error)
+
+    def _generation(self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "") -> Generation:
+        versions = [version for version in work.versions if version.start < len(sampled.ids)] or work.versions[:1]
         return Generation(
-            request_id=request.request_id,
-            response_ids=ids,
-            logprobs=self._rows.logprobs[row, :count].copy(),
-            raw_logprobs=self._rows.raw_logprobs[row, :count].copy(),
-            versions=tuple(versions),
+            request_id=work.request.request_id,
+            response_ids=sampled.ids,
+            logprobs=sampled.logprobs,
+            raw_logprobs=sampled.raw_logprobs,
+            versions=tuple(versions) or (VersionRun(0, self.version),),
             finish=finish,
-            reused_tokens=run.reused,
+            reused_tokens=work.reused,
             error=error,
         )
-
-    def _keep(self, row: int, conversation: str, ids: IntArray) -> None:
-        place = self._kept.keep(conversation, ids)
-        if place is not None:
-            kept_row, start = place
-            self._cache.copy(row, kept_row, start, len(ids))
 
     def _limit(self, request: GenerationRequest) -> int:
         """The most tokens that the request may get. The last one needs no position of its own."""
@@ -357,7 +496,22 @@ class EngineCore:
             return f"sampling.max_tokens must be at least 1, got {sampling.max_tokens}"
         if sampling.temperature < 0 or sampling.top_p <= 0 or not 0 <= sampling.min_p <= 1 or sampling.top_k < 0:
             return f"sampling must have temperature >= 0, top_p > 0, 0 <= min_p <= 1 and top_k >= 0, got {sampling}"
-        return self._stops.refuse(sampling)
+        return self._too_long(request) or self._stops.refuse(sampling)
+
+    def _too_long(self, request: GenerationRequest) -> str:
+        """The reason why the request does not fit even with all blocks for itself; empty if it does."""
+        prompt, limit, ledger = len(request.prompt_ids), self._limit(request), self._ledger
+        needed, room = ledger.blocks_for(prompt + limit - 1), ledger.number * ledger.size
+        if needed <= ledger.number:
+            return ""
+        gib = -(-self._block_bytes * (FIRST + needed) * 1000 // GIB) / 1000
+        shorter = f", or sampling.max_tokens at most {room - prompt + 1}" if room >= prompt else ""
+        return (
+            f"a prompt of {prompt} and sampling.max_tokens {request.sampling.max_tokens} take up to "
+            f"{prompt + limit - 1} tokens of keys and values, but engine.kv_gib "
+            f"{self._settings.kv_gib or '(half of what was free)'} holds {room}; set engine.kv_gib to at least "
+            f"{gib}{shorter}"
+        )
 
 
 def _response(request: GenerationRequest, sampled: IntArray) -> IntArray:
@@ -365,3 +519,17 @@ def _response(request: GenerationRequest, sampled: IntArray) -> IntArray:
     if not request.offset:
         return sampled
     return np.concatenate([request.prompt_ids[-request.offset :], sampled])
+
+
+def _affordable_blocks(model: torch.nn.Module, settings: EmbeddedSettings, device: str, *, deterministic: bool) -> int:
+    """Number of blocks that requests may have: what the settings allow, as far as it could be of use."""
+    block = settings.kv_bytes(cached_numbers(model)).block
+    wanted = settings.kv_blocks(deterministic=deterministic)
+    budget = settings.kv_gib * GIB if settings.kv_gib is not None else KV_SHARE * free_bytes(device)
+    number = min(wanted, int(budget // block) - FIRST)
+    if number < 1:
+        raise ConfigError(
+            f"engine.kv_gib is {budget / GIB:.4g}, but a block of {settings.kv_block} tokens (engine.kv_block) takes "
+            f"{block / GIB:.4g} GiB and an engine needs {FIRST + 1}; set at least {(FIRST + 1) * block / GIB:.4g}"
+        )
+    return number
