@@ -80,6 +80,13 @@ class AgentSettings(Settings):
     (docs/security.md)."""
     sampling: SamplingSettings = SamplingSettings()
 
+    @field_validator("syntax", mode="before")
+    @classmethod
+    def _null_is_auto(cls, syntax: Any) -> Any:
+        return (
+            "auto" if syntax is None else syntax
+        )  # Run folders of earlier versions have null for agents without tools.
+
     @model_validator(mode="after")
     def _tools_can_be_called(self) -> "AgentSettings":
         names = [tool.name for tool in self.tools]

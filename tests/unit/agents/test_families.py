@@ -226,6 +226,11 @@ def test_options_that_a_template_cannot_take_are_refused(agent: dict[str, Any], 
     assert message in str(refused.value)
 
 
+def test_null_as_the_syntax_is_auto() -> None:
+    agent = spec({"solver": {**AGENT, "syntax": None}}, renderer=renderer_of("llama3")).agents["solver"]
+    assert agent.syntax == SYNTAXES["llama"]()
+
+
 def test_a_template_without_a_place_for_tools_is_refused_where_it_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"team\.agents\.solver\.tell_tools: the chat template does not use `tools`"):
         spec({"solver": {**AGENT, "tell_tools": "template"}}, renderer=renderer_of("gemma2"))
