@@ -3,8 +3,8 @@
     @scorer("close_enough")              Registry: functions by name
     def close_enough(answer, reference): ...
 
-    @tool                                SettingsTable: settings classes by the default of their field `type`
-    class Clock(Settings): ...
+    @tool                                SettingsTable: settings classes by the default of their field `type`;
+    class Clock(Settings): ...           some tables make such a class of a function
 
 A table grows in two ways (docs/howto/plugins.md):
 
@@ -29,7 +29,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, SchemaValidator, core_schema
@@ -39,7 +39,6 @@ from flexmarl.settings import Settings
 
 T = TypeVar("T")
 D = TypeVar("D")
-C = TypeVar("C", bound=type)
 
 
 class Entry(NamedTuple):
@@ -154,23 +153,49 @@ class SettingsTable(NameTable[type[T]]):
     """
 
     def __init__(
-        self, kind: str, *, setting: str, group: str, interface: Sequence[type], built_in: Mapping[str, str]
+        self,
+        kind: str,
+        *,
+        setting: str,
+        group: str,
+        interface: Sequence[type],
+        built_in: Mapping[str, str],
+        of_function: Callable[[Callable[..., Any], str], type[Settings]] | None = None,
     ) -> None:
-        """`interface`: base classes of which one must be a class's base, or Protocols of which one must be met."""
+        """`interface`: base classes of which one must be a class's base, or Protocols of which one must be met.
+
+        `of_function`: makes the settings class of a function and a name, if functions may be registered too.
+        """
         super().__init__(kind, setting=setting, group=group, built_in=built_in)
         self._interface = interface
+        self._of_function = of_function
         self._validators: dict[type, SchemaValidator] = {}
 
-    def register(self, settings: C) -> C:
-        """Decorator that registers a settings class.
+    @overload
+    def register(self, thing: str) -> Callable[[D], D]: ...
 
-        Raises ConfigError if it cannot be of this kind, or if another one has its `type`.
+    @overload
+    def register(self, thing: D) -> D: ...
+
+    def register(self, thing: Any) -> Any:
+        """Decorator that registers a settings class, or a function if the table takes functions.
+
+        Given a name, it is a decorator for a function of that name. Raises ConfigError if the thing cannot be of this
+        kind, or if another one has its name.
         """
-        self._add(_type_of(settings), _defined_here(self._checked(_type_of(settings), settings)))
-        return settings
+        if isinstance(thing, str):
+            return lambda function: self._registered(thing, function)
+        function = self._of_function is not None and inspect.isfunction(thing)
+        return self._registered(thing.__name__ if function else _type_of(thing), thing)
+
+    def _registered(self, name: str, thing: D) -> D:
+        self._add(name, _defined_here(self._checked(name, thing)))
+        return thing
 
     def _checked(self, name: str, thing: Any) -> Any:
         what = f"the {self.kind} '{name}'"
+        if self._of_function is not None and inspect.isfunction(thing):
+            return self._of_function(thing, name)
         if not inspect.isclass(thing) or not issubclass(thing, Settings):
             raise ConfigError(f"{what} must be a subclass of flexmarl.settings.Settings, got {thing!r}")
         if _type_of(thing) != name or not name:

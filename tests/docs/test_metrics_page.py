@@ -21,6 +21,30 @@ CHANGES = {
     "echo": "echo_measured",
 }
 """The small run reports more. Its functions have names of their own, since another file has registered the others."""
+ODD_SYNTAX = """
+from typing import Literal
+
+from flexmarl.settings import Settings
+from flexmarl.tools import Malformed, syntax
+
+
+@syntax
+class OddSyntax(Settings):
+    type: Literal["odd_metrics"] = "odd_metrics"
+
+    @property
+    def stop(self):
+        return ()
+
+    markers = stop
+
+    def parse(self, text):
+        return (Malformed("?"),) if text else ()
+
+    def render(self, *calls):
+        return "?"
+"""
+"""Takes any text for a call that cannot be read: a random model writes no better one."""
 RUNS = {
     "refilled, with a critic and a KL reward": (
         "credit.filter.refill=true",
@@ -34,6 +58,13 @@ RUNS = {
         "policies.one.training.correction={type: tis, veto: 1e-4}",
     ),
     "all groups filtered": ("credit.filter.tol=10",),
+    "calls that cannot be read, and more of them than the budget has": (
+        "code=[tasks.py, odd_syntax.py]",
+        "team.agents.solver.tools=[{type: calculator}]",
+        "team.agents.solver.syntax={type: odd_metrics}",
+        "team.agents.solver.tell_tools=none",
+        "team.agents.solver.max_tool_calls=1",
+    ),
 }
 """Runs whose metrics, taken together, are all that there are."""
 SIMULATED = (
@@ -49,6 +80,7 @@ def written(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> frozen
     """Names of all metrics of the runs."""
     folder = tmp_path_factory.mktemp("metrics") / "team"
     shutil.copytree(small_run.parent, folder)
+    (folder / "odd_syntax.py").write_text(ODD_SYNTAX)
     for file in (folder / "tasks.py", folder / small_run.name):
         text = file.read_text()
         for old, new in CHANGES.items():

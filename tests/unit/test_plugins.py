@@ -196,7 +196,7 @@ def test_a_file_that_is_imported_twice_and_a_cell_that_is_run_again_replace_what
         ("class Odd(Settings): name: str = 'odd'", "must have the field `type: Literal['my_name'] = 'my_name'`"),
         (
             "class Odd(Settings):\n    type: Literal['odd_tool'] = 'odd_tool'\n    name: str = 'odd'",
-            "the tool 'odd_tool': its class Odd lacks __call__, description of flexmarl.tools.interface.Tool",
+            "the tool 'odd_tool': its class Odd lacks description, open, parameters of flexmarl.tools.interface.Tool",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from flexmarl.records import (
     FinishReason,
     Generation,
     GenerationRequest,
+    IntArray,
     PolicyName,
     Sampling,
     Scalar,
@@ -47,18 +48,25 @@ class AgentSpec:
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """Tools by name."""
     syntax: Syntax | None = None
+    tools_note: str = ""
+    """How the model learns of its tools, and why calls are read in this syntax; for `flexmarl check`."""
+    hears_task: bool = True
+    """True: the messages before a task's prompt begin its conversations."""
     max_tool_calls: int = 0
     memory: Memory = "none"
     trust_special: bool = False
 
     def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
         """The agent's sampling with the overrides, and with all strings and ids at which generation must stop."""
-        return replace(
-            self.sampling,
-            stop=(*self.sampling.stop, *(self.syntax.stop if self.syntax else ())),
-            stop_ids=self.renderer.stop_ids,
-            **overrides,
-        )
+        stop = self.syntax.stop if self.syntax else ()
+        # An engine looks for strings in text without special tokens.
+        stop_ids = {*self.renderer.stop_ids, *self.renderer.special_ids(stop)}
+        return replace(self.sampling, stop=(*self.sampling.stop, *stop), stop_ids=tuple(sorted(stop_ids)), **overrides)
+
+    @property
+    def kept_ids(self) -> frozenset[int]:
+        """The special tokens that the agent's texts show: the markers of its calls."""
+        return self.renderer.special_ids(self.syntax.markers) if self.syntax else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,10 @@ class Caller:
         """Sampling of a call that has the whole budget of tokens."""
         # Made at the first act: in a large team, most seats never act in an episode.
         return self._agent.full_sampling(self._context.sampling)
+
+    @cached_property
+    def _kept_ids(self) -> frozenset[int]:
+        return self._agent.kept_ids
 
     async def call(self, conversation: Conversation, act: Act, max_tokens: int) -> AgentCall:
         """Makes one call of an act, from the conversation's prompt to the engine's answer.
@@ -150,7 +162,11 @@ class Caller:
             with outside():
                 await context.recorder.failed(turn_of(generation), because)
             raise kind(because)
-        return AgentCall(sent, request, generation, agent.renderer.decode(generation.response_ids))
+        return AgentCall(sent, request, generation, self.text_of(generation.response_ids))
+
+    def text_of(self, response_ids: IntArray) -> str:
+        """Text of a response [R], with the markers of tool calls and without other special tokens."""
+        return self._agent.renderer.decode(response_ids, self._kept_ids)
 
     async def record(self, call: AgentCall, valid: bool) -> Turn:
         """Records an answered call in the ledger and in the recorder; returns its turn."""
@@ -184,7 +200,7 @@ class Caller:
             versions=generation.versions,
             finish=generation.finish,
             valid=valid,
-            text=self._agent.renderer.decode(generation.response_ids) if text is None else text,
+            text=self.text_of(generation.response_ids) if text is None else text,
         )
 
 

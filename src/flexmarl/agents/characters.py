@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from string import printable
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -23,13 +24,19 @@ REMEMBERED = 4096
 class CharacterRenderer(ChatRenderer):
     """A renderer that keeps the texts it has decoded."""
 
+    stands_in = True
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(tokenizer)
         self._text = lru_cache(REMEMBERED)(self._decode)
 
-    def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Returns the text of the ids, without special tokens."""
-        return self._text(np.asarray(ids, np.int32).tobytes())
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has a renderer of its own."""
+        return (character_renderer, ()) if self._base is self else super().__reduce__()
+
+    def decode(self, ids: Sequence[int] | IntArray, kept: frozenset[int] = frozenset()) -> str:
+        """Returns the text of the ids, without special tokens, except those `kept`."""
+        return super().decode(ids, kept) if kept else self._text(np.asarray(ids, np.int32).tobytes())
 
     def _decode(self, ids: bytes) -> str:
         return super().decode(np.frombuffer(ids, np.int32))

@@ -11,15 +11,18 @@ A prompt that continues a conversation is never tokenised again. It is three run
 is rendered anew. In both cases, control tokens that a message spells stay text: `control_tokens.py`.
 """
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flexmarl.agents.control_tokens import ControlTokens
-from flexmarl.agents.extension import Extension, Message, Role, Template, check_extension
+from flexmarl.agents.extension import QUESTION, Extension, Message, Role, SaidCall, Template, check_extension
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray, SampleId, Turn
 
@@ -31,49 +34,144 @@ CACHED_TEXTS = 4096
 """Rendered prompts, and suffixes, that a renderer caches. The samples of a group share theirs."""
 
 
-class ChatRenderer:
-    """Makes prompt ids with one tokenizer. Stateless apart from a cache; shared by all agents of a policy."""
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"})
+"""Arguments of `apply_chat_template` that are set here."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How one agent's prompts differ from those that the chat template makes of messages alone."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Specifications of tools that the template writes into the prompt."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the template, e.g. {"enable_thinking": False}."""
+    native: bool = False
+    """True: the agent writes calls as the template does, so the template writes those of the history."""
+
+
+class ChatRenderer:
+    """Makes prompt ids with one tokenizer. Stateless apart from a cache; shared by all agents of a policy that have the
+    same options."""
+
+    stands_in = False
+    """True if it takes the place of another tokenizer, whose template may take other options."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, end_ids: Collection[int] = ()) -> None:
+        """`end_ids`: further ids that end a response, such as those of the model's generation config."""
         self._tokenizer = tokenizer
-        name = tokenizer.name_or_path or type(tokenizer).__name__
+        self._end_ids = tuple(end_ids)
+        self._name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer {name!r} has no chat template; set `tokenizer.chat_template` and save it")
+            raise ConfigError(
+                f"the tokenizer {self._name!r} has no chat template; set `tokenizer.chat_template` and save it"
+            )
         if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(f"the tokenizer {name!r} has no `tokenizers` backend; save it as tokenizer.json first")
-        self._template = Template(
-            lambda messages, generate: str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-            ),
-            name=name,
-        )
-        added, example = tokenizer.added_tokens_decoder.values(), self._template.example()
+            raise ConfigError(
+                f"the tokenizer {self._name!r} has no `tokenizers` backend; save it as tokenizer.json first"
+            )
+        self._base = self
+        self._control: frozenset[str] | None = None
+        self._set_options(ChatOptions())
+
+    def _set_options(self, options: ChatOptions) -> None:
+        """Sets all that depends on the options."""
+        tokenizer = self._tokenizer
+        self.options = options
+        tools = {"tools": [*options.tools]} if options.tools else {}
+
+        def render(messages: list[dict[str, Any]], generate: bool) -> str:
+            made = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, **tools, **options.arguments
+            )
+            return str(made)
+
+        added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special}
+        self._special_ids = {
+            token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self._template = Template(render, self._name, special=special, native=options.native)
+        example = self._template.example()
         # Some templates mark the speaker by tokens that are not flagged as special, such as DeepSeek's `<｜User｜>`.
-        control = special | {token.content for token in added if token.content in example}
-        backend: Any = tokenizer.backend_tokenizer
-        self._tokens = ControlTokens(backend, control, name=name)
+        control = frozenset(special | {token.content for token in added if token.content in example})
+        if control != self._control:
+            backend: Any = tokenizer.backend_tokenizer
+            self._control, self._tokens = control, ControlTokens(backend, control, name=self._name)
+        if spelled := self._tokens.spelled(json.dumps(options.tools, ensure_ascii=False)):
+            raise ConfigError(
+                f"tools: a description or schema spells the control token {spelled!r} of the tokenizer {self._name!r}, "
+                f"which would forge a message; reword it"
+            )
         self.extension: Extension = check_extension(self._template, self.encode, special)
         """Says which messages may extend a conversation, and why the others may not."""
         eos: Any = tokenizer.eos_token_id
-        self.stop_ids: tuple[int, ...] = tuple(sorted(self.extension.end_ids.union([] if eos is None else [eos])))
-        """The ids on which sampling must stop: those that end a turn in the template, and the tokenizer's end token."""
+        self.stop_ids: tuple[int, ...] = tuple(
+            sorted(self.extension.end_ids.union(self._end_ids, [] if eos is None else [eos]))
+        )
+        """The ids on which sampling must stop: those that end a turn in the template, the tokenizer's end token, and
+        those of the model's generation config."""
         if not self.stop_ids:
-            raise ConfigError(f"the tokenizer {name!r} has no end token; set its `eos_token`")
+            raise ConfigError(f"the tokenizer {self._name!r} has no end token; set its `eos_token`")
         self._prompt = lru_cache(CACHED_TEXTS)(self._render)
         self._suffix = lru_cache(CACHED_TEXTS)(self._render_suffix)
 
-    def __reduce__(self) -> "tuple[type[ChatRenderer], tuple[PreTrainedTokenizerBase]]":
-        """Pickles the tokenizer only; another process makes the renderer anew from it."""
-        return ChatRenderer, (self._tokenizer,)
+    def with_options(self, options: ChatOptions) -> "ChatRenderer":
+        """A renderer on the same tokenizer with other options. Raises ConfigError for options that it cannot have."""
+        if options == self.options:
+            return self
+        for name in () if self.stands_in else options.arguments:
+            if name in RESERVED:
+                raise ConfigError(f"chat_template_kwargs.{name}: this argument of the template is set by the agent")
+            if re.search(rf"\b{re.escape(name)}\b", self.template_text) is None:
+                raise ConfigError(
+                    f"chat_template_kwargs.{name}: the chat template of {self._name!r} does not use it; remove it"
+                )
+        twin = object.__new__(type(self))  # `copy` would make the renderer anew, as pickling does.
+        vars(twin).update(vars(self))
+        twin._set_options(options)
+        return twin
+
+    @property
+    def template_text(self) -> str:
+        """The chat template, or all of them if the tokenizer has several by name."""
+        template: Any = self._tokenizer.chat_template
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    def tells(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """True if the chat template writes these tools into the prompt."""
+        asked = [{"role": "user", "content": QUESTION.content}]
+
+        def text(**arguments: Any) -> str:
+            return str(self._tokenizer.apply_chat_template(asked, tokenize=False, **arguments))
+
+        try:
+            told = text(tools=[*tools])
+        except Exception:  # A template is a program and may raise anything.
+            return False
+        return told != text() and all(tool["function"]["name"] in told for tool in tools)
+
+    def written(self, call: SaidCall) -> str:
+        """Text in which the chat template writes a call, with the end of turn; empty if it writes none."""
+        return self._template.written(call)
+
+    def special_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """Ids of those of the texts that are special tokens."""
+        return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
+
+    def __reduce__(self) -> "tuple[Any, ...]":
+        """Pickles tokenizer and options; another process makes the renderer anew, and shares what is equal."""
+        if self._base is self:
+            return _received, (self._tokenizer, self._end_ids)
+        return _with_options, (self._base, self.options)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Control tokens written in it become their ids; none is added."""
         return self._tokens.encode(text)
 
-    def decode(self, ids: Sequence[int] | IntArray) -> str:
-        """Text of ids without special tokens."""
-        return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+    def decode(self, ids: Sequence[int] | IntArray, kept: frozenset[int] = frozenset()) -> str:
+        """Text of ids without special tokens, except those `kept`."""
+        return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids, kept)
 
     def render(self, messages: Sequence[Message], *, trust_special: bool = False) -> IntArray:
         """[P] prompt of a conversation, rendered anew, with the generation prompt. The array is read-only.
@@ -86,18 +184,18 @@ class ChatRenderer:
         self,
         prompt_ids: IntArray,
         response_ids: IntArray,
-        message: Message,
-        *,
+        *answers: Message,
         thinking: bool = False,
         trust_special: bool = False,
     ) -> IntArray | None:
         """[P'] previous prompt + sampled response + suffix; None if the template would write something else.
 
-        `thinking`: some response of the conversation holds a thought (see `holds_thought`), which many templates strip.
+        `answers`: a message, or the results of all calls in the response. `thinking`: some response of the conversation
+        holds a thought (see `holds_thought`), which many templates strip.
         """
-        if self.extension.why_not(message.role, thinking=thinking):
+        if self.extension.why_not(answers[0].role, thinking=thinking):
             return None
-        suffix = self._suffix(message, trust_special)
+        suffix = self._suffix(answers, trust_special)
         last = int(response_ids[-1]) if len(response_ids) else None
         if last == suffix[0]:
             suffix = suffix[1:]
@@ -108,19 +206,56 @@ class ChatRenderer:
     def _render(self, messages: tuple[Message, ...], trust_special: bool) -> IntArray:
         return self._encoded(self._template.text, messages, trust_special)
 
-    def _render_suffix(self, message: Message, trust_special: bool) -> IntArray:
-        return self._encoded(lambda messages: self._template.suffix(*messages), (message,), trust_special)
+    def _render_suffix(self, answers: tuple[Message, ...], trust_special: bool) -> IntArray:
+        return self._encoded(lambda messages: self._template.suffix(*messages), answers, trust_special)
 
     def _encoded(
         self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message], trust_special: bool
     ) -> IntArray:
-        contents, shown = [message.content for message in messages], {}
+        shown: Mapping[int, str] = {}
         if not trust_special:
-            contents, shown = self._tokens.hide(contents)
-        text = render([Message(one.role, content) for one, content in zip(messages, contents, strict=True)])
-        ids = np.asarray(self._tokens.encode(text, shown), dtype=np.int32)
+            texts: list[str] = []
+            for message in messages:
+                _replaced(message, lambda text: texts.append(text) or text)
+            hidden, shown = self._tokens.hide(texts)
+            if shown:
+                left = iter(hidden)
+                messages = [_replaced(message, lambda _: next(left)) for message in messages]
+        ids = np.asarray(self._tokens.encode(render(messages), shown), dtype=np.int32)
         ids.flags.writeable = False
         return ids
+
+
+def _received(tokenizer: "PreTrainedTokenizerBase", end_ids: Sequence[int]) -> ChatRenderer:
+    return ChatRenderer(tokenizer, end_ids=end_ids)
+
+
+def _with_options(base: ChatRenderer, options: ChatOptions) -> ChatRenderer:
+    return base.with_options(options)
+
+
+def _replaced(message: Message, replace: Callable[[str], str]) -> Message:
+    """A message in which all texts are replaced, in a fixed order; those of its calls included."""
+    content, name = replace(message.content), replace(message.name) if message.name else ""
+    if not message.calls:
+        return message._replace(content=content, name=name)
+    calls = tuple(
+        SaidCall(
+            replace(call.name),
+            json.dumps(_replaced_json(json.loads(call.arguments), replace)) if call.arguments else "",
+            call.call_id,
+        )
+        for call in message.calls
+    )
+    return message._replace(content=content, name=name, calls=calls, prose=replace(message.prose))
+
+
+def _replaced_json(value: Any, replace: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, dict):
+        return {replace(key): _replaced_json(one, replace) for key, one in value.items()}
+    return [_replaced_json(one, replace) for one in value] if isinstance(value, list) else value
 
 
 def holds_thought(text: str) -> bool:
@@ -128,7 +263,18 @@ def holds_thought(text: str) -> bool:
     return "</think>" in text
 
 
-__all__ = ["ChatRenderer", "Message", "Role", "holds_thought"]
+def spoken_from(text: str) -> int:
+    """Place behind the last thought of a response. A thought that has not ended has no place behind it.
+
+    >>> text = "<think>hm</think>yes"
+    >>> text[spoken_from(text):], spoken_from("<think>hm")
+    ('yes', 9)
+    """
+    _, closed, rest = text.rpartition("</think>")
+    return len(text) if "<think>" in rest else len(text) - len(rest) if closed else 0
+
+
+__all__ = ["ChatOptions", "ChatRenderer", "Message", "Role", "SaidCall", "holds_thought", "spoken_from"]
 
 
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
@@ -165,16 +311,17 @@ class Conversation:
         twin.messages, twin._next_branch = [*self.messages], next_branch
         return twin
 
-    def receive(self, message: Message) -> None:
-        """Adds a message of someone else, and sets `prompt_ids` and `parent` for the agent's next call.
+    def receive(self, *answers: Message) -> None:
+        """Adds a message of someone else, or the results of the agent's calls, and sets `prompt_ids` and `parent` for
+        the agent's next call.
 
         Where the prompt is rendered anew, `parent` is None and a new `branch` begins.
         """
         last, trust = self._last, self._trust_special
         extended = last and self._renderer.extend(
-            last.prompt_ids, last.response_ids, message, thinking=self._thinking, trust_special=trust
+            last.prompt_ids, last.response_ids, *answers, thinking=self._thinking, trust_special=trust
         )
-        self.messages.append(message)
+        self.messages.extend(answers)
         if last is not None and extended is not None:
             self.prompt_ids, self.parent = extended, last.sample_id
         else:
@@ -187,7 +334,12 @@ class Conversation:
         self.parent = turn.sample_id
         self.prompt_ids = np.concatenate((turn.prompt_ids, turn.response_ids))
 
-    def end_message(self, text: str) -> None:
-        """Adds `text`, the agent's message, which its last calls have completed."""
-        self.messages.append(Message("assistant", text))
+    @property
+    def num_results(self) -> int:
+        """Number of results of calls in the conversation."""
+        return sum(message.role == "tool" for message in self.messages)
+
+    def end_message(self, text: str, calls: tuple[SaidCall, ...] = (), prose: str = "") -> None:
+        """Adds `text`, the agent's message, which its last calls have completed. `prose`: its text before `calls`."""
+        self.messages.append(Message("assistant", text, calls=calls, prose=prose))
         self._thinking = self._thinking or holds_thought(text)

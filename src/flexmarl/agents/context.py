@@ -27,6 +27,7 @@ from flexmarl.records import (
     Turn,
 )
 from flexmarl.tasks import Environment
+from flexmarl.tools.open_tools import OpenTools
 
 
 def context_hash(policy: str, prompt_ids: IntArray) -> str:
@@ -177,6 +178,8 @@ class EpisodeContext:
     """Makes the environment that the task is played in, if there is one."""
     node: Node | None = None
     """The candidate that the team plays, if it plays in a tree of turns."""
+    tools: OpenTools = field(default_factory=OpenTools)
+    """The tools that are open in the episode."""
 
     @property
     def episode(self) -> EpisodeId:

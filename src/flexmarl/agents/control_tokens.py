@@ -16,7 +16,7 @@ Nothing else differs, so a conversation without such spellings has the ids of th
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,9 @@ class ControlTokens:
         self._ends = (*{token[begin:] for token in control for begin in range(1, len(token))},)
         self._named = _any_of(self._tokens)
         self._backend = _renamed(backend, self._names, name=name)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        """Ids that `decode` leaves out."""
 
     def hide(self, contents: Sequence[str]) -> tuple[list[str], Mapping[int, str]]:
         """The contents, with a mark in each spelling, and in a piece of one at either end; and mark -> character."""
@@ -58,10 +61,19 @@ class ControlTokens:
         named = self._spelled.sub(lambda found: self._names[found[0]], text)
         return self._backend.encode(named.translate(shown), add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids without special tokens."""
-        text = self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], kept: Set[int] = frozenset()) -> str:
+        """Text of ids without special tokens, except those `kept`."""
+        if kept.isdisjoint(ids):
+            text = self._backend.decode(ids, skip_special_tokens=True)
+        else:
+            left = [one for one in ids if one in kept or one not in self.special_ids]
+            text = self._backend.decode(left, skip_special_tokens=False)
         return self._named.sub(lambda found: self._tokens[found[0]], text)
+
+    def spelled(self, text: str) -> str:
+        """The first control token that a text spells; empty if there is none."""
+        found = self._spelled.search(text)
+        return found[0] if found else ""
 
     def _places(self, content: str) -> Iterator[int]:
         """Places to hide: the start of each spelling, and ends of the content that a neighbour may complete to one."""

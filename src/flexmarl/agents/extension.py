@@ -11,6 +11,7 @@ tool messages, with plain responses and with thoughts. Some templates trim white
 count as rewriting, because the prompt keeps the sampled ids.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,11 +22,30 @@ from flexmarl.errors import ConfigError
 Role = Literal["system", "user", "assistant", "tool"]
 
 
+class SaidCall(NamedTuple):
+    """A tool call in an assistant's message, as templates take it in `tool_calls`."""
+
+    name: str
+    arguments: str
+    """JSON object; empty if the call could not be read."""
+    call_id: str
+    """Id by which a result refers to the call."""
+
+
 class Message(NamedTuple):
     """One message of a conversation."""
 
     role: Role
     content: str
+    """Text; of an assistant all that it wrote, calls included."""
+    calls: tuple[SaidCall, ...] = ()
+    """The tool calls in an assistant's message."""
+    prose: str = ""
+    """Text of an assistant's message before its calls."""
+    call_id: str = ""
+    """Id of the call that a tool's message answers."""
+    name: str = ""
+    """Name of the tool that answers."""
 
 
 Render = Callable[[list[dict[str, Any]], bool], str]
@@ -35,8 +55,10 @@ SYSTEM = Message("system", "Be brief.")
 QUESTION = Message("user", "What is 3 + 4?")
 RESPONSE = "zqxresponsezqx"
 """Placeholder for a sampled response: a word that no template contains."""
-ROUNDS = ("u", "t", "uuuuuu", "tttttt", "tu", "ttutu", "utut")
-"""Roles of the messages after each response, u(ser) or t(ool), in the conversations that are tried."""
+ROUNDS = ("u", "t", "uuuuuu", "tttttt", "tu", "ttutu", "utut", "T", "TuTt")
+"""Messages after each response in the conversations that are tried: u(ser), t(ool), or the results of T(wo) calls."""
+PROBE = SaidCall("zqxtool", '{"zqxname": "zqxvalue"}', "000000000")
+"""A call that shows how a template writes calls. Some templates take only ids of nine letters and digits."""
 RESPONSES: Mapping[bool, str] = {
     False: "The answer\nis {}.",
     True: "<think>\nLet me count {}.\n</think>\n\nThe answer is {}.",
@@ -56,12 +78,24 @@ PROBES = ("", " a{0}\n", "<think>\nb{0}\n</think>\n\nc{0}", "<tool_response>d{0}
 class Template:
     """A chat template that gives text. Tool results and the role prompt use the user's role if it has none for them."""
 
-    def __init__(self, render: Render, name: str = "") -> None:
+    def __init__(
+        self, render: Render, name: str = "", *, special: Set[str] = frozenset(), native: bool = False
+    ) -> None:
+        """`special`: texts of the special tokens. `native`: the agent's calls have the form in which the template
+        writes calls, so that the template writes those of the history."""
         self._render = render
         self._name = name
+        self._special = special
+        self.native = native
         self._has_system = self._renders((SYSTEM, QUESTION), SYSTEM.content)
-        result = Message("tool", "zqxresultzqx")
-        self._has_tool = self._renders((QUESTION, Message("assistant", RESPONSE), result), result.content)
+        answer = Message("assistant", RESPONSE)
+        result = Message("tool", "zqxresultzqx", call_id=PROBE.call_id, name=PROBE.name)
+        self._takes_text = self._renders((QUESTION, answer, result, answer, QUESTION), result.content)
+        self._has_tool = native or self._takes_text
+        two = tuple(SaidCall(PROBE.name, f'{{"zqxname": "{value}"}}', f"00000000{value}") for value in (1, 2))
+        several = Message("assistant", "", calls=two)
+        results = [Message("tool", "zqxresultzqx", call_id=call.call_id, name=call.name) for call in two]
+        self._takes_several = native and self._renders((QUESTION, several, *results, answer), result.content)
         if not self._renders((QUESTION,), QUESTION.content):
             raise ConfigError(
                 f"the chat template of {name!r} cannot render {self._plain([QUESTION])!r}; "
@@ -69,13 +103,32 @@ class Template:
             )
         # Running the template is the slowest part of a call, and most calls have one of a few shapes.
         self._splits = {roles: literals for roles in SPLIT if (literals := self._split(roles))}
+        self._end = _leading(self._behind(answer, Message("user", "next")), special)
 
     def text(self, messages: Sequence[Message]) -> str:
         """Text of the conversation, with the generation prompt."""
         literals = self._splits.get(tuple(message.role for message in messages))
-        if literals is None:
+        if literals is None or any(message.calls for message in messages):
             return self._rendered(messages)
         return _filled(literals, [message.content for message in messages])
+
+    def written(self, *calls: SaidCall) -> str:
+        """Text in which the template writes an assistant's calls, end of turn included; empty if it writes none."""
+        asked = [{"role": "user", "content": QUESTION.content}]
+        try:
+            before = self._render(asked, True)
+            text = self._render([*asked, _structured(Message("assistant", "", calls=calls))], False)
+        except Exception:  # Templates that know no calls may raise anything.
+            return ""
+        body = text.removeprefix(before) if text.startswith(before) else text.rpartition(QUESTION.content)[2]
+        return body if all(call.name in body for call in calls) else ""
+
+    def structures(self, message: Message) -> bool:
+        """True if the template writes the calls of this message itself; else the message stays the text it was."""
+        if not (self.native and message.calls):
+            return False
+        read = all(call.arguments for call in message.calls)
+        return not self._takes_text or (read and (len(message.calls) == 1 or self._takes_several))
 
     def _split(self, roles: Sequence[Role]) -> list[str] | None:
         """Texts around the contents of a conversation of these roles; None if the template does more than fill in."""
@@ -95,13 +148,14 @@ class Template:
 
     def example(self) -> str:
         """Text with messages of every role, without the generation prompt: shows the tokens around messages."""
-        answer = Message("assistant", RESPONSE)
+        answer, result = Message("assistant", RESPONSE), Message("tool", "7", call_id=PROBE.call_id, name=PROBE.name)
+        called = answer._replace(calls=(PROBE,)) if self.native else answer
         plain = self._rendered((SYSTEM, QUESTION, answer, QUESTION), generate=False)
         try:
-            result = self._rendered((QUESTION, answer, Message("tool", "7")), generate=False)
+            text = self._rendered((QUESTION, called, result), generate=False)
         except ConfigError:
             return plain
-        return plain + result.partition(RESPONSE)[2]
+        return plain + text.partition(QUESTION.content if self.native else RESPONSE)[2]
 
     def _rendered(self, messages: Sequence[Message], *, generate: bool = True) -> str:
         try:
@@ -112,29 +166,71 @@ class Template:
                 f"{[message.role for message in messages]}: {type(error).__name__}: {error}"
             ) from error
 
-    def suffix(self, message: Message) -> str:
-        """Text after a response: the end of its turn, the message, the generation prompt."""
-        return self.text((QUESTION, Message("assistant", RESPONSE), message)).partition(RESPONSE)[2]
+    def suffix(self, *answers: Message) -> str:
+        """Text after a response: the end of its turn, the message or the results that answer it, the generation
+        prompt."""
+        calls = tuple(
+            SaidCall(PROBE.name, f'{{"zqxname": "{RESPONSE}"}}', answer.call_id)
+            for answer in answers
+            if answer.role == "tool"
+        )
+        said = Message("assistant", RESPONSE, calls=calls if self.native else ())
+        text = self._behind(said, *answers)
+        # Behind a call there may be the end of its JSON or of its tag, which belongs to the response.
+        return text[max(0, text.find(self._end)) :] if self.structures(said) else text
+
+    def _behind(self, said: Message, *answers: Message) -> str:
+        """Text behind the response in a conversation of a question, a message with it, and the answers to this."""
+        times = len(said.calls) if self.structures(said) else 1
+        pieces = self.text((QUESTION, said, *answers)).split(RESPONSE, times)
+        return pieces[-1] if len(pieces) > times else ""
 
     def _renders(self, messages: Sequence[Message], content: str) -> bool:
         try:
-            plain = [{"role": message.role, "content": message.content} for message in messages]
-            return content in self._render(plain, True)
+            return content in self._render([self._as_is(message) for message in messages], True)
         except Exception:  # Templates usually raise for a role that they lack.
             return False
 
+    def _as_is(self, message: Message) -> dict[str, Any]:
+        """One message in the roles that it has."""
+        if message.role == "assistant" and message.calls:
+            return _structured(message)
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if self.native and message.role == "tool":
+            plain |= {"tool_call_id": message.call_id, "name": message.name}
+        return plain
+
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         plain: list[dict[str, Any]] = []
-        role_prompt = ""
-        for role, content in messages:
+        role_prompt, before = "", ""
+        for message in messages:
+            role, content = message.role, message.content
             if role == "system" and not self._has_system:
                 role_prompt = f"{content}\n\n"
+            elif role == before == "tool" and not self._has_tool:
+                plain[-1]["content"] += f"\n{content}"  # Templates that alternate roles take one message.
             elif role == "user" or (role == "tool" and not self._has_tool):
                 plain.append({"role": "user", "content": role_prompt + content})
                 role_prompt = ""
-            else:
+            elif role == "assistant" and not self.structures(message):
                 plain.append({"role": role, "content": content})
+            else:
+                plain.append(self._as_is(message))
+            before = role
         return plain
+
+
+def _structured(message: Message) -> dict[str, Any]:
+    """An assistant's message with calls. One that could not be read has a name and arguments in its place."""
+    calls = [
+        {
+            "type": "function",
+            "id": call.call_id,
+            "function": {"name": call.name or "unreadable", "arguments": json.loads(call.arguments or "{}")},
+        }
+        for call in message.calls
+    ]
+    return {"role": "assistant", "content": message.prose, "tool_calls": calls}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +271,7 @@ def check_extension(template: Template, encode: Callable[[str], list[int]], spec
 
 def _ends(template: Template, encode: Callable[[str], list[int]], special: Set[str]) -> Iterator[int]:
     for role in ("user", "tool"):
-        if end := _leading(template.suffix(Message(role, "next")), special):
+        if end := _leading(template.suffix(Message(role, "next", call_id=PROBE.call_id, name=PROBE.name)), special):
             yield encode(end)[0]
 
 
@@ -190,13 +286,25 @@ def _try_rounds(
 ) -> None:
     messages = [*start]
     for index, kind in enumerate(rounds):
-        response = RESPONSES[thinking].format(index, index)
-        message = Message("user" if kind == "u" else "tool", f"It says {index}.")
-        longer = [*messages, Message("assistant", response), message]
-        key = (message.role, thinking)
-        if key not in refused and (why := _difference(template, encode, special, messages, response, message, longer)):
+        said, answers = _round(index, kind, thinking, native=template.native)
+        longer = [*messages, said, *answers]
+        key = (answers[0].role, thinking)
+        if key not in refused and (why := _difference(template, encode, special, messages, said, answers)):
             refused[key] = why
         messages = longer
+
+
+def _round(index: int, kind: str, thinking: bool, *, native: bool) -> tuple[Message, list[Message]]:
+    """A response and what follows it."""
+    response = RESPONSES[thinking].format(index, index)
+    if kind == "u":
+        return Message("assistant", response), [Message("user", f"It says {index}.")]
+    ids = [f"{index:08d}{call}" for call in range(2 if kind == "T" else 1)]
+    calls = tuple(SaidCall(PROBE.name, f'{{"zqxname": "{index}"}}', call_id) for call_id in ids)
+    answers = [Message("tool", f"It says {index}.", call_id=call_id, name=PROBE.name) for call_id in ids]
+    if not native:
+        return Message("assistant", response), answers
+    return Message("assistant", response, calls=calls, prose=response if thinking else ""), answers
 
 
 def _difference(
@@ -204,16 +312,23 @@ def _difference(
     encode: Callable[[str], list[int]],
     special: Set[str],
     messages: Sequence[Message],
-    response: str,
-    message: Message,
-    longer: Sequence[Message],
+    said: Message,
+    answers: Sequence[Message],
 ) -> str:
     try:
-        before, after, suffix = template.text(messages) + response, template.text(longer), template.suffix(message)
+        before, after = template.text(messages), template.text([*messages, said, *answers])
+        suffix = template.suffix(*answers)
     except ConfigError as error:
         return str(error)
-    if not after.startswith(before):
-        return "the template rewrites the conversation before it"
+    if template.structures(said):  # The template writes the response: it is what stands between the two.
+        response = after[len(before) : len(after) - len(suffix)]
+        if not after.startswith(before) or said.prose.strip() not in response:
+            return "the template rewrites the conversation before it"
+    else:
+        response = said.content
+        if not after.startswith(before + response):
+            return "the template rewrites the conversation before it"
+    before += response
     if after != before + suffix:
         return "the template's text after a response depends on more than the message"
     if not _leading(suffix, special):

@@ -4,15 +4,18 @@ next_move   decides what follows a piece of text: more generation, a tool call, 
 PARSERS     the table of parsers for a final text, each text -> value; None if the text holds no value
 found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault
 
-    tool_error     the call's tool call could not be understood, named an unknown tool, or was refused by the tool
-    format_error   the call ended the reply, but the agent's parser found no value, or the text holds a tool call
-    language_mix   share of the call's letters that belong to no script of the task
+    tool_error          a tool call could not be read, named an unknown tool, had wrong arguments, or was refused by the
+                        tool
+    bad_tool_calls      share of the message's tool calls that could not be read
+    dropped_tool_calls  share of the message's tool calls that were not run: the budget was spent, or the text was cut
+    format_error        the call ended the reply, but the agent's parser found no value, or the text holds a tool call
+    language_mix        share of the call's letters that belong to no script of the task
 """
 
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, Literal
@@ -21,7 +24,7 @@ from pydantic import Field
 
 from flexmarl.plugins import Registry
 from flexmarl.settings import Settings
-from flexmarl.tools import Incomplete, Malformed, Parsed, ToolCall
+from flexmarl.tools import Found, Incomplete, Malformed
 
 
 class Ending(Enum):
@@ -40,21 +43,26 @@ class Next(Enum):
 
     CONTINUE = auto()
     """Generate more of the message."""
-    USE_TOOL = auto()
-    """Run the tool call, or return an error if it is faulty. Both count towards the agent's `max_tool_calls`."""
+    USE_TOOLS = auto()
+    """Run the tool calls; a faulty one gets an error. All count towards the agent's `max_tool_calls`."""
     REPLY = auto()
     """Take the text as the reply."""
 
 
-def next_move(call: Parsed, ending: Ending, *, may_call: bool) -> Next:
-    """The move after a message so far, in which `call` was found. `may_call`: the agent has tool calls left."""
-    match call, ending:
-        case (None | Incomplete(), Ending.SYNTAX):
-            return Next.CONTINUE
-        case (ToolCall() | Malformed(), _) | (Incomplete(), Ending.AGENT) if may_call:
-            return Next.USE_TOOL
-        case _:
-            return Next.REPLY
+def next_move(calls: Sequence[Found], ending: Ending, *, may_call: bool) -> Next:
+    """The move after a message so far, in which `calls` were found. `may_call`: the agent has tool calls left."""
+    begun = bool(calls) and isinstance(calls[-1], Incomplete)
+    if ending is Ending.SYNTAX and (begun or not calls):
+        return Next.CONTINUE
+    whole = any(not isinstance(call, Incomplete) for call in calls)
+    if may_call and (whole or (begun and ending is Ending.AGENT)):
+        return Next.USE_TOOLS
+    return Next.REPLY
+
+
+def unread(calls: Sequence[Found]) -> float:
+    """Share of the calls that could not be read."""
+    return sum(isinstance(call, Malformed | Incomplete) for call in calls) / len(calls) if calls else 0.0
 
 
 Parser = Callable[[str], Any]
@@ -145,13 +153,26 @@ def json_object(text: str) -> dict[str, Any] | None:
 JAPANESE = frozenset({"HIRAGANA", "KATAKANA", "CJK"})
 
 
-def found(*, tool_error: bool = False, format_error: bool = False, language_mix: float = 0.0) -> Mapping[str, float]:
+def found(
+    *,
+    tool_error: bool = False,
+    bad_tool_calls: float = 0.0,
+    dropped_tool_calls: float = 0.0,
+    format_error: bool = False,
+    language_mix: float = 0.0,
+) -> Mapping[str, float]:
     """The signals that are not 0.
 
     >>> found(tool_error=True)
     {'tool_error': 1.0}
     """
-    signals = {"tool_error": float(tool_error), "format_error": float(format_error), "language_mix": language_mix}
+    signals = {
+        "tool_error": float(tool_error),
+        "bad_tool_calls": bad_tool_calls,
+        "dropped_tool_calls": dropped_tool_calls,
+        "format_error": float(format_error),
+        "language_mix": language_mix,
+    }
     return {name: value for name, value in signals.items() if value}
 
 

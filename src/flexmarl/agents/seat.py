@@ -2,13 +2,14 @@
 
 The tool-integrated loop of an act, with a budget of `max_tool_calls`:
 
-    observation ──► prompt ──► generate ──► call? ── no, or budget spent ──► Reply
-                      ▲                       │ yes
-                      └── result, as prompt ◄─┘
+    observation ──► prompt ──► generate ──► calls? ── no, or budget spent ──► Reply
+                      ▲                        │ yes
+                      └── results, as prompt ◄─┘  all calls of the message at once
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,29 +17,19 @@ from typing import Any
 import numpy as np
 
 from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller, check_tags
-from flexmarl.agents.chat import Conversation, Message
+from flexmarl.agents.chat import Conversation, Message, SaidCall, spoken_from
 from flexmarl.agents.context import EpisodeContext, recall
 from flexmarl.agents.episode_log import Ledger
-from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move
-from flexmarl.errors import EpisodeError, boundary
+from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move, unread
+from flexmarl.agents.tool_use import ToolUse, use_tools
+from flexmarl.errors import EpisodeError
 from flexmarl.records import (
     FinishReason,
     Scalar,
     Turn,
 )
-from flexmarl.tools import Parsed, ToolCall, is_refusal
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """One tool call and what came back."""
-
-    name: str
-    """Name of the tool; empty if the call could not be understood."""
-    argument: str
-    """Argument of the tool; the agent's message if the call could not be understood."""
-    result: str
-    """Text that the agent read as the result."""
+from flexmarl.tools import Found, ToolCall
+from flexmarl.tools.arguments import BadArguments, fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +72,8 @@ class _Message:
 
     turns: tuple[Turn, ...]
     text: str
-    call: Parsed
+    calls: tuple[Found, ...]
+    call_ids: tuple[str, ...]
     follows: Next
     parsed: Any
 
@@ -105,6 +97,8 @@ class Seat:
         self._conversation: Conversation | None = None
         self._branches = 0
         self._acting = False
+        task = context.task
+        self._heard = "\n".join((*(one.content for one in task.opening), task.prompt))
 
     async def act(self, observation: str, *, turn: int | None = None, **tags: Scalar) -> Reply:
         """Answers an observation, with as many tool calls as the agent makes and the budget allows.
@@ -152,8 +146,11 @@ class Seat:
         kept = recall(self._agent.memory, self._acts)
         if self._conversation is not None and len(kept) == len(self._acts):
             return self._conversation
-        system = [Message("system", self._agent.system)] if self._agent.system else []
-        messages = [*system, *(said for act in kept for said in act)]
+        opening = self._context.task.opening if self._agent.hears_task else ()
+        prompts = [self._agent.system, *(one.content for one in opening if one.role == "system")]
+        system = [Message("system", "\n\n".join(filter(None, prompts)))] if any(prompts) else []
+        rounds = [Message(one.role, one.content) for one in opening if one.role != "system"]
+        messages = [*system, *rounds, *(said for act in kept for said in act)]
         trust = self._agent.trust_special
         return Conversation(self._renderer, messages, self._next_branch, trust_special=trust)
 
@@ -172,19 +169,34 @@ class Seat:
         transcript: list[str] = []
         conversation.receive(Message("user", observation))
         clock = asyncio.get_running_loop().time
+        agent = self._agent
         while True:
-            may_call = len(uses) < self._agent.max_tool_calls
-            said = await self._speak(conversation, act, may_call=may_call)
+            left = max(0, agent.max_tool_calls - len(uses))
+            said = await self._speak(conversation, act, may_call=left > 0)
             turns += said.turns
             transcript.append(said.text)
             if said.follows is Next.REPLY:
                 break
             began = clock()
-            uses.append(await self._use_tool(said))
+            used = await use_tools(
+                said.calls,
+                seat=agent.name,
+                tools=agent.tools,
+                context=self._context,
+                text=said.text,
+                left=left,
+                most=agent.max_tool_calls,
+            )
             act = replace(act, hop=turns[0].hop, tool_s=clock() - began)
-            self._ledger.note(turns[-1], found(tool_error=is_refusal(uses[-1].result)))
-            transcript.append(uses[-1].result)
-            conversation.receive(Message("tool", uses[-1].result))
+            self._ledger.note(turns[-1], _faults(said.calls, used))
+            uses += used
+            transcript += [use.result for use in used]
+            conversation.receive(
+                *(
+                    Message("tool", use.result, call_id=call_id, name=use.name)
+                    for use, call_id in zip(used, said.call_ids, strict=True)
+                )
+            )
         return Reply(
             text=said.text,
             parsed=said.parsed,
@@ -192,7 +204,7 @@ class Seat:
             calls=tuple(uses),
             transcript="\n".join(transcript),
             finish=turns[-1].finish,
-            unresolved=said.call is not None,
+            unresolved=bool(said.calls),
             give=self._ledger.reward_turns,
         )
 
@@ -207,61 +219,88 @@ class Seat:
             call = await self._caller.call(conversation, act, left)
             left -= len(call.generation.response_ids)
             try:
-                text, use, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)
+                text, calls, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)
             except Exception as error:  # The parser may be the user's own and raise anything.
                 await self._caller.record_failure(call, error)
                 raise
             turn = await self._caller.record(call, valid)
-            mix = language_mix(turn.text, self._context.task.prompt)
-            self._ledger.note(turn, found(format_error=follows is Next.REPLY and not valid, language_mix=mix))
+            mix = language_mix(turn.text, self._heard)
+            ends = follows is Next.REPLY
+            dropped = 1.0 if ends and calls else 0.0
+            signals = found(format_error=ends and not valid, language_mix=mix, dropped_tool_calls=dropped)
+            self._ledger.note(turn, signals)
             turns.append(turn)
             act = replace(act, hop=turn.act_hop, tool_s=0.0)
             conversation.answer(turn)
             if follows is not Next.CONTINUE:
-                conversation.end_message(text)
-                return _Message(tuple(turns), text, use, follows, parsed)
+                ids = self._end_message(conversation, text, () if ends else calls)
+                return _Message(tuple(turns), text, calls, ids, follows, parsed)
+
+    def _end_message(self, conversation: Conversation, text: str, calls: tuple[Found, ...]) -> tuple[str, ...]:
+        """Adds the agent's message to its conversation. Returns the id of each call, the model's own if it has one."""
+        number, said = conversation.num_results, list[SaidCall]()
+        for index, call in enumerate(calls):
+            call_id = call.call_id if isinstance(call, ToolCall) and call.call_id else f"{number + index:09d}"
+            said.append(SaidCall(*self._said(call), call_id))
+        first = calls[0] if calls else None
+        prose = text[: first.start].strip() if isinstance(first, ToolCall) else ""
+        conversation.end_message(text, tuple(said), prose)
+        return tuple(call.call_id for call in said)
+
+    def _said(self, call: Found) -> tuple[str, str]:
+        """Name and arguments, as a JSON object, of a call as a chat template writes it; empty if it cannot."""
+        if not isinstance(call, ToolCall):
+            return "", ""
+        arguments = call.arguments
+        if call.name in self._agent.tools:
+            fit = fitted(arguments, self._agent.tools[call.name].parameters)
+            arguments = arguments if isinstance(fit, BadArguments) else fit
+        return call.name, "" if isinstance(arguments, str) else json.dumps(arguments)
 
     def _understood(
         self, turns: list[Turn], call: AgentCall, left: int, *, may_call: bool
-    ) -> tuple[str, Parsed, Next, Any, bool]:
-        """Reads the message so far: (text, tool call in it, next move, parsed value, True if it is well formed)."""
+    ) -> tuple[str, tuple[Found, ...], Next, Any, bool]:
+        """Reads the message so far: (text, tool calls in it, next move, parsed value, True if it is well formed)."""
         text = self._joined(turns, call)
-        use = self._agent.syntax.parse(text) if self._agent.syntax else None
-        follows = next_move(use, self._ending(call, left), may_call=may_call)
+        calls = self._calls(text)
+        follows = next_move(calls, self._ending(call, left), may_call=may_call)
         parsed = self._agent.parser(text) if follows is Next.REPLY else None
         valid = {
             Next.CONTINUE: True,
-            Next.USE_TOOL: isinstance(use, ToolCall) and use.name in self._agent.tools,
-            Next.REPLY: use is None and parsed is not None,
+            Next.USE_TOOLS: all(isinstance(one, ToolCall) and one.name in self._agent.tools for one in calls),
+            Next.REPLY: not calls and parsed is not None,
         }[follows]
-        return text, use, follows, parsed, valid
+        return text, calls, follows, parsed, valid
+
+    def _calls(self, text: str) -> tuple[Found, ...]:
+        """The tool calls in a message. Those in its thoughts are not meant."""
+        if self._agent.syntax is None:
+            return ()
+        begin = spoken_from(text)
+        calls = self._agent.syntax.parse(text[begin:])
+        return tuple(replace(call, start=call.start + begin) if isinstance(call, ToolCall) else call for call in calls)
 
     def _joined(self, turns: list[Turn], call: AgentCall) -> str:
         if not turns:
             return call.text
         # Decoded together, because a character may be split between two calls.
-        return self._renderer.decode(
+        return self._caller.text_of(
             np.concatenate([*(turn.response_ids for turn in turns), call.generation.response_ids])
         )
 
     def _ending(self, call: AgentCall, left: int) -> Ending:
         ids = call.generation.response_ids
-        if len(ids) == 0 or int(ids[-1]) in self._caller.sampling.stop_ids:
+        if len(ids) == 0 or int(ids[-1]) in self._renderer.stop_ids:
             return Ending.AGENT
         if call.generation.finish is FinishReason.LENGTH or left <= 0:
             return Ending.LENGTH
         own = any(stop in call.text for stop in self._agent.sampling.stop)
         return Ending.AGENT if own or self._agent.syntax is None else Ending.SYNTAX
 
-    async def _use_tool(self, said: _Message) -> ToolUse:
-        """Runs the tool call. The result of a faulty call is a text that says what is wrong with it."""
-        call = said.call
-        if not isinstance(call, ToolCall):
-            assert call is not None
-            return ToolUse("", said.text, call.observation)
-        tool = self._agent.tools.get(call.name)
-        if tool is None:
-            known = ", ".join(self._agent.tools) or "none"
-            return ToolUse(call.name, call.argument, f"error: there is no tool {call.name!r}; there are: {known}")
-        with boundary(EpisodeError, f"tool {call.name!r} of agent {self.name!r}"):
-            return ToolUse(call.name, call.argument, await tool(call.argument))
+
+def _faults(calls: Sequence[Found], uses: Sequence[ToolUse]) -> Mapping[str, float]:
+    """The signals of a message whose calls were answered."""
+    dropped = sum(not use.run for use in uses) / len(uses)
+    return found(
+        tool_error=any(use.run and not use.ok for use in uses), bad_tool_calls=unread(calls), dropped_tool_calls=dropped
+    )

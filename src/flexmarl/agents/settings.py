@@ -1,6 +1,7 @@
 """Settings of a team: its agents, and how they interact."""
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,10 +57,20 @@ class AgentSettings(Settings):
     """Role prompt."""
     tools: tuple[AnyTool, ...] = ()
     """Tools that it may call."""
-    syntax: AnySyntax | None = None
-    """How it writes a tool call."""
+    syntax: Literal["auto"] | AnySyntax = "auto"
+    """How it writes tool calls. auto: as the policy's chat template writes them, or in tags, which the role prompt then
+    explains, if the template knows no calls; `flexmarl check` says which."""
+    tell_tools: Literal["auto", "template", "prompt", "none"] = "auto"
+    """How the model learns of its tools: the chat template gets their schemas, the role prompt lists them, or neither.
+    auto: the template if it uses them, else the role prompt; with syntax `function` neither."""
     max_tool_calls: int = Field(default=4, ge=0)
-    """Tool calls per act; the text of a further one is taken as the reply."""
+    """Tool calls per act. Further calls of a message are not run, and answered so; the text of a further message with
+    calls is taken as the reply."""
+    chat_template_kwargs: Mapping[str, Any] = Field(default={})
+    """Further arguments of the policy's chat template, e.g. {enable_thinking: false}."""
+    hears_task: bool = True
+    """True: its conversations begin with the messages that a task has before its prompt: a system prompt, which stands
+    behind its role prompt, and earlier rounds."""
     memory: Memory = "none"
     """Acts of the episode that it remembers: none, full, or the number of the last ones."""
     parser: str | Choice = "text"
@@ -69,13 +80,18 @@ class AgentSettings(Settings):
     (docs/security.md)."""
     sampling: SamplingSettings = SamplingSettings()
 
+    @field_validator("syntax", mode="before")
+    @classmethod
+    def _null_is_auto(cls, syntax: Any) -> Any:
+        return (
+            "auto" if syntax is None else syntax
+        )  # Run folders of earlier versions have null for agents without tools.
+
     @model_validator(mode="after")
     def _tools_can_be_called(self) -> "AgentSettings":
         names = [tool.name for tool in self.tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"tools: two are called {min(repeated)!r}; give each its own `name`")
-        if names and self.syntax is None:
-            raise ValueError(f"syntax: an agent with tools ({', '.join(names)}) needs one; use type: function or tag")
         if isinstance(self.syntax, FunctionSyntax) and (silent := set(names) - set(self.syntax.names.values())):
             raise ValueError(
                 f"syntax.names: {dict(self.syntax.names)} has no word for the tool {min(silent)!r}; "

@@ -11,6 +11,7 @@ from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.interpret import PARSERS
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team, Workflow
+from flexmarl.agents.telling import told_of_tools
 from flexmarl.errors import ConfigError
 from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
@@ -104,20 +105,24 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         raise ConfigError(
             f"team.agents.{name}.policy: there is no policy {policy!r}; there are: {', '.join(sorted(renderers))}"
         )
+    where = f"team.agents.{name}"
     try:
         parser = PARSERS[settings.parser] if isinstance(settings.parser, str) else settings.parser
+        told = told_of_tools(settings, renderers[policy])
     except ConfigError as error:
-        raise ConfigError(f"team.agents.{name}.{error}") from None
+        raise ConfigError(f"{where}.{error}") from None
     return AgentSpec(
         name=AgentName(name),
         policy=policy,
-        renderer=renderers[policy],
+        renderer=told.renderer,
         sampling=settings.sampling.record(),
         parser=parser,
-        system=settings.system,
+        system=told.system,
         tools={tool.name: tool for tool in settings.tools},
-        syntax=settings.syntax if settings.tools else None,
+        syntax=told.syntax,
+        tools_note=told.note,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,
         memory=settings.memory,
         trust_special=settings.trust_special,
+        hears_task=settings.hears_task,
     )

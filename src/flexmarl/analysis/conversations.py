@@ -16,6 +16,7 @@ from math import fsum
 
 import numpy as np
 
+from flexmarl.agents.chat import spoken_from
 from flexmarl.errors import ConfigError
 from flexmarl.events.group_events import EpisodeFailed, EpisodeFinished, GroupAdmitted, GroupTaken
 from flexmarl.events.journal import read_journal
@@ -40,8 +41,8 @@ from flexmarl.records import (
     split_sample_id,
     split_trajectory_id,
 )
-from flexmarl.tools import ToolCall
-from flexmarl.tools.syntax import Syntax
+from flexmarl.tools import Syntax, ToolCall
+from flexmarl.tools.arguments import as_text
 
 NOT_ENDED, STOPPED = "not ended", "stopped"
 """Statuses of episodes that have no `EpisodeStatus`: the run still plays it or was killed; its group was stopped."""
@@ -121,8 +122,9 @@ class CalledTool:
     """A tool call that a reply ended with."""
 
     name: str
-    """Empty if the call could not be understood."""
+    """Empty if the call could not be understood. Several calls of one reply are one text, e.g. `search, calculator`."""
     argument: str
+    """The arguments as text; those of several calls are in brackets, e.g. `(pi), (2*3)`."""
     result: str | None
     """The new text of the call that followed, in which the result is; None: no call followed, so no result was read."""
     seconds: float
@@ -399,11 +401,11 @@ def _tool(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         return None
     text = row.values["text"]
     for earlier in reversed(act[:place]):
-        if "text" not in earlier.values or syntax.parse(earlier.values["text"]) is not None:
+        if "text" not in earlier.values or syntax.parse(earlier.values["text"]):
             break
         text = earlier.values["text"] + text
-    call = syntax.parse(text)
-    if call is None or (not isinstance(call, ToolCall) and following is None):
+    calls = syntax.parse(text[spoken_from(text) :])
+    if not calls or (following is None and not any(isinstance(call, ToolCall) for call in calls)):
         return None
     result = None
     if following is not None:
@@ -411,7 +413,10 @@ def _tool(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         pieces = [*_prompt(following, parent, rows, prompts, replace(reading, full=False))]
         result = pieces[-1].text if pieces else None
     seconds = following.values.get("tool_s", 0.0) if following is not None else 0.0
-    return CalledTool(*((call.name, call.argument) if isinstance(call, ToolCall) else ("", text)), result, seconds)
+    said = [(call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text) for call in calls]
+    name = ", ".join(name for name, _ in said if name)
+    argument = said[0][1] if len(said) == 1 else ", ".join(f"({argument})" for _, argument in said)
+    return CalledTool(name, argument, result, seconds)
 
 
 def _act(row: Row) -> int:

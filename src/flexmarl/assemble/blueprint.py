@@ -6,10 +6,11 @@ from string import printable
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
+from flexmarl.agents.telling import told_of_tools
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.run_settings import FromRun
@@ -19,6 +20,7 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
+from flexmarl.tools import Syntax
 from flexmarl.training.backends.causal_lm import check_model_files
 
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -93,11 +95,38 @@ def seat_team(settings: RunSettings) -> TeamSpec:
     return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else (), code=code)
 
 
+def syntax_of(settings: RunSettings, agent: str) -> Syntax:
+    """Returns the syntax in which an agent with tools writes its calls; the policy's chat template decides `auto`."""
+    asked = settings.team.agents[agent]
+    if asked.syntax != "auto":
+        return asked.syntax
+    syntax = told_of_tools(asked, load_renderer(settings, asked.policy)).syntax
+    assert syntax is not None, "an agent with tools has a syntax"
+    return syntax
+
+
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
     """Makes a renderer on a policy's tokenizer; in a simulation without the model's folder, on characters."""
     if settings.cluster.backend == "simulated" and not has_folder(settings, policy):
         return character_renderer()
-    return ChatRenderer(load_tokenizer(settings, policy))
+    return ChatRenderer(load_tokenizer(settings, policy), end_ids=load_end_ids(settings, policy))
+
+
+def load_end_ids(settings: RunSettings, policy: str) -> tuple[int, ...]:
+    """Loads the ids of the model's generation config that end a response; none if it has no such file."""
+    source, key = model_source(settings, policy), f"policies.{policy}.model"
+    try:
+        ids = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:  # The file is not there, neither in the folder nor on the hub.
+        return ()
+    except Exception as error:  # A broken file may raise anything.
+        raise ConfigError(f"{key}: the generation_config.json of '{source}' cannot be read: {error}") from error
+    found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if bad := [one for one in found if not isinstance(one, int) or one < 0]:
+        raise ConfigError(
+            f"{key}: eos_token_id in the generation_config.json of '{source}' must be ids, got {bad[0]!r}"
+        )
+    return tuple(found)
 
 
 def has_folder(settings: RunSettings, policy: str) -> bool:

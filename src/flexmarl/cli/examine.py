@@ -181,9 +181,13 @@ def _scripted(renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[st
 
 
 def _team(settings: RunSettings) -> Iterator[Finding]:
-    level = seat_team(settings).level
+    team = seat_team(settings)
+    level = team.level
     todo = "there is nothing to train: use `flexmarl eval`, or set trainable: true on a policy"
     yield Finding("team", f"level {level.name}: {level.because}", "" if settings.trained else todo)
+    for name, agent in team.agents.items():
+        if agent.tools:
+            yield Finding(f"team.agents.{name}.tools", f"{', '.join(agent.tools)}; {agent.tools_note}")
 
 
 def _run(settings: RunSettings) -> Iterator[Finding]:

@@ -127,8 +127,7 @@ def reading_of(settings: RunSettings, *, full: bool) -> Reading:
             tokenizers[policy] = assemble.load_tokenizer(settings, policy)
         return tokenizers[policy].decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    agents = settings.team.agents.items()
-    syntaxes = {name: one.syntax for name, one in agents if one.tools and one.syntax is not None}
+    syntaxes = {name: assemble.syntax_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
     return Reading(decode=decode, syntaxes=syntaxes, full=full)
 
 

@@ -1,6 +1,8 @@
 """Decides how what was played and is not trained on is counted and worded: failed episodes, filtered groups, updates.
 
 failed 16/32: ValueError: boom (team.py:61) | filtered 3/4: 2 too_easy, 1 flat | no update: solver
+
+Tool calls that were not run are counted beside it, because an agent learns nothing about a tool that never answers.
 """
 
 from collections import Counter
@@ -28,6 +30,10 @@ class NotTrained:
     """Number of them that were filtered, by reason, most frequent first."""
     skipped: Sequence[str] = ()
     """Trained policies without an update."""
+    bad_tool_calls: Mapping[str, int] = field(default_factory=dict)
+    """Turns of an agent with tool calls that could not be read."""
+    dropped_tool_calls: Mapping[str, int] = field(default_factory=dict)
+    """Turns of an agent with tool calls that were not run: the budget was spent, or the text was cut."""
 
     @property
     def lines(self) -> list[str]:
@@ -43,7 +49,21 @@ class NotTrained:
             lines.append(f"filtered {sum(self.filtered.values())}/{self.groups}: {in_words(self.filtered, 4)}")
         if self.skipped:
             lines.append(f"no update: {', '.join(self.skipped)}")
+        for said, turns in (("unreadable", self.bad_tool_calls), ("dropped", self.dropped_tool_calls)):
+            if turns:
+                counts = ", ".join(f"{agent} in {count} turns" for agent, count in turns.items())
+                lines.append(f"{said} tool calls: {counts}")
         return lines
+
+
+def by_agent(values: Mapping[str, float], figure: str) -> dict[str, int]:
+    """The counts of a figure by agent, most first, from metrics by name.
+
+    >>> by_agent({"bad_tool_calls/solver": 3.0, "cut/solver": 0.5}, "bad_tool_calls")
+    {'solver': 3}
+    """
+    counts = {name.partition("/")[2]: int(value) for name, value in values.items() if name.startswith(f"{figure}/")}
+    return dict(Counter(counts).most_common())
 
 
 def counted(failures: Iterable[Failure | None]) -> dict[str, int]:

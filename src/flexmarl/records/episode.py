@@ -9,13 +9,20 @@ GroupRecord  all episodes of one task in one step
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, SampleId, Scalar, Version, split_sample_id
 from flexmarl.records.scorers import SCORERS, Scorer, exact_match
+
+
+class Spoken(NamedTuple):
+    """One message that a task has before its prompt."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +32,9 @@ class Task:
     input_id: str
     """Unique in its source, e.g. `mul5x5-17`; the first part of every sample id of this task."""
     prompt: str
+    opening: tuple[Spoken, ...] = ()
+    """Messages before the prompt: a system prompt, then earlier rounds, in which user and assistant alternate. They
+    begin the conversations of all agents, but for those whose `hears_task` is false."""
     reference: str = ""
     scorer: Scorer | str = exact_match
     """(answer, reference) -> score; a module-level function, so that the task can cross processes. A name is replaced
@@ -36,6 +46,11 @@ class Task:
         """Looks up a scorer that is given by its name."""
         if isinstance(self.scorer, str):
             object.__setattr__(self, "scorer", SCORERS[self.scorer])
+
+    @property
+    def question(self) -> str:
+        """Text that only equal questions share: the prompt, with the messages before it if there are any."""
+        return "\0".join((*(f"{one.role}\1{one.content}" for one in self.opening), self.prompt))
 
     def score(self, answer: str) -> float:
         """The score of an answer, by `scorer`; 1.0 is a full success."""

@@ -10,13 +10,14 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
 from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
-from flexmarl.errors import FlexmarlError, cause_of, described, place_of, text_of, type_name
+from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, place_of, text_of, type_name
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import episode_failed
 from flexmarl.events.notices import EpisodeBroke
@@ -34,6 +35,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
+from flexmarl.tools.open_tools import OpenTools
 
 AT_THE_END_S = 2.0
 """Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
@@ -131,6 +133,7 @@ class Player:
         recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
         limit = TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
+        tools = OpenTools(deadline=lambda: limit.timeout.when() or math.inf)
         context = EpisodeContext(
             task=group.task,
             group=group.group,
@@ -141,11 +144,16 @@ class Player:
             sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
             purpose=Purpose.GREEDY if greedy else group.purpose,
             environment=self._team.environment,
+            tools=tools,
         )
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
         started = clock()
-        ended = await self._run(team, context, stop, limit, calls)
+        async with tools.block(self._grace_s):
+            ended = await self._run(team, context, stop, limit, calls)
+        if tools.faults and ended.error is None and ended.status is EpisodeStatus.FINISHED:
+            fault = EpisodeError(f"a tool failed when it was closed: {described(tools.faults[0])}")
+            ended = _Ended(EpisodeStatus.FAILED, str(fault), failure_of(tools.faults[0]), fault)
         if recorder is not None and recorder.lost is not None:
             raise recorder.lost
         episode = replace(self._record(team, context, ended), duration_s=clock() - started)

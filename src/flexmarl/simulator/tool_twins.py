@@ -1,10 +1,12 @@
 """Twins of tools: a call takes a modelled time, and answers a fixed text or what a tool that only computes answers."""
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -12,7 +14,7 @@ from flexmarl.agents import TeamSpec
 from flexmarl.errors import ConfigError
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
-from flexmarl.tools import Calculator, Tool
+from flexmarl.tools import Calculator, Observation, Tool, ToolContext
 
 AS_IS: Final = "as_is"
 PURE = (Calculator,)
@@ -48,10 +50,23 @@ class _Twin:
         """The tool's own description."""
         return self.tool.description
 
-    async def __call__(self, argument: str) -> str:
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The tool's own parameters."""
+        return self.tool.parameters
+
+    def open(self, context: ToolContext) -> AbstractAsyncContextManager["_Twin"]:
+        """The twin itself."""
+        return nullcontext(self)
+
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
         """Sleeps the call's latency, then answers."""
-        await asyncio.sleep(self.twin.latency_s.draw(random.Random(f"{self.stream}/{argument}")))
-        return await self.tool(argument) if self.twin.result == AS_IS else self.twin.result
+        said = ",".join(value if isinstance(value, str) else json.dumps(value) for value in arguments.values())
+        await asyncio.sleep(self.twin.latency_s.draw(random.Random(f"{self.stream}/{said}")))
+        if self.twin.result != AS_IS:
+            return Observation(self.twin.result)
+        assert isinstance(self.tool, PURE), "the settings were checked"
+        return await self.tool.call(arguments)
 
 
 def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:

@@ -7,7 +7,7 @@ import re
 from typing import Any, Literal, Protocol
 
 from flexmarl.errors import ConfigError, is_unicode, writable
-from flexmarl.records import Task
+from flexmarl.records import Spoken, Task
 
 Split = Literal["train", "held_out"]
 
@@ -42,18 +42,18 @@ def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> 
 
     Looks at no more than `MOST_COMPARED` training tasks, so that a run of any length begins soon.
     """
-    held_out = {task.prompt: task.input_id for task in reversed(source.held_out(num_held_out))}
+    held_out = {task.question: task.input_id for task in reversed(source.held_out(num_held_out))}
     if not held_out:
         return
     if source.num_train is not None:
         num_train = min(num_train, source.num_train)
     for index in range(min(num_train, MOST_COMPARED)):
         task = source.train(index)
-        if task.prompt in held_out:
+        if task.question in held_out:
             prompt = task.prompt if len(task.prompt) <= 80 else f"{task.prompt[:77]}..."
             raise ConfigError(
                 f"tasks: training task '{task.input_id}' (position {index}) has the prompt of held-out task "
-                f"'{held_out[task.prompt]}': {prompt!r}; remove it from one of the two"
+                f"'{held_out[task.question]}': {prompt!r}; remove it from one of the two"
             )
 
 
@@ -79,6 +79,7 @@ def checked_task(task: Any, where: str) -> Task:
                 f"{where}: the {name} holds half a surrogate pair, {text[at]!r}, at character {at}, which UTF-8 cannot "
                 f"encode; remove it, or write the whole character"
             )
+    check_opening(task.opening, where)
     if not task.input_id.strip():
         raise ConfigError(f"{where}: the input_id {task.input_id!r} is blank; give the task a name of its own")
     if found := _CONTROL.search(task.input_id):
@@ -87,3 +88,28 @@ def checked_task(task: Any, where: str) -> Task:
             f"characters"
         )
     return task
+
+
+def check_opening(opening: Any, where: str) -> None:
+    """Raises ConfigError unless these messages can stand before a prompt: a system prompt, then rounds of user and
+    assistant."""
+    expected = "user"
+    for number, message in enumerate(opening):
+        if not isinstance(message, Spoken) or not isinstance(message.content, str):
+            raise ConfigError(
+                f"{where}: message {number}: must be a flexmarl.records.Spoken with a text, got {str(message)[:80]!r}"
+            )
+        if not is_unicode(message.content):
+            raise ConfigError(
+                f"{where}: message {number}: holds half a surrogate pair, which UTF-8 cannot encode; remove it"
+            )
+        if message.role == "system" and number == 0:
+            continue
+        if message.role != expected:
+            raise ConfigError(
+                f"{where}: message {number}: has the role {message.role!r}, and {expected!r} is due; a system prompt "
+                f"may come first, then user and assistant take turns, and the last message, the prompt, is the user's"
+            )
+        expected = "assistant" if expected == "user" else "user"
+    if expected != "user":
+        raise ConfigError(f"{where}: the message before the prompt is the user's; an assistant's must stand between")

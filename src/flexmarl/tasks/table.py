@@ -18,7 +18,7 @@ from pydantic import Field
 
 from flexmarl.errors import ConfigError, MissingExtra, boundary
 from flexmarl.events.safe_json import parse_json
-from flexmarl.records import Task
+from flexmarl.records import Spoken, Task
 from flexmarl.records.scorers import SCORERS
 from flexmarl.settings import Settings
 from flexmarl.tasks.interface import SourceExhausted, checked_task
@@ -28,7 +28,9 @@ class TaskTable(Settings):
     """The settings that all sources on rows share."""
 
     prompt: str = "prompt"
-    """Field with the question, a text."""
+    """Field with the question: a text, or a list of messages `{role, content}` that ends with the user's."""
+    system: str | None = None
+    """Field with a system prompt of the task's own, a text; null: the tasks have none."""
     reference: str | None = "reference"
     """Field with the reference answer, a text or number; null: the tasks have none."""
     input_id: str | None = None
@@ -60,9 +62,9 @@ class TableSource:
         self._seed = seed
         if held_out is None:
             tasks = _tasks(settings, name, rows)
-            chosen = _choose_held_out([task.prompt for task in tasks], settings.held_out_share)
-            self._train = [task for task in tasks if task.prompt not in chosen]
-            self._held_out = tuple(task for task in tasks if task.prompt in chosen)
+            chosen = _choose_held_out([task.question for task in tasks], settings.held_out_share)
+            self._train = [task for task in tasks if task.question not in chosen]
+            self._held_out = tuple(task for task in tasks if task.question in chosen)
             if not self._train:
                 raise ConfigError(
                     f"tasks.held_out_share: {settings.held_out_share} of the {len(chosen)} prompts of {name} leaves "
@@ -99,13 +101,16 @@ class TableSource:
 
 def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
     score = SCORERS[settings.scorer]
-    named = {field for field in (settings.prompt, settings.reference, settings.input_id) if field is not None}
+    keys = (settings.prompt, settings.system, settings.reference, settings.input_id)
+    named = {field for field in keys if field is not None}
     tasks: dict[str, Task] = {}
     for number, (where, row) in enumerate(rows):
         own_id, reference = settings.input_id, settings.reference
+        opening, prompt = _messages(row, where, settings)
         task = Task(
             input_id=f"{name}-{number}" if own_id is None else str(_field(row, where, "input_id", own_id)),
-            prompt=_text(row, where, settings.prompt),
+            prompt=prompt,
+            opening=opening,
             reference="" if reference is None else str(_field(row, where, "reference", reference)),
             scorer=score,
             data={field: value for field, value in row.items() if field not in named},
@@ -126,11 +131,43 @@ def _field(row: Mapping[str, Any], where: str, key: str, field: str) -> Any:
     return row[field]
 
 
-def _text(row: Mapping[str, Any], where: str, field: str) -> str:
+def _messages(row: Mapping[str, Any], where: str, settings: TaskTable) -> tuple[tuple[Spoken, ...], str]:
+    """The messages before the prompt, and the prompt. `checked_task` looks at the order of their roles."""
+    field = settings.prompt
     value = _field(row, where, "prompt", field)
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: '{field}' must be a text, got {value!r}")
-    return value
+    if isinstance(value, str):
+        opening: list[Spoken] = []
+    else:
+        value = [*value] if isinstance(value, Sequence) else []
+        if not value:
+            raise ConfigError(f"{where}: '{field}' must be a text or a list of messages, got {row[field]!r}")
+        said = [_message(one, f"{where}: '{field}': message {number}") for number, one in enumerate(value)]
+        if said[-1].role != "user":
+            raise ConfigError(f"{where}: '{field}': the last message must be the user's, got role {said[-1].role!r}")
+        opening, value = said[:-1], said[-1].content
+    if settings.system is not None:
+        system = _field(row, where, "system", settings.system)
+        if not isinstance(system, str):
+            raise ConfigError(f"{where}: '{settings.system}' must be a text, got {system!r}")
+        if opening and opening[0].role == "system":
+            raise ConfigError(
+                f"{where}: '{settings.system}' is a system prompt, and '{field}' begins with one too; remove one"
+            )
+        opening = [Spoken("system", system), *opening]
+    return tuple(opening), value
+
+
+def _message(value: Any, where: str) -> Spoken:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be {{role, content}}, got {repr(value)[:80]}")
+    if unknown := sorted(key for key in value if key not in ("role", "content") and value[key] is not None):
+        raise ConfigError(f"{where}: has the key {unknown[0]!r}; a message has a role and a content")
+    role, content = value.get("role"), value.get("content")
+    if role not in ("system", "user", "assistant"):
+        raise ConfigError(f"{where}: has the role {role!r}; use system, user or assistant")
+    if not isinstance(content, str):
+        raise ConfigError(f"{where}: its content must be a text, got {repr(content)[:80]}")
+    return Spoken(role, content)
 
 
 def _choose_held_out(prompts: Sequence[str], share: float) -> set[str]:

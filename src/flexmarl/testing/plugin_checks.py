@@ -1,8 +1,8 @@
 """Conformance checks of task sources, tools, syntaxes of tool calls, and environments; small ones to write tests with.
 
     check_task_source(lambda: MySource(seed=0))
-    check_tool(MyTool(), good=["2+2"])
-    check_syntax(MySyntax(), call=ToolCall("calculator", "2+2"))
+    check_tool(MyTool(), good=[{"expression": "2+2"}])
+    check_syntax(MySyntax(), call=ToolCall("calculator", {"expression": "2+2"}))
     check_environment(FakeEnvironment, actions=["left", "right"])
 
 They run without a test framework.
@@ -11,14 +11,14 @@ They run without a test framework.
 import asyncio
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flexmarl.errors import EpisodeError
 from flexmarl.records import Task
 from flexmarl.tasks import Environment, SourceExhausted, StepResult, TaskSource, check_disjoint
-from flexmarl.tools import Incomplete, Malformed, Tool, ToolCall
-from flexmarl.tools.syntax import Syntax
+from flexmarl.tools import Incomplete, Malformed, Observation, Syntax, Tool, ToolCall, ToolContext
+from flexmarl.tools.arguments import BadArguments, check_schema, fitted
 
 
 def check_task_source(make: Callable[[], TaskSource], *, num_tasks: int = 100) -> None:
@@ -82,34 +82,48 @@ HOSTILE = (
 )
 
 
-def check_tool(tool: Tool, *, good: Sequence[str]) -> None:
+def check_tool(tool: Tool, *, good: Sequence[Mapping[str, Any] | str]) -> None:
     """Raises AssertionError naming the law that the tool breaks; `good` are arguments that it must understand."""
     assert tool.name.isidentifier(), f"an agent calls a tool by an identifier, not {tool.name!r}"
     assert tool.description.strip(), "a tool says what it does"
-    answers = asyncio.run(_call_at_once(tool, [*good, *HOSTILE]))
-    for argument, answer in zip([*good, *HOSTILE], answers, strict=True):
-        assert isinstance(answer, str), f"an observation is text, not {answer!r}, also for {argument[:40]!r}"
+    check_schema(tool)
+    given = [*good, *HOSTILE]
+    arguments = [fitted(one, tool.parameters) for one in given]
+    bad = [(one, fit) for one, fit in zip(good, arguments, strict=False) if isinstance(fit, BadArguments)]
+    assert not bad, f"{bad[0][0]!r} fits the parameters, but {bad[0][1].reason}"
+    asked = [fit for fit in arguments if not isinstance(fit, BadArguments)]
+    answers = asyncio.run(_call_at_once(tool, asked))
+    for argument, answer in zip(asked, answers, strict=True):
+        assert isinstance(answer, Observation), f"a call gives an Observation, not {answer!r}"
+        assert isinstance(answer.text, str), f"an observation is text, not {answer.text!r}, for {str(argument)[:40]}"
     for argument, answer in zip(good, answers, strict=False):
-        assert not answer.startswith("error: "), f"{argument!r} is understood, but the tool said {answer!r}"
+        assert answer.ok, f"{argument!r} is understood, but the tool said {answer.shown!r}"
 
 
-async def _call_at_once(tool: Tool, arguments: Sequence[str]) -> list[str]:
-    return await asyncio.gather(*(tool(argument) for argument in arguments))
+async def _call_at_once(tool: Tool, arguments: Sequence[Mapping[str, Any]]) -> list[Observation]:
+    """Calls the tool in two episodes at once."""
+    episodes = [ToolContext(episode=f"g0e{index}a0", seed=index) for index in range(2)]
+    async with tool.open(episodes[0]) as first, tool.open(episodes[1]) as second:
+        answers = await asyncio.gather(*(bound.call(one) for bound in (first, second) for one in arguments))
+    return answers[: len(arguments)]
 
 
 def check_syntax(syntax: Syntax, *, call: ToolCall) -> None:
     """Raises AssertionError naming the law that the syntax breaks; `call` is any call that it can express."""
     text = syntax.render(call)
-    assert syntax.parse(f"Let me see. {text}") == call, "what is rendered is parsed back"
-    assert text.endswith(syntax.stop), "the engine stops at the end of a call"
+    assert syntax.parse(f"Let me see. {text}") == (call,), "what is rendered is parsed back"
+    assert syntax.parse(f"{syntax.render(call, call)}\n") == (call, call), "so are several calls of one message"
+    assert not syntax.stop or text.endswith(syntax.stop), "the engine stops at the end of a call"
+    assert syntax.parse("Let me see.") == (), "ordinary text holds no call"
     for end in range(len(text)):
         begun = syntax.parse(text[:end])
-        assert not isinstance(begun, ToolCall), f"{text[:end]!r} is no complete call"
-        assert begun is None or begun.observation.startswith("error: "), "an agent can tell an error from a result"
+        whole = [one for one in begun if isinstance(one, ToolCall)]
+        assert all(one == call for one in whole), f"{text[:end]!r} is cut, and was read as the call {whole[0]}"
     for nonsense in HOSTILE:
         for around in (nonsense, text[: len(text) // 2] + nonsense, nonsense + text):
-            parsed = syntax.parse(around)
-            assert parsed is None or isinstance(parsed, ToolCall | Incomplete | Malformed), "any text has an answer"
+            found = syntax.parse(around)
+            assert all(isinstance(one, ToolCall | Incomplete | Malformed) for one in found), "any text has an answer"
+            assert not any(isinstance(one, Incomplete) for one in found[:-1]), "only the last call may be incomplete"
 
 
 def check_environment(

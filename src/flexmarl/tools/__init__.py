@@ -1,22 +1,13 @@
-"""Tools that an agent may call while it answers. In: a call found in its text. Out: a text for its next prompt."""
+"""Tools that an agent may call while it answers. In: calls found in its text. Out: observations for its next prompt."""
 
 from typing import Annotated
 
 from flexmarl.plugins import SettingsTable
 from flexmarl.tools.calculator import Calculator
-from flexmarl.tools.interface import Tool, is_refusal
-from flexmarl.tools.syntax import (
-    SYNTAXES,
-    AnySyntax,
-    FunctionSyntax,
-    Incomplete,
-    Malformed,
-    Parsed,
-    Syntax,
-    TagSyntax,
-    ToolCall,
-    syntax,
-)
+from flexmarl.tools.function_tool import Refusal, tool_of_function
+from flexmarl.tools.interface import BoundTool, Observation, Tool, ToolContext
+from flexmarl.tools.syntax import SYNTAXES, AnySyntax, Found, Incomplete, Malformed, Syntax, ToolCall, syntax
+from flexmarl.tools.syntaxes import FencedSyntax, FunctionSyntax, LlamaSyntax, MistralSyntax, TagSyntax, XmlSyntax
 
 TOOLS: SettingsTable[Tool] = SettingsTable(
     "tool",
@@ -24,10 +15,11 @@ TOOLS: SettingsTable[Tool] = SettingsTable(
     group="tools",
     interface=[Tool],
     built_in={"calculator": "flexmarl.tools.calculator:Calculator"},
+    of_function=tool_of_function,
 )
 """Tools by `type`; the settings class is the tool."""
 tool = TOOLS.register
-"""Decorator that makes a settings class the tool of its `type`: `@tool`."""
+"""Decorator that makes a function, or a settings class, the tool of its name or `type`: `@tool`, `@tool("name")`."""
 
 AnyTool = Annotated[Tool, TOOLS]
 """Settings field of any tool in the table, chosen by its `type`."""
@@ -35,18 +27,25 @@ AnyTool = Annotated[Tool, TOOLS]
 __all__ = [
     "AnySyntax",
     "AnyTool",
+    "BoundTool",
     "Calculator",
+    "FencedSyntax",
+    "Found",
     "FunctionSyntax",
     "Incomplete",
+    "LlamaSyntax",
     "Malformed",
-    "Parsed",
+    "MistralSyntax",
+    "Observation",
+    "Refusal",
     "SYNTAXES",
     "Syntax",
     "TOOLS",
     "TagSyntax",
     "Tool",
     "ToolCall",
-    "is_refusal",
+    "ToolContext",
+    "XmlSyntax",
     "syntax",
     "tool",
 ]

@@ -1,11 +1,14 @@
 """Calculator for exact integers: its own grammar, its own limits, nothing evaluated by Python."""
 
 import re
-from typing import Literal, NoReturn
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field
 
 from flexmarl.settings import Settings
+from flexmarl.tools.interface import Observation, ToolContext
 
 _TOKEN = re.compile(r"\s*([0-9]+|\*\*|//|[-+*/%()])")
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
@@ -20,7 +23,7 @@ class _Mistake(Exception):
 class Calculator(Settings):
     """Computes `+ - * / // % **`, parentheses and unary signs on integers, as Python does; `/` only where it is exact.
 
-    >>> Calculator().compute("12*(3+4)"), Calculator().compute("7/2")
+    >>> Calculator().compute("12*(3+4)").text, Calculator().compute("7/2").shown
     ('84', 'error: 7/2 is no integer; use // or %')
     """
 
@@ -36,16 +39,26 @@ class Calculator(Settings):
     max_depth: int = Field(default=50, ge=1, le=100)
     """Deepest nesting of parentheses, signs and exponents. Keeps the recursion far below Python's limit."""
 
-    async def __call__(self, argument: str) -> str:
-        """The value as text, or `error: ...`."""
-        return self.compute(argument)
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """One text, `expression`."""
+        expression = {"type": "string", "description": "The expression, e.g. 12*(3+4)."}
+        return {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
 
-    def compute(self, expression: str) -> str:
+    def open(self, context: ToolContext) -> AbstractAsyncContextManager["Calculator"]:
+        """The calculator itself, which has no state."""
+        return nullcontext(self)
+
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
+        """Computes `expression`."""
+        return self.compute(arguments["expression"])
+
+    def compute(self, expression: str) -> Observation:
         """The same, without an event loop. No expression makes it raise or takes more than milliseconds."""
         try:
-            return str(_Evaluation(expression, self).value())
+            return Observation(str(_Evaluation(expression, self).value()))
         except _Mistake as mistake:
-            return f"error: {mistake}"
+            return Observation(str(mistake), ok=False)
 
 
 class _Evaluation:

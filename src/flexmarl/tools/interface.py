@@ -1,25 +1,71 @@
-"""The interface of a tool."""
+"""The interface of a tool: opened for an episode, called by name with arguments, closed with the episode.
 
-from typing import Protocol
+async with tool.open(ToolContext(episode="g12e3a0", seed=7)) as bound:
+    observation = await bound.call({"expression": "6*7"})      # Observation("42")
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
-def is_refusal(observation: str) -> bool:
-    """True if a tool's observation says that the call was at fault.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolContext:
+    """The episode for which a tool is opened."""
 
-    >>> is_refusal("error: division by zero"), is_refusal("42")
-    (True, False)
-    """
-    return observation.startswith("error: ")
+    episode: str
+    """Id of the episode, e.g. `g12e3a0`."""
+    seed: int
+    """63-bit seed, the same in every play of this trajectory; different for each seat and tool."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Files of the task by name: its `data["files"]`."""
+    deadline: float = math.inf
+    """Time of the event loop, in seconds, at which the episode ends at the latest, as far as is known when the tool is
+    opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The result of one call."""
+
+    text: str
+    """Text for the agent."""
+    ok: bool = True
+    """False: the call was at fault. The agent reads `error: ` and the text, and may try again."""
+    cost: float = 0.0
+    """Cost of the call, in a unit of the tool's own."""
+    data: Any = None
+    """Values for workflows and scorers. They never go into a prompt."""
+    dropped: int = 0
+    """Number of characters of the result that `text` leaves out."""
+
+    @property
+    def shown(self) -> str:
+        """Text of the tool message.
+
+        >>> Observation("42").shown, Observation("division by zero", ok=False).shown
+        ('42', 'error: division by zero')
+        """
+        return self.text if self.ok else f"error: {self.text}"
+
+
+class BoundTool(Protocol):
+    """A tool that was opened for one seat of one episode."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
+        """Runs one call. `arguments` fit the tool's `parameters`.
+
+        Any number of calls may run at once. A mistake of the model gives an observation with `ok=False`: the episode
+        goes on, and the call counts as a tool error. Only a fault of the tool itself, such as a lost server, raises
+        EpisodeError. A cancelled call ends what it started, and leaves the tool usable.
+        """
+        ...
 
 
 class Tool(Protocol):
-    """Something an agent can call by name. One instance serves all episodes, so any number of calls may run at once.
-
-    A mistake of the model (a bad expression, an unknown key) gives an observation that begins with `error: `. The model
-    can then read it and try again, the episode continues, and the call counts as a tool error. No other observation may
-    begin so; a tool that quotes text puts words of its own before it. Only a fault of the tool itself (its server is
-    gone) raises EpisodeError. Cancelling the call drops its result and must leave the tool usable.
-    """
+    """Something an agent can call by name. One instance serves all episodes; each opens it anew."""
 
     @property
     def name(self) -> str:
@@ -28,9 +74,23 @@ class Tool(Protocol):
 
     @property
     def description(self) -> str:
-        """One sentence for the model: what goes in, what comes out."""
+        """A sentence for the model: what goes in, what comes out."""
         ...
 
-    async def __call__(self, argument: str) -> str:
-        """Runs the call; returns the observation that the agent reads."""
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments: an object with `properties`. The model reads it."""
         ...
+
+    def open(self, context: ToolContext) -> AbstractAsyncContextManager[BoundTool]:
+        """Opens the tool for one seat of one episode. Leaving the block frees all that the tool holds for it.
+
+        A tool without state of its own may return `contextlib.nullcontext(self)`.
+        """
+        ...
+
+
+def specification(tool: Tool) -> dict[str, Any]:
+    """The tool as chat templates take it in `tools=`: name, description and JSON schema of the arguments."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}

@@ -1,29 +1,29 @@
-"""Decides whether an agent's text calls a tool, and how calls look in text.
+"""Decides whether an agent's text calls tools. A syntax says how calls look in text; there is one per family of models.
 
-    FunctionSyntax    calc(12*(3+4))
-    TagSyntax         <tool_call>{"name": "calculator", "arguments": "12*(3+4)"}</tool_call>
+    function   calc(12*(3+4))                                                     small models of one's own
+    tag        <tool_call>{"name": "calculator", "arguments": {...}}</tool_call>  Qwen, Hermes
+    xml        <tool_call><function=calculator><parameter=expression>...          Qwen3-Coder
+    llama      {"name": "calculator", "parameters": {...}}                        Llama 3
+    mistral    [TOOL_CALLS][{"name": "calculator", "arguments": {...}}]           Mistral
+    fenced     ```python ... ```                                                  code, for any model
 
-The caller gives `stop` to the engine. It `parse`s the text that the agent wrote since its last observation, with all
-continuations joined:
+The caller gives `stop` to the engine. It decodes the agent's message with the `markers` that are special tokens of the
+tokenizer, and `parse`s the text, with all continuations joined:
 
-    ToolCall      run it; the result is the observation
-    Incomplete    the engine stopped too early, at the first `)` of calc((1+2)*3): generate more. If the agent ended its
-                  turn by itself, it cannot continue: give it `.observation`
-    Malformed     give it `.observation`
-    None          no call
+    ToolCall      run it; the result is an observation
+    Malformed     a call that cannot be read: the agent reads the reason
+    Incomplete    the beginning of a call, always the last. If the engine stopped at one of `stop`, generate more. An
+                  agent that ended its turn cannot go on: it reads the reason
 """
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
 
-from pydantic import Field, field_validator
-
+from flexmarl.errors import is_unicode
 from flexmarl.events.safe_json import parse_json
 from flexmarl.plugins import SettingsTable
-from flexmarl.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,145 +32,100 @@ class ToolCall:
 
     name: str
     """Name of the tool."""
-    argument: str
+    arguments: Mapping[str, Any] | str
+    """Arguments by name, or a text: the only argument."""
+    call_id: str = field(default="", compare=False)
+    """Id that the model gave to the call; empty if its syntax has none."""
+    start: int = field(default=0, compare=False)
+    """Place of the call in the text; the text before it is the agent's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
     """The beginning of a call."""
 
-    observation: str
-    """Text for an agent that ended its turn here."""
+    reason: str
+    """Reason for an agent that ended its turn here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A call that cannot be understood."""
+    """A call that cannot be read."""
 
-    observation: str
+    reason: str
 
 
-Parsed = ToolCall | Incomplete | Malformed | None
+Found = ToolCall | Malformed | Incomplete
 
 
 class Syntax(Protocol):
     """How calls look in text. `parse` is total: no text makes it raise."""
 
     @property
-    def stop(self) -> tuple[str, ...]:
-        """Strings at which the engine must stop, because a call may end there."""
+    def type(self) -> str:
+        """Its name in a config."""
         ...
-
-    def parse(self, text: str) -> Parsed:
-        """The first call in the text."""
-        ...
-
-    def render(self, call: ToolCall) -> str:
-        """The call as a model would write it: for role prompts and demonstrations. `parse` reads it back."""
-        ...
-
-
-class FunctionSyntax(Settings):
-    """Calls look like `calc(12*34)`: few tokens, so small models learn them.
-
-    A `)` of ordinary text stops the engine too; then `parse` returns None, and the caller continues the generation if
-    the agent has not ended its turn.
-
-    >>> FunctionSyntax().parse("6 times 7 is calc(6*7)")
-    ToolCall(name='calculator', argument='6*7')
-    """
-
-    type: Literal["function"] = "function"
-    names: Mapping[str, str] = Field(default={"calc": "calculator"}, min_length=1)
-    """Word in the text -> name of the tool."""
-
-    @field_validator("names")
-    @classmethod
-    def _words_are_identifiers(cls, names: Mapping[str, str]) -> Mapping[str, str]:
-        for word in names:
-            if not word.isidentifier():
-                raise ValueError(f"names: {word!r} is no identifier; use letters, digits and _, e.g. 'calc'")
-        return names
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The closing parenthesis."""
-        return (")",)
-
-    def parse(self, text: str) -> Parsed:
-        """The first call in the text; it ends where its parentheses balance."""
-        words = "|".join(re.escape(word) for word in self.names)
-        opening = re.search(rf"(?<!\w)({words})\(", text)
-        if opening is None:
-            return None
-        depth = 1
-        for position in range(opening.end(), len(text)):
-            depth += {"(": 1, ")": -1}.get(text[position], 0)
-            if depth == 0:
-                return ToolCall(self.names[opening[1]], text[opening.end() : position])
-        return Incomplete(f"error: {depth} of the parentheses of {opening[1]}( not closed")
-
-    def render(self, call: ToolCall) -> str:
-        """E.g. `calc(6*7)`. Raises KeyError for a tool that `names` lacks."""
-        words = {tool: word for word, tool in self.names.items()}
-        return f"{words[call.name]}({call.argument})"
-
-
-class TagSyntax(Settings):
-    """Calls as Hermes and Qwen models write them: JSON between tags.
-
-    A tool takes one text. `arguments` may be that text, or a mapping with one entry, whose value is taken; any other
-    value reaches the tool as JSON.
-
-    >>> TagSyntax().parse('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>')
-    ToolCall(name='calculator', argument='6*7')
-    """
-
-    type: Literal["tag"] = "tag"
-    opening: str = Field(default="<tool_call>", min_length=1)
-    """Text before the JSON."""
-    closing: str = Field(default="</tool_call>", min_length=1)
-    """Text behind the JSON; generation stops there."""
+        """Strings at which the engine must stop, because a call may end there; empty if the message ends with calls."""
+        ...
 
     @property
-    def stop(self) -> tuple[str, ...]:
-        """The closing tag."""
-        return (self.closing,)
+    def markers(self) -> tuple[str, ...]:
+        """Texts that `parse` reads and that a tokenizer may have as special tokens, which plain decoding leaves out."""
+        ...
 
-    def parse(self, text: str) -> Parsed:
-        """The first call in the text."""
-        _, opened, rest = text.partition(self.opening)
-        body, closed, _ = rest.partition(self.closing)
-        if not opened:
-            return None
-        if not closed:
-            return Incomplete(f"error: {self.opening} without {self.closing}")
-        try:
-            call = parse_json(body)
-        except ValueError as error:
-            return Malformed(f"error: the tool call is not JSON: {error}")
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            return Malformed('error: write a tool call as {"name": ..., "arguments": ...}')
-        return ToolCall(call["name"], _as_text(call["arguments"]))
+    def parse(self, text: str) -> tuple[Found, ...]:
+        """All calls in the text, in order; only the last may be Incomplete."""
+        ...
 
-    def render(self, call: ToolCall) -> str:
-        """E.g. `<tool_call>{"name": "calculator", "arguments": "6*7"}</tool_call>`."""
-        body = json.dumps({"name": call.name, "arguments": call.argument}, ensure_ascii=False)
-        return f"{self.opening}{body}{self.closing}"
+    def render(self, *calls: ToolCall) -> str:
+        """Calls as a model would write them: for role prompts and demonstrations. `parse` reads them back."""
+        ...
 
 
-def _as_text(arguments: object) -> str:
-    if isinstance(arguments, dict) and len(arguments) == 1:
-        (arguments,) = arguments.values()
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def call_of_json(value: Any, *, arguments: str, call_id: str = "", start: int = 0) -> ToolCall | Malformed:
+    """The call that a JSON value stands for. `arguments`: the key that the family uses; others are read as well."""
+    key = next((key for key in (arguments, "arguments", "parameters") if isinstance(value, dict) and key in value), "")
+    if not key or not isinstance(value.get("name"), str):
+        return Malformed(f'write a tool call as {{"name": ..., "{arguments}": {{...}}}}')
+    given = value[key]
+    if not is_unicode(json.dumps([value["name"], given], ensure_ascii=False)):
+        return Malformed("the tool call holds half a surrogate pair, which is no character")
+    if isinstance(given, dict | str):
+        return ToolCall(value["name"], given, call_id, start)
+    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False), call_id, start)
 
+
+def json_at(text: str, place: int) -> tuple[Any, int] | str:
+    """The JSON value that begins at this place, and the place behind it; or what is wrong with it."""
+    try:
+        _, end = _DECODER.raw_decode(text, place)
+        return parse_json(text[place:end]), end
+    except json.JSONDecodeError as error:
+        return f"{error.msg} at character {error.pos - place}"
+    except RecursionError:
+        return "too many levels of nesting"
+    except ValueError as error:
+        return str(error)
+
+
+_DECODER = json.JSONDecoder()
 
 SYNTAXES: SettingsTable[Syntax] = SettingsTable(
     "syntax",
     setting="team.agents.NAME.syntax.type",
     group="syntaxes",
     interface=[Syntax],
-    built_in={"function": "flexmarl.tools.syntax:FunctionSyntax", "tag": "flexmarl.tools.syntax:TagSyntax"},
+    built_in={
+        "function": "flexmarl.tools.syntaxes.function:FunctionSyntax",
+        "tag": "flexmarl.tools.syntaxes.tag:TagSyntax",
+        "xml": "flexmarl.tools.syntaxes.xml:XmlSyntax",
+        "llama": "flexmarl.tools.syntaxes.llama:LlamaSyntax",
+        "mistral": "flexmarl.tools.syntaxes.mistral:MistralSyntax",
+        "fenced": "flexmarl.tools.syntaxes.fenced:FencedSyntax",
+    },
 )
 """Syntaxes of tool calls by `type`; the settings class is the syntax."""
 syntax = SYNTAXES.register

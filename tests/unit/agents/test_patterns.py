@@ -105,8 +105,8 @@ def test_episodes_of_a_team_share_nothing():
         ({"agents": {"report": {"policy": "p"}}}, "agents: 'report' cannot name an agent"),
         ({"agents": {"my agent": {"policy": "p"}}}, "agents: 'my agent' cannot name an agent"),
         (
-            {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator"}]}}},
-            "syntax: an agent with tools (calculator) needs one",
+            {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator"}], "syntax": "function"}}},
+            "syntax",
         ),
         (
             {

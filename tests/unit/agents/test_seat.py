@@ -1,4 +1,6 @@
 import asyncio
+from contextlib import nullcontext
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -183,8 +185,12 @@ def test_a_broken_tool_fails_the_episode_with_its_reason():
     class Broken:
         name = "calculator"
         description = ""
+        parameters: ClassVar = {"type": "object", "properties": {"expression": {"type": "string"}}}
 
-        async def __call__(self, argument):
+        def open(self, context):
+            return nullcontext(self)
+
+        async def call(self, arguments):
             raise OSError("server gone")
 
     team_spec = spec({"solver": CALCULATOR})

@@ -1,7 +1,9 @@
 """What is found in a call, and that nothing but the call decides it."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from flexmarl.agents.interpret import language_mix, scripts
 from flexmarl.records import Task
 from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.tools import Observation
 from tests.unit.agents.tables import CALCULATOR, TASK, context, says, spec
 
 TAGGED = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}}
@@ -26,11 +29,12 @@ def signals(agent, *replies, task=TASK):
     [
         (CALCULATOR, ["calc(1+1)", "2"], [{}, {}]),
         (CALCULATOR, ["calc(1+)", "2"], [{"tool_error": 1.0}, {}]),
-        (TAGGED, ["<tool_call>1</tool_call>", "2"], [{"tool_error": 1.0}, {}]),
+        (TAGGED, ["<tool_call>1</tool_call>", "2"], [{"tool_error": 1.0, "bad_tool_calls": 1.0}, {}]),
         (TAGGED, ['<tool_call>{"name": "x", "arguments": ""}</tool_call>', "2"], [{"tool_error": 1.0}, {}]),
         (CALCULATOR, ["calc(3*(4+1)", ")", "2"], [{}, {}, {}]),
         (CALCULATOR, ["calc((1+)", ")", "2"], [{}, {"tool_error": 1.0}, {}]),
-        ({**CALCULATOR, "max_tool_calls": 0}, ["calc(1+1)"], [{"format_error": 1.0}]),
+        (CALCULATOR, ["calc((1+)", "", "2"], [{}, {"tool_error": 1.0, "bad_tool_calls": 1.0}, {}]),
+        ({**CALCULATOR, "max_tool_calls": 0}, ["calc(1+1)"], [{"dropped_tool_calls": 1.0, "format_error": 1.0}]),
         ({"parser": "last_line"}, ["\n\n"], [{"format_error": 1.0}]),
         ({"parser": "last_line"}, ["two"], [{}]),
     ],
@@ -76,9 +80,14 @@ class Slow:
     name = "calculator"
     description = "Takes its time."
 
-    async def __call__(self, argument):
+    parameters: ClassVar = {"type": "object", "properties": {"expression": {"type": "string"}}}
+
+    def open(self, context):
+        return nullcontext(self)
+
+    async def call(self, arguments):
         await asyncio.sleep(1.5)
-        return "2"
+        return Observation("2")
 
 
 def test_the_call_that_reads_a_result_is_tagged_with_the_time_the_tool_took():

@@ -1,7 +1,9 @@
 """Small real tokenizers, with chat templates of the kinds that are in use."""
 
 from functools import cache
+from pathlib import Path
 from string import printable
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -59,6 +61,7 @@ SIDE_BY_SIDE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% else %}"
     "{{ m.content }}<|{{ m.role }}|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+DATA = Path(__file__).parents[2] / "data" / "chat_templates"
 SPECIAL = ("<|im_start|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 ADDED = ("</tool>", "<think>", "</think>")
 
@@ -137,3 +140,73 @@ def words(template: str = CHATML) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _finished(backend, template)
+
+
+class Family(NamedTuple):
+    """A family of models: its real chat template, and the tokens of its tokenizer that play a part in calls."""
+
+    template: str
+    """File in tests/data/chat_templates, without its ending."""
+    special: tuple[str, ...]
+    end: str
+    """The tokenizer's end token."""
+    added: tuple[str, ...] = ()
+    """Tokens that are not flagged as special."""
+    begin: str | None = None
+
+
+FAMILIES = {
+    "qwen3": Family(
+        "qwen3",
+        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        "<|im_end|>",
+        ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    ),
+    "qwen3_coder": Family(
+        "qwen3_coder",
+        ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+        "<|im_end|>",
+        ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    ),
+    # As Hermes 2 Pro on Llama 3 has them: the marks of calls are special tokens, which plain decoding leaves out.
+    "hermes_marks": Family(
+        "qwen3", ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"), "<|im_end|>", ("<think>", "</think>")
+    ),
+    "llama3": Family(
+        "llama3",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|begin_of_text|>"),
+        "<|eot_id|>",
+        begin="<|begin_of_text|>",
+    ),
+    "mistral": Family(
+        "mistral_nemo",
+        (
+            "<s>",
+            "</s>",
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[TOOL_CALLS]",
+        ),
+        "</s>",
+        begin="<s>",
+    ),
+    "smollm2": Family("smollm2", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    # Gemma's tokenizer calls <eos> its end; the model ends its turns as the template does.
+    "gemma2": Family("gemma2", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", begin="<bos>"),
+}
+
+
+def family(name: str) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a family's template and tokens."""
+    of = FAMILIES[name]
+    backend = Tokenizer.from_str(_trained())
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in of.special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in of.added])
+    template = (DATA / f"{of.template}.jinja").read_text("utf-8")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=of.end, bos_token=of.begin, chat_template=template
+    )

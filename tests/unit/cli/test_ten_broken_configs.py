@@ -38,10 +38,10 @@ BROKEN = {
     "an override that is none": (["batch.groups"], "override 'batch.groups'", "batch.groups", "key.subkey=value"),
     "an override that is no YAML": (["seed=[1,"], "override 'seed=[1,'", "'[1,'", "put a text into quotes"),
     "a tool that cannot be called": (
-        ["team.agents.solver.tools=[{type: calculator}]"],
-        "team.agents.solver.syntax",
+        ["team.agents.solver.tools=[{type: calculator}]", "team.agents.solver.syntax={type: function, names: {a: b}}"],
+        "team.agents.solver.syntax.names",
         "calculator",
-        "use type: function or tag",
+        "add one, e.g. {calculator: calculator}",
     ),
     "a tool that is not there": (
         ["team.agents.solver.tools=[{type: abacus}]"],

@@ -64,8 +64,9 @@ from tests.unit.config.configs import MINIMAL, refused
             "team.agents.writer.sampling.stop: '' would end every message at once; leave it out",
         ),
         (
-            "team.agents.solver.syntax=null",
-            "team.agents.solver.syntax: an agent with tools (calculator) needs one; use type: function or tag",
+            "team.agents.solver.syntax={type: function, names: {find: search}}",
+            "team.agents.solver.syntax.names: {'find': 'search'} has no word for the tool 'calculator'; add one, "
+            "e.g. {calculator: calculator}",
         ),
         ("seed=-1", "seed must be greater than or equal to 0, got -1"),
     ],

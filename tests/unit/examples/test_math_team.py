@@ -31,7 +31,7 @@ def test_a_task_is_a_function_of_its_arguments_and_stays_in_its_split(seed: int,
     task = math_task(seed, index, split)
     assert task == math_task(seed, index, split)
     assert split_of(task.prompt) == split
-    assert task.reference == str(eval(task.prompt)) == Calculator().compute(task.prompt)
+    assert task.reference == str(eval(task.prompt)) == Calculator().compute(task.prompt).text
     assert task.score(task.reference) == 1.0
 
 
@@ -122,4 +122,4 @@ def test_every_level_evaluates_to_what_the_calculator_says() -> None:
     for level in LEVELS:
         for _ in range(100):
             prompt = draw(rng, level)
-            assert str(evaluate(prompt)) == Calculator().compute(prompt)
+            assert str(evaluate(prompt)) == Calculator().compute(prompt).text

@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName
 from flexmarl.simulator.tool_twins import ToolTwin, twinned
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.tools import Tool
+from flexmarl.tools import BoundTool, Tool, ToolContext
 
 SOLVER = AgentName("solver")
 
@@ -22,7 +24,9 @@ class Search:
     name = "search"
     description = "Asks a server."
 
-    async def __call__(self, argument: str) -> str:
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
+
+    def open(self, context: ToolContext) -> AbstractAsyncContextManager[BoundTool]:
         raise AssertionError("virtual time has no servers")
 
 
@@ -52,7 +56,10 @@ def twins(**settings: Any) -> dict[str, ToolTwin]:
 
 def call(spec: TeamSpec, tool: str, argument: str) -> tuple[str, float]:
     async def timed() -> tuple[str, float]:
-        said = await spec.agents[SOLVER].tools[tool](argument)
+        called = spec.agents[SOLVER].tools[tool]
+        (key,) = called.parameters["properties"]
+        async with called.open(ToolContext(episode="g0e0a0", seed=0)) as bound:
+            said = (await bound.call({key: argument})).shown
         return said, asyncio.get_running_loop().time()
 
     return run_virtual(timed())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.records import Spoken
 from flexmarl.tasks import SourceExhausted, check_disjoint
 from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks, TableSource, TaskTable
 
@@ -116,7 +117,36 @@ def test_a_share_never_splits_equal_prompts_and_ignores_seed_and_order(
             r"tasks.jsonl:1: no field 'prompt' \(set by tasks.prompt\); there are: answer",
         ),
         ('{"prompt": "1", "reference": null}', r"tasks.jsonl:1: no field 'reference' \(set by tasks.reference\)"),
-        ('{"prompt": 1, "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text, got 1"),
+        ('{"prompt": 1, "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text or a list of messages, got 1"),
+        ('{"prompt": [], "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text or a list of messages, got \[\]"),
+        (
+            '{"prompt": ["hi"], "reference": 1}',
+            r"tasks.jsonl:1: 'prompt': message 0: must be {role, content}, got 'hi'",
+        ),
+        (
+            '{"prompt": [{"role": "tool", "content": "7"}], "reference": 1}',
+            r"tasks.jsonl:1: 'prompt': message 0: has the role 'tool'; use system, user or assistant",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": ["a"]}], "reference": 1}',
+            r"tasks.jsonl:1: 'prompt': message 0: its content must be a text, got \['a'\]",
+        ),
+        (
+            '{"prompt": [{"role": "user", "text": "a"}], "reference": 1}',
+            r"tasks.jsonl:1: 'prompt': message 0: has the key 'text'; a message has a role and a content",
+        ),
+        (
+            '{"prompt": [{"role": "assistant", "content": "a"}], "reference": 1}',
+            r"tasks.jsonl:1: 'prompt': the last message must be the user's, got role 'assistant'",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "reference": 1}',
+            r"tasks.jsonl:1: the message before the prompt is the user's; an assistant's must stand between",
+        ),
+        (
+            '{"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}], "reference": 1}',
+            r"tasks.jsonl:1: message 0: has the role 'assistant', and 'user' is due",
+        ),
         ("\n", "tasks has no rows"),
         ('{"prompt": "1", "reference": 1}', r"held_out_share: 0.1 of the 1 prompts of tasks leaves none to train on"),
     ],
@@ -176,3 +206,36 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"tasks of type huggingface needs the extra 'datasets'"):
         HuggingFaceTasks(dataset="openai/gsm8k").open(seed=0)
+
+
+def test_a_prompt_may_be_a_list_of_messages_and_a_task_may_have_a_system_prompt(tmp_path: Path) -> None:
+    said = [
+        {"role": "system", "content": "In metres."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "How high?"},
+    ]
+    rows = [
+        {"prompt": said, "answer": "3"},
+        {"prompt": said[-1:], "answer": "4"},
+        {"prompt": "How high?", "answer": "5"},
+    ]
+    path = write(tmp_path / "said.jsonl", rows)
+    source = JsonlTasks(file=path, reference="answer", held_out_share=0.0, shuffle=False).open(seed=0)
+    tasks = [source.train(index) for index in range(3)]
+    assert [task.prompt for task in tasks] == ["How high?"] * 3
+    assert tasks[0].opening == tuple(Spoken(one["role"], one["content"]) for one in said[:-1])  # type: ignore[arg-type]
+    assert [task.opening for task in tasks[1:]] == [(), ()]
+    assert len({task.question for task in tasks}) == 2, "a question is the prompt and what stands before it"
+    rows = [{"prompt": said[1:], "answer": "3", "role": "Be brief."}]
+    path = write(tmp_path / "system.jsonl", rows)
+    task = JsonlTasks(file=path, reference="answer", system="role", held_out_share=0.0).open(seed=0).train(0)
+    assert task.opening == (Spoken("system", "Be brief."), Spoken("user", "Hi"), Spoken("assistant", "Hello"))
+    assert task.data == {}
+
+
+def test_two_system_prompts_of_one_task_are_refused(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    path = write(tmp_path / "two.jsonl", [{"prompt": said, "answer": "3", "role": "c"}])
+    with pytest.raises(ConfigError, match=r"two\.jsonl:1: 'role' is a system prompt, and 'prompt' begins with one too"):
+        JsonlTasks(file=path, reference="answer", system="role").open(seed=0)

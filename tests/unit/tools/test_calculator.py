@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from flexmarl.testing.plugin_checks import check_tool
-from flexmarl.tools import TOOLS, AnyTool, Calculator
+from flexmarl.tools import TOOLS, AnyTool, Calculator, Observation
 
 NUMBERS = st.integers(0, 10**6).map(str)
 EXPRESSIONS = st.recursive(
@@ -41,7 +41,7 @@ EXPRESSIONS = st.recursive(
     ],
 )
 def test_the_calculator_computes_exact_integers(expression: str, answer: str) -> None:
-    assert Calculator().compute(expression) == answer
+    assert Calculator().compute(expression) == Observation(answer)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,14 @@ def test_the_calculator_computes_exact_integers(expression: str, answer: str) ->
     ],
 )
 def test_a_mistake_comes_back_as_text_that_says_what_is_wrong(expression: str, reason: str) -> None:
-    assert asyncio.run(Calculator()(expression)) == reason
+    observation = asyncio.run(Calculator().call({"expression": expression}))
+    assert (observation.shown, observation.ok) == (reason, False)
 
 
 @given(EXPRESSIONS)
 @settings(max_examples=300, deadline=None)
 def test_the_calculator_agrees_with_python_or_says_why_not(expression: str) -> None:
-    result = Calculator(max_chars=4096, max_digits=400, max_depth=100).compute(expression)
+    result = Calculator(max_chars=4096, max_digits=400, max_depth=100).compute(expression).shown
     try:
         # Digits without leading zeros, our operators and parentheses: nothing else reaches eval.
         expected = eval(expression, {"__builtins__": {}})
@@ -87,23 +88,23 @@ def test_the_calculator_agrees_with_python_or_says_why_not(expression: str) -> N
 @settings(max_examples=500, deadline=None)
 def test_any_text_gives_a_number_or_an_error(text: str) -> None:
     result = Calculator().compute(text)
-    assert result.startswith("error: ") or abs(int(result)) < 10**256
+    assert not result.ok or abs(int(result.text)) < 10**256
 
 
 @given(st.integers(2, 10**6), st.integers(0, 2000))
 @settings(max_examples=200, deadline=None)
 def test_a_power_is_refused_exactly_when_it_is_too_large(base: int, exponent: int) -> None:
     fits = base**exponent < 10**256
-    assert Calculator().compute(f"{base}**{exponent}").startswith("error") == (not fits)
+    assert Calculator().compute(f"{base}**{exponent}").ok == fits
 
 
 @pytest.mark.parametrize("digits", [1, 4000])
 def test_the_widest_limits_still_print(digits: int) -> None:
     calculator = Calculator(max_digits=digits, max_chars=4096)
     largest = "9" * digits
-    assert calculator.compute(largest) == largest
-    assert calculator.compute(f"{largest}+1") == f"error: a number has more than {digits} digits"
-    assert calculator.compute("9" * 4096).startswith("error: ")
+    assert calculator.compute(largest).shown == largest
+    assert calculator.compute(f"{largest}+1").shown == f"error: a number has more than {digits} digits"
+    assert not calculator.compute("9" * 4096).ok
 
 
 def test_every_tool_of_the_table_is_chosen_by_its_type() -> None:

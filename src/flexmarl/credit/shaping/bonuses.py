@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -181,14 +181,14 @@ class Overlong(AddedTerm):
         return min(max((num_tokens - (self.max_tokens - self.buffer)) / self.buffer, 0.0), 1.0)
 
 
-Signal = Literal["tool_error", "format_error", "language_mix"]
+Signal = Literal["tool_error", "format_error", "language_mix", "bad_tool_calls", "dropped_tool_calls"]
 
 
 class Process(AddedTerm):
     """-min(c_max, sum of c_q v_q) over the signals found in the call itself, with v_q in [0, 1]."""
 
     type: Literal["process"] = "process"
-    costs: Mapping[Signal, float] = dict.fromkeys(get_args(Signal), 0.05)
+    costs: Mapping[Signal, float] = {"tool_error": 0.05, "format_error": 0.05, "language_mix": 0.05}
     """c_q: cost of each signal that counts."""
     most: float = Field(default=0.2, ge=0)
     """c_max: largest cost of a call."""

@@ -1,0 +1,93 @@
+"""Decides how a model learns of an agent's tools, and in which syntax its calls are read.
+
+| template writes calls | template lists tools | syntax `auto` is       | the model learns of its tools from     |
+|-----------------------|----------------------|------------------------|----------------------------------------|
+| yes                   | yes                  | the one that reads it  | the template, e.g. Qwen, Llama, Mistral |
+| no                    | no                   | `tag`                  | the role prompt, e.g. SmolLM2, Gemma 2 |
+"""
+
+import json
+from dataclasses import dataclass
+
+from flexmarl.agents.chat import ChatOptions, ChatRenderer
+from flexmarl.agents.extension import PROBE
+from flexmarl.agents.settings import AgentSettings
+from flexmarl.errors import ConfigError
+from flexmarl.tools import FunctionSyntax, LlamaSyntax, MistralSyntax, Syntax, TagSyntax, Tool, ToolCall, XmlSyntax
+from flexmarl.tools.arguments import check_schema, described_tools
+from flexmarl.tools.interface import specification
+
+FAMILIES: tuple[Syntax, ...] = (XmlSyntax(), TagSyntax(), MistralSyntax(), LlamaSyntax())
+"""Syntaxes in which chat templates write calls; the one without marks of its own comes last."""
+PROBE_CALL = ToolCall(PROBE.name, json.loads(PROBE.arguments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An agent's renderer, role prompt and syntax."""
+
+    renderer: ChatRenderer
+    system: str
+    syntax: Syntax | None = None
+    note: str = ""
+    """The decisions in words; empty for an agent without tools."""
+
+
+def told_of_tools(settings: AgentSettings, base: ChatRenderer) -> Told:
+    """Joins an agent's settings with its policy's renderer. Raises ConfigError that begins with the key at fault."""
+    plain = base.with_options(ChatOptions(arguments=settings.chat_template_kwargs))
+    if not settings.tools:
+        return Told(renderer=plain, system=settings.system)
+    for tool in settings.tools:
+        check_schema(tool)
+    written = plain.written(PROBE)
+    syntax, because = (settings.syntax, "set") if settings.syntax != "auto" else _read_by(written)
+    native = syntax.parse(written) == (PROBE_CALL,)
+    tells, why = _tells(settings, syntax, plain)
+    specifications = tuple(map(specification, settings.tools)) if tells == "template" else ()
+    options = ChatOptions(tools=specifications, arguments=settings.chat_template_kwargs, native=native)
+    system = settings.system
+    if tells == "prompt":
+        listed = described_tools(settings.tools, _example(syntax, settings.tools[0]))
+        system = f"{system}\n\n{listed}" if system else listed
+    note = f"calls are read as `{syntax.type}` ({because}); tools are told by {why}"
+    return Told(renderer=base.with_options(options), system=system, syntax=syntax, note=note)
+
+
+def _read_by(written: str) -> tuple[Syntax, str]:
+    """The syntax that reads what a chat template writes for a call, with the reason."""
+    if not written:
+        return TagSyntax(), "auto: the chat template knows no calls"
+    for syntax in FAMILIES:
+        if syntax.parse(written) == (PROBE_CALL,):
+            return syntax, "auto: the chat template writes calls so"
+    raise ConfigError(
+        f"syntax: the chat template writes a call as {written[:120]!r}, which no syntax reads; set `syntax` to one "
+        f"with `tell_tools: prompt`, or register your own with @syntax"
+    )
+
+
+def _tells(settings: AgentSettings, syntax: Syntax, renderer: ChatRenderer) -> tuple[str, str]:
+    """How the model learns of its tools: `template`, `prompt` or `none`, and this in words."""
+    asked = settings.tell_tools
+    by_template = asked in ("auto", "template") and renderer.tells([*map(specification, settings.tools)])
+    if asked == "auto" and isinstance(syntax, FunctionSyntax):
+        asked = "none"
+    if asked == "template" and not (by_template or renderer.stands_in):
+        raise ConfigError("tell_tools: the chat template does not use `tools`; use auto or prompt")
+    if asked == "none":
+        return "none", "nobody but `system`"
+    if by_template:
+        return "template", "the chat template"
+    return "prompt", "the role prompt" + ("" if settings.tell_tools == "prompt" else ": the chat template has no place")
+
+
+def _example(syntax: Syntax, tool: Tool) -> str:
+    """A call of the tool, with `...` for each argument."""
+    names = [*tool.parameters.get("properties", {})]
+    try:
+        return syntax.render(ToolCall(tool.name, dict.fromkeys(names, "...")))
+    except (KeyError, ValueError):  # A syntax may have a place for one text, or for some tools only.
+        raise ConfigError(
+            f"syntax: a call of the tool {tool.name!r} cannot be written in it; use `auto`, `tag` or `xml`"
+        ) from None

@@ -1,0 +1,129 @@
+"""Runs the tool calls of one message.
+
+consumes     the calls found in one message
+waits for    the tools; all calls of a message run at once
+produces     one ToolUse for each call, in the order of the calls
+unblocked by the end of the slowest call; a cancelled act cancels its calls
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexmarl.agents.context import EpisodeContext, call_seed
+from flexmarl.errors import EpisodeError, boundary, cause_of, is_unicode
+from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
+from flexmarl.tools.arguments import BadArguments, as_text, fitted
+
+SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """One tool call and what came back."""
+
+    name: str
+    """Name of the tool; empty if the call could not be read."""
+    argument: str
+    """The only argument as text, or all of them as JSON; the agent's message if the call could not be read."""
+    result: str
+    """Text that the agent read as the result."""
+    ok: bool = True
+    """False: the call was at fault, or was not run."""
+    run: bool = True
+    """False: the call was not run, because the budget was spent."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments by name; empty if they did not fit the tool."""
+    data: Any = None
+    """The tool's values for workflows and scorers, which no prompt holds."""
+    cost: float = 0.0
+    """The tool's cost of the call."""
+    dropped: int = 0
+    """Number of characters of the result that the agent was not shown."""
+
+
+def _context(seat: str, tool: Tool, context: EpisodeContext) -> ToolContext:
+    return ToolContext(
+        episode=context.trajectory_id,
+        seed=call_seed(context.run_seed, context.trajectory_id, seat, tool.name, 0),
+        files=_files(context),
+        deadline=context.tools.deadline(),
+    )
+
+
+def _files(context: EpisodeContext) -> Mapping[str, str | bytes]:
+    files = context.task.data.get("files", {})
+    if not isinstance(files, Mapping) or not all(
+        isinstance(name, str) and isinstance(content, str | bytes) for name, content in files.items()
+    ):
+        raise EpisodeError(
+            f"task {context.task.input_id}: its field 'files' must map names to texts or bytes, got {str(files)[:80]!r}"
+        )
+    return files
+
+
+async def use_tools(
+    calls: Sequence[Found],
+    *,
+    seat: str,
+    tools: Mapping[str, Tool],
+    context: EpisodeContext,
+    text: str,
+    left: int,
+    most: int,
+) -> list[ToolUse]:
+    """Runs the calls of one message, all at once. The result of a faulty call is a text that says what is wrong.
+
+    `text`: the message; `left`: calls that the budget still has; `most`: the whole budget.
+    """
+
+    async def use(index: int, call: Found) -> ToolUse:
+        if index >= left:
+            name, argument = (call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text)
+            return _used(name, argument, Observation(SPENT.format(most), ok=False), run=False)
+        return await _use(call, seat, tools, context, text)
+
+    if len(calls) == 1:
+        return [await use(0, calls[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(use(*call), name=f"{seat}/call {call[0]}") for call in enumerate(calls)]
+    except BaseExceptionGroup as errors:
+        raise cause_of(errors) from errors
+    return [task.result() for task in running]
+
+
+async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: EpisodeContext, text: str) -> ToolUse:
+    if not isinstance(call, ToolCall):
+        return _used("", text, Observation(call.reason, ok=False))
+    argument, tool = as_text(call.arguments), tools.get(call.name)
+    if tool is None:
+        known = ", ".join(tools) or "none"
+        return _used(call.name, argument, Observation(f"there is no tool {call.name!r}; there are: {known}", ok=False))
+    arguments = fitted(call.arguments, tool.parameters)
+    if isinstance(arguments, BadArguments):
+        return _used(call.name, argument, Observation(arguments.reason, ok=False))
+    with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
+        async with context.tools.lent(seat, tool, _context(seat, tool, context)) as bound:
+            observation = await bound.call(arguments)
+    return _used(call.name, argument, observation, arguments)
+
+
+def _used(
+    name: str, argument: str, observation: Observation, arguments: Mapping[str, Any] | None = None, *, run: bool = True
+) -> ToolUse:
+    shown = observation.shown
+    if not is_unicode(shown):  # No tokenizer takes half a surrogate pair.
+        shown = shown.encode("utf-8", "backslashreplace").decode("utf-8")
+    return ToolUse(
+        name=name,
+        argument=argument,
+        result=shown,
+        ok=observation.ok,
+        run=run,
+        arguments=arguments or {},
+        data=observation.data,
+        cost=observation.cost,
+        dropped=observation.dropped,
+    )

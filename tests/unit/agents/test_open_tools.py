@@ -1,0 +1,191 @@
+"""Tools are opened once per seat and episode, called at once, and closed with the episode whatever becomes of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from flexmarl.errors import EpisodeError
+from flexmarl.records import EpisodeStatus, GroupId, GroupRecord, Spoken, Task
+from flexmarl.rollout.player import Player
+from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.agents import ScriptedModel
+from flexmarl.tools import Observation, ToolContext
+from tests.unit.agents.tables import TASK, TOKENIZER, context, says, spec, text
+
+AGENT = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}, "tell_tools": "none"}
+
+
+class Counter:
+    """A tool with a state per episode: the number of its calls. It writes down what happens to it."""
+
+    name, description = "calculator", "counts"
+    parameters: ClassVar = {"type": "object", "properties": {"s": {"type": "number"}}}
+
+    def __init__(self, *, closing_s: float = 0.0, fault: str = "") -> None:
+        self.log: list[Any] = []
+        self.closing_s, self.fault = closing_s, fault
+        self.running = self.most = 0
+
+    @asynccontextmanager
+    async def open(self, context: ToolContext) -> AsyncIterator["Bound"]:
+        if self.fault == "open":
+            raise OSError("no server")
+        opener = asyncio.current_task()
+        self.log.append(context)
+        try:
+            yield Bound(self)
+        finally:
+            assert asyncio.current_task() is opener, "the task that entered a context leaves it"
+            await asyncio.sleep(self.closing_s)
+            self.log.append("closed")
+            if self.fault == "close":
+                raise OSError("cannot close")
+
+
+class Bound:
+    def __init__(self, of: Counter) -> None:
+        self.of, self.calls = of, 0
+
+    async def call(self, arguments: dict[str, Any]) -> Observation:
+        self.calls += 1
+        number = self.calls
+        self.of.running += 1
+        self.of.most = max(self.of.most, self.of.running)
+        try:
+            await asyncio.sleep(arguments.get("s", 0.0))
+        finally:
+            self.of.running -= 1
+        return Observation(f"call {number}", data={"number": number})
+
+
+def call(seconds: float = 0.0) -> str:
+    return f'<tool_call>{{"name": "calculator", "arguments": {{"s": {seconds}}}}}</tool_call>'
+
+
+def team_with(tool: Counter, **agent: Any) -> Any:
+    team_spec = spec({"solver": {**AGENT, **agent}})
+    team_spec.agents["solver"].tools["calculator"] = tool
+    return team_spec
+
+
+def played(tool: Counter, *replies: str, timeout_s: float = 60.0, task: Task = TASK) -> Any:
+    async def run(task: Task, team: Any) -> None:
+        for _ in range(2):
+            await team.solver.act(task.prompt)
+        team.solver.reward(1.0)
+
+    from dataclasses import replace
+
+    team_spec = replace(team_with(tool), run=run)
+    model = ScriptedModel(TOKENIZER, says(*replies))
+    player = Player(team=team_spec, generate=model, run_seed=1, timeout_s=timeout_s)
+    return run_virtual(player.play(GroupRecord(group=GroupId(0), task=task, step=0), 0))
+
+
+def test_a_tool_is_opened_at_its_first_call_and_closed_at_the_end_of_the_episode() -> None:
+    tool = Counter()
+    task = Task(input_id="x", prompt="1", data={"files": {"a.txt": "A"}})
+    episode = played(tool, call(), "1", call(), "2", task=task)
+    assert episode.finished, episode.reason
+    opened, closed = tool.log
+    assert (opened.episode, opened.files, opened.deadline, closed) == ("g0e0a0", {"a.txt": "A"}, 60.0, "closed")
+    idle = Counter()
+    assert played(idle, "1", "2").finished
+    assert idle.log == [], "a tool that nobody calls is not opened"
+
+
+def test_the_calls_of_a_message_run_at_once_and_results_keep_their_order() -> None:
+    tool = Counter()
+    team = team_with(tool).seat(context(says(call(3.0) + call(1.0) + call(2.0), "so")))
+
+    async def timed() -> Any:
+        async with team.context.tools.block(1.0):
+            reply = await team.solver.act("go")
+            return reply, asyncio.get_running_loop().time()
+
+    reply, seconds = run_virtual(timed())
+    assert (tool.most, seconds) == (3, 3.0)
+    assert [(use.result, use.data) for use in reply.calls] == [(f"call {n}", {"number": n}) for n in (1, 2, 3)]
+    shown = text(team.turns[1].prompt_ids)
+    assert shown.index("call 1") < shown.index("call 2") < shown.index("call 3")
+    assert "number" not in shown, "data never goes into a prompt"
+    assert [turn.tool_s for turn in team.turns] == [0.0, 3.0]
+
+
+@pytest.mark.parametrize("closing_s", [0.0, 1.0, 1000.0])
+def test_an_episode_that_is_out_of_time_in_a_call_closes_its_tools(closing_s: float) -> None:
+    tool = Counter(closing_s=closing_s)
+    episode = played(tool, call(100.0), timeout_s=10.0)
+    assert episode.status is EpisodeStatus.TIMED_OUT
+    assert tool.running == 0, "the call was cancelled"
+    assert len(tool.log) == (1 if closing_s == 1000.0 else 2), "one that does not close in its grace period is cut"
+
+
+def test_a_tool_that_cannot_be_opened_fails_the_episode() -> None:
+    episode = played(Counter(fault="open"), call())
+    assert episode.status is EpisodeStatus.FAILED
+    assert episode.reason == "tool 'calculator' of agent 'solver': OSError: no server"
+
+
+def test_a_tool_that_fails_when_it_is_closed_fails_the_episode() -> None:
+    episode = played(Counter(fault="close"), call(), "1", "2")
+    assert episode.status is EpisodeStatus.FAILED
+    assert episode.reason == "a tool failed when it was closed: OSError: cannot close"
+
+
+def test_one_of_several_calls_that_fails_fails_the_act_with_its_error() -> None:
+    class Torn(Counter):
+        @asynccontextmanager
+        async def open(self, context: ToolContext) -> AsyncIterator[Bound]:
+            bound = Bound(self)
+
+            async def torn(arguments: dict[str, Any]) -> Observation:
+                if arguments.get("s") == 2.0:
+                    raise OSError("torn")
+                await asyncio.sleep(9.0)
+                raise AssertionError("it was cancelled")
+
+            bound.call = torn  # type: ignore[method-assign]
+            yield bound
+
+    team = team_with(Torn()).seat(context(says(call(1.0) + call(2.0))))
+    with pytest.raises(EpisodeError, match=r"tool 'calculator' of agent 'solver': OSError: torn"):
+        run_virtual(team.solver.act("go"))
+
+
+def test_sixty_four_calls_of_one_message_are_all_answered() -> None:
+    tool = Counter()
+    team = team_with(tool, max_tool_calls=8).seat(context(says(call() * 64, "so"), sampling={"max_tokens": 10_000}))
+    reply = run_virtual(team.solver.act("go"))
+    assert [use.run for use in reply.calls] == [True] * 8 + [False] * 56
+    assert dict(team.signals()[team.turns[0].sample_id]) == {"dropped_tool_calls": 56 / 64}
+
+
+def test_files_that_are_none_fail_the_episode() -> None:
+    episode = played(Counter(), call(), task=Task(input_id="x", prompt="1", data={"files": ["a"]}))
+    assert "its field 'files' must map names to texts or bytes" in episode.reason
+
+
+OPENING = (Spoken("system", "In metres."), Spoken("user", "Hi"), Spoken("assistant", "Hello"))
+
+
+@pytest.mark.parametrize("memory", ["none", "full", 1])
+def test_a_conversation_begins_with_what_the_task_says_before_its_prompt(memory: Any) -> None:
+    agents = {"solver": {"system": "Solve.", "memory": memory}, "judge": {"system": "Judge.", "hears_task": False}}
+    task = Task(input_id="x", prompt="How high?", opening=OPENING)
+    team = spec(agents).seat(context(says("3", "4", "yes"), task=task))
+
+    async def acts() -> None:
+        for name in ("solver", "solver", "judge"):
+            await team[name].act(task.prompt)
+
+    run_virtual(acts())
+    first, second, judged = (text(turn.prompt_ids) for turn in team.turns)
+    opening = "<|system|>Solve.\n\nIn metres.<|im_end|><|user|>Hi<|im_end|><|assistant|>Hello<|im_end|>"
+    asked = "<|user|>How high?<|im_end|><|assistant|>"
+    assert first == opening + asked
+    assert second == opening + (asked + "3<|im_end|>" if memory != "none" else "") + asked
+    assert judged == f"<|system|>Judge.<|im_end|>{asked}"
