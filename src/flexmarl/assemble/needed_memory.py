@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.assemble.blueprint import cached_numbers
 from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
+from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.training.backends.causal_lm import DTYPES
 from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
