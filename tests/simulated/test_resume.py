@@ -56,7 +56,7 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed() -> None:
         seen["lives"] = max(seen["lives"], len(lived))
         for run in lived:
             seen["discarded"] += sum(event.rows for event in run.events.of(StoreRewound))
-            seen["began again"] += sum("begins again" in line for line in run.said)
+            seen["began again"] += sum("begins again" in line for line in run.lines)
             seen.update(event.name for event in run.events.all)
         check_equal(lived, undisturbed(schedule, **sections), schedule)
 
