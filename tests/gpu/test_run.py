@@ -7,19 +7,19 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from flexmarl.assemble import assemble_run
-from flexmarl.assemble.commands import Run
+from flexmarl.assemble.commands import TrainCommand
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 
 
-def trained(small_run: Path, out: Path, device: str, *overrides: str, resume_from: Path | None = None) -> Run:
+def trained(small_run: Path, out: Path, device: str, *overrides: str, resume_from: Path | None = None) -> TrainCommand:
     chosen = ["cluster.backend=inline", f"cluster.device={device}", f"out={out}", *overrides]
     run = assemble_run(load_run(small_run, chosen), resume_from=resume_from)
     run.train(Console(quiet=True))
     return run
 
 
-def weights(run: Run, step: int) -> dict[str, list[float]]:
+def weights(run: TrainCommand, step: int) -> dict[str, list[float]]:
     found = load_file(run.folder / "checkpoints" / f"step-{step:05}" / "one" / "weights.safetensors")
     return {name: tensor.flatten().tolist() for name, tensor in found.items()}
 

@@ -8,7 +8,9 @@ from typer.testing import CliRunner, Result
 
 from flexmarl.cli import app
 from flexmarl.events.log import SURVIVED, EventLog, LogLevel
-from flexmarl.events.run_events import CheckpointFailed, MonitorFailed, StepStarted
+from flexmarl.events.run_events import CheckpointFailed, MonitorFailed, StepStarted, WorkerLost
+from flexmarl.events.serving_events import InstanceLost
+from flexmarl.records import InstanceId, WorkerId
 
 
 def train(config: Path, *words: object, log: str | None = None) -> Result:
@@ -64,3 +66,14 @@ def test_what_a_run_survived_is_a_warning(level: str, heard: list[str]) -> None:
         log.hear(event)
     assert [line.split(", ")[1].split(":")[0] for line in lines] == heard
     assert {type(event) for event in events} <= set(SURVIVED)
+
+
+def test_a_warning_of_a_loss_names_what_is_lost() -> None:
+    lines: list[str] = []
+    log = EventLog(LogLevel.WARNING, lines.append)
+    log.hear(WorkerLost(process=WorkerId.parse("engine/one/0"), node="here", pid=7, because="it was killed"))
+    log.hear(InstanceLost(instance=InstanceId.parse("one/0"), because="its process is gone"))
+    assert lines == [
+        "flexmarl: warning: at 0.0 s, worker_lost: engine/one/0: it was killed",
+        "flexmarl: warning: at 0.0 s, instance_lost: one/0: its process is gone",
+    ]

@@ -7,6 +7,7 @@ FLEXMARL_SEED    seed of the first one; it decides the moment
 import json
 import os
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -248,7 +249,9 @@ def test_kill_9_of_an_engine_is_made_up_for_by_another_one_while_the_store_is_re
     doomed, pid, note = kill("engine", seed)
     assert_readable(doomed)
     assert doomed.child.wait() == 0, doomed.child.stderr
-    assert doomed.child.stderr == ""
+    warned = re.findall(r"^flexmarl: warning: at [\d.]+ s, (\w+): (\S+): ", doomed.child.stderr, re.MULTILINE)
+    assert sorted(name for name, _ in warned) == ["instance_lost", "worker_lost"]
+    assert len(doomed.child.stderr.splitlines()) == len(warned), "and nothing else is said"
     assert "raylet" not in doomed.child.stdout, "Ray speaks between our lines"
     lost, replaced = doomed.run.events(WorkerLost), doomed.run.events(InstanceReplaced)
     assert [one.pid for one in lost] == [pid]

@@ -48,4 +48,7 @@ class EventLog:
             return
         shown = {LogLevel.WARNING: SURVIVED, LogLevel.INFO: tuple(set(SURVIVED) - set(ON_SCREEN))}.get(self._level, ())
         if isinstance(event, shown):
-            self._write(f"flexmarl: warning: at {event.t:.1f} s, {event.name}: {event.because}")
+            lost = next(
+                (f"{getattr(event, field)}: " for field in ("process", "instance") if hasattr(event, field)), ""
+            )
+            self._write(f"flexmarl: warning: at {event.t:.1f} s, {event.name}: {lost}{event.because}")
