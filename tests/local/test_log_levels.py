@@ -73,7 +73,7 @@ def test_a_warning_of_a_loss_names_what_is_lost() -> None:
     log = EventLog(LogLevel.WARNING, lines.append)
     log.hear(WorkerLost(process=WorkerId.parse("engine/one/0"), node="here", pid=7, because="it was killed"))
     log.hear(InstanceLost(instance=InstanceId.parse("one/0"), because="its process is gone"))
-    assert lines == [
-        "flexmarl: warning: at 0.0 s, worker_lost: engine/one/0: it was killed",
-        "flexmarl: warning: at 0.0 s, instance_lost: one/0: its process is gone",
+    assert [line.partition(" s, ")[2] for line in lines] == [
+        "worker_lost: engine/one/0: it was killed",
+        "instance_lost: one/0: its process is gone",
     ]
