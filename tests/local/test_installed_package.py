@@ -26,7 +26,7 @@ policies:
 team:
   workflow: {{type: custom, name: {prefix}_workflow}}
   agents:
-    solver: {{tools: [{{type: {prefix}_tool}}], syntax: {{type: function, names: {{length: length}}}}}}
+    solver: {{tools: [{{type: {prefix}_tool}}], syntax: {{type: function, names: {{length: {prefix}_tool}}}}}}
 """
 BOTH = """
 import sys, flexmarl

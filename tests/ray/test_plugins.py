@@ -30,8 +30,8 @@ policies:
 team:
   workflow: {type: custom, name: echo}
   agents:
-    solver: {tools: [{type: own_tool}], syntax: {type: function, names: {length: length}}}
-    writer: {policy: two, tools: [{type: pkg_tool}], syntax: {type: function, names: {length: length}}}
+    solver: {tools: [{type: own_tool}], syntax: {type: function, names: {length: own_tool}}}
+    writer: {policy: two, tools: [{type: pkg_tool}], syntax: {type: function, names: {length: pkg_tool}}}
 steps: 1
 evaluate: {tasks: 0}
 """
