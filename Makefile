@@ -15,7 +15,7 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart test test-deep test-extras check bench gpu gpu-wheels docs clean
+.PHONY: help install install-dev quickstart test test-processes test-deep test-extras check bench gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,8 +37,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 quickstart: install  ## train a team of two agents on this machine, live (a few minutes)
 	$(BIN)/flexmarl train examples/math_team/cpu.yaml $(OVERRIDES)
 
-test: install-dev  ## all tests but the deep ones, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PROCESSES := tests/processes tests/ray
+
+test: install-dev  ## all tests but those of the next two targets, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES))
+
+test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
 
 test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEEDS, LEAST), deep tests (half an hour)
 	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)

@@ -230,11 +230,11 @@ class Seat:
             signals = found(format_error=ends and not valid, language_mix=mix, dropped_tool_calls=dropped)
             self._ledger.note(turn, signals)
             turns.append(turn)
-            act = replace(act, hop=turn.act_hop, tool_s=0.0)
             conversation.answer(turn)
             if follows is not Next.CONTINUE:
                 ids = self._end_message(conversation, text, () if ends else calls)
                 return _Message(tuple(turns), text, calls, ids, follows, parsed)
+            act = replace(act, hop=turn.act_hop, tool_s=0.0)
 
     def _end_message(self, conversation: Conversation, text: str, calls: tuple[Found, ...]) -> tuple[str, ...]:
         """Adds the agent's message to its conversation. Returns the id of each call, the model's own if it has one."""

@@ -26,7 +26,8 @@ class Team:
         self.context = context
         self._agents = agents
         self._ledger = ledger or Ledger()
-        self._seats = {name: Seat(agent, context, self._ledger) for name, agent in agents.items()}
+        self._seats: dict[AgentName, Seat] = {}
+        """Seats that have been asked for; in a large team, most never are."""
 
     def fork(self, node: Node) -> "Team":
         """A copy of the team for a branch, with memories, environment, random numbers and metrics as they are now.
@@ -35,8 +36,8 @@ class Team:
         the fork reach only its own turns.
         """
         fork = Team(self._agents, replace(self.context, node=node), self._ledger.fork())
-        for name, seat in fork._seats.items():
-            seat.inherit(self._seats[name])
+        for name, seat in self._seats.items():
+            fork._seat(name).inherit(seat)
         if "environment" in vars(self):
             fork.environment.restore(self.environment.snapshot())
         fork.rng.setstate(self.rng.getstate())
@@ -44,19 +45,25 @@ class Team:
 
     def __getitem__(self, name: str) -> Seat:
         try:
-            return self._seats[AgentName(name)]
+            return self._seat(AgentName(name))
         except KeyError:
-            raise EpisodeError(f"the team has no agent {name!r}; it has: {', '.join(self._seats)}") from None
+            raise EpisodeError(f"the team has no agent {name!r}; it has: {', '.join(self._agents)}") from None
 
     def __getattr__(self, name: str) -> Seat:
-        # Copying and pickling look up underscored names before `_seats` exists.
-        if name.startswith("_") or name not in self._seats:
-            seats = ", ".join(self.__dict__.get("_seats", ()))
-            raise AttributeError(f"the team has no agent {name!r}; it has: {seats}")
-        return self._seats[AgentName(name)]
+        # Copying and pickling look up underscored names before `_agents` exists.
+        if name.startswith("_") or name not in self._agents:
+            agents = ", ".join(self.__dict__.get("_agents", ()))
+            raise AttributeError(f"the team has no agent {name!r}; it has: {agents}")
+        return self._seat(AgentName(name))
 
     def __iter__(self) -> Iterator[Seat]:
-        return iter(self._seats.values())
+        return map(self._seat, self._agents)
+
+    def _seat(self, name: AgentName) -> Seat:
+        """The agent's seat. Raises KeyError if the team has no such agent."""
+        if name not in self._seats:
+            self._seats[name] = Seat(self._agents[name], self.context, self._ledger)
+        return self._seats[name]
 
     @cached_property
     def rng(self) -> random.Random:

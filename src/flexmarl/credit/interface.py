@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from flexmarl.errors import CreditError
 from flexmarl.records import AgentName, EpisodeId, PolicyName, SampleId, Scalar
@@ -201,6 +201,11 @@ class AgentReport:
     def counts(self) -> Mapping[str, int]:
         """All counters, by name."""
         return {name: int(getattr(self, name)) for name in self.__slots__ if name not in ("group_sizes", "notes")}
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """Its fields, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def __add__(self, other: "AgentReport") -> "AgentReport":
         """The sum of both reports."""

@@ -13,7 +13,7 @@ the last step.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -241,8 +241,10 @@ def estimated(
     _check_finite(credit, rows)
     nothing = {row.sample_id: 0.0 for row in rows if row.greedy or not row.trains}
     report = dict(credit.report)
-    for row in rows:
-        report[row.agent] = report.get(row.agent, AgentReport()) + AgentReport(untrained=not row.trains)
+    untrained = Counter(row.agent for row in rows if not row.trains)
+    for agent in dict.fromkeys(row.agent for row in rows):
+        seen = report.get(agent, AgentReport())
+        report[agent] = seen + AgentReport(untrained=untrained[agent]) if untrained[agent] else seen
     return replace(
         credit,
         advantages={**credit.advantages, **nothing},

@@ -62,10 +62,10 @@ class GroupJudged(Notice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsReady(Notice):
-    """Rows of a policy became READY."""
+    """Rows became READY."""
 
-    policy: PolicyName
-    """The policy."""
+    policies: frozenset[PolicyName]
+    """The policies that they are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ unblocked by the store and the trainers
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import fsum
 
 import numpy as np
@@ -125,7 +125,7 @@ class Crediting:
             else:
                 because = f"{decision.reason}: {decision.because}"
                 judged = Judged(because, decision.effects, FilterReason(decision.reason))
-        parts = {agent: asdict(parts) for agent, parts in reward_parts(rows).items()}
+        parts = {agent: parts.figures for agent, parts in reward_parts(rows).items()}
         self._events.emit(GroupJudged(group=group.group, effects=judged.effects, parts=parts))
         return judged
 
@@ -158,8 +158,8 @@ class Crediting:
         self._events.emit(
             GroupsCredited(
                 groups=tuple(group.group for group in groups),
-                report={agent: asdict(report) for agent, report in credit.report.items()},
-                parts={agent: asdict(parts) for agent, parts in reward_parts(rows).items()},
+                report={agent: report.figures for agent, report in credit.report.items()},
+                parts={agent: parts.figures for agent, parts in reward_parts(rows).items()},
                 because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
             )
         )
@@ -189,8 +189,8 @@ class Crediting:
         """Writes the credit into the rows, and makes them READY."""
         await self.put_credit(samples)
         await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
-        for policy in dict.fromkeys(sample.turn.policy for sample in samples):
-            self._events.emit(RowsReady(policy=policy))
+        if samples:
+            self._events.emit(RowsReady(policies=frozenset(sample.turn.policy for sample in samples)))
 
     async def put_credit(self, samples: Sequence[CreditedTurn]) -> None:
         """Writes the credit into the rows. Samples whose credit group is open get their score in place of it."""

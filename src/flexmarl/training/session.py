@@ -175,7 +175,7 @@ class TrainingSession:
             self._residency.leave(self._policy)
 
     def _rows_ready(self, rows: RowsReady) -> None:
-        if rows.policy == self._policy:
+        if self._policy in rows.policies:
             self._wake.set()
 
     async def _hold(self) -> None:

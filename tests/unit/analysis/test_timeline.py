@@ -155,7 +155,9 @@ def test_a_journal_torn_anywhere_has_a_timeline(tmp_path_factory, cut):
 
 
 def test_a_slice_never_ends_before_it_begins():
-    (slice_, *_) = trace_events([a_call("a/0", began=1.000001, ended=1.0).at(1.0)])
+    call = a_call("a/0", began=1.000001, ended=1.0)
+    call.happen(1.0)
+    (slice_, *_) = trace_events([call])
     assert (slice_["ts"], slice_["dur"]) == (1_000_000, 0)
 
 

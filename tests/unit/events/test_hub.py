@@ -98,8 +98,8 @@ def test_all_hear_events_in_one_order_also_those_that_a_listener_emits(turned):
 def test_a_notice_reaches_who_listens_to_it_and_is_no_line_of_the_journal():
     events, heard = RememberedEvents(), []
     events.listen(Notice, lambda any: heard.append(type(any)))
-    events.listen(RowsReady, lambda rows: heard.append(rows.policy))
-    events.emit(RowsReady(policy="solver"))
+    events.listen(RowsReady, lambda rows: heard.extend(rows.policies))
+    events.emit(RowsReady(policies=frozenset({"solver"})))
     events.emit(GroupFailed(group=1))
     assert heard == [RowsReady, "solver", GroupFailed]
     assert [event.name for event in events.all] == ["group_failed"]

@@ -98,7 +98,7 @@ class Bench:
             events=self.events,
             appraisal=appraisal,
         )
-        self.events.listen(RowsReady, lambda rows: self.ready.append(rows.policy))
+        self.events.listen(RowsReady, lambda rows: self.ready.extend(sorted(rows.policies)))
         self.collector = StepCollector(
             crediting=self.crediting,
             admission=self.admission,

@@ -91,7 +91,7 @@ class Stage:
             await self.store.put(agent, [credit_row(replace(s, episode_tokens=1.0))])
         await self.store.settle([s.turn.sample_id for s in samples], Outcome(state=RowState.READY))
         for policy in {s.turn.policy: None for s in samples}:
-            self.events.emit(RowsReady(policy=policy))
+            self.events.emit(RowsReady(policies=frozenset({policy})))
 
     async def step(self, arrivals: Sequence[tuple[float, Sample]], closes: float = 0.0) -> None:
         """One step: rows become ready when they arrive; each policy goes through it on its own."""

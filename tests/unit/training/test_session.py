@@ -66,7 +66,7 @@ def test_micro_batches_are_trained_while_rows_still_arrive(make_samples: Samples
         for sample in samples:  # one row a second; a micro-batch of four costs two seconds
             await asyncio.sleep(1.0)
             await make_ready(store, [sample])
-            events.emit(RowsReady(policy=SOLVER))
+            events.emit(RowsReady(policies=frozenset({SOLVER})))
         session.close_step()
 
     async def check() -> None:
@@ -102,7 +102,7 @@ def test_every_ready_row_enters_exactly_one_update_whenever_it_arrives(
     async def arrive(store: SqliteStore, events: Events, sample: Sample, at: float) -> None:
         await asyncio.sleep(at)
         await make_ready(store, [sample])
-        events.emit(RowsReady(policy=SOLVER))
+        events.emit(RowsReady(policies=frozenset({SOLVER})))
 
     async def collect(store: SqliteStore, session: TrainingSession, events: Events) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -130,10 +130,10 @@ def test_a_session_is_woken_by_rows_of_its_own_policy_alone(make_samples: Sample
         training = asyncio.create_task(session.accumulate(), name="train")
         await asyncio.sleep(1.0)
         await make_ready(store, make_samples(1, 4, weights=(1.0,), empty=0.0))
-        events.emit(RowsReady(policy=PolicyName("verifier")))
+        events.emit(RowsReady(policies=frozenset({PolicyName("verifier")})))
         await asyncio.sleep(1.0)
         assert RowState.ACCUMULATED not in await store.counts(SOLVER)
-        events.emit(RowsReady(policy=SOLVER))
+        events.emit(RowsReady(policies=frozenset({SOLVER})))
         await asyncio.sleep(1.0)
         assert (await store.counts(SOLVER))[RowState.ACCUMULATED] >= 4
         session.close_step()

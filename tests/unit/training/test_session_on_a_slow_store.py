@@ -71,7 +71,7 @@ class Slow:
         ) -> None:
             await asyncio.sleep(ready_s)
             await make_ready(self.store, members, open_group=name)
-            self.events.emit(RowsReady(policy=SOLVER))
+            self.events.emit(RowsReady(policies=frozenset({SOLVER})))
             await asyncio.sleep(after_s)
             kept.extend(await self.close(name, members, line))
 

@@ -7,6 +7,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -19,7 +20,7 @@ from flexmarl.credit.interface import AgentReport, Credit, CreditRow, Extra, Gro
 from flexmarl.credit.returns import Steps
 from flexmarl.credit.rows import Group, Requirement, group_name, group_rows, led
 from flexmarl.errors import CreditError
-from flexmarl.records import AgentName, SampleId
+from flexmarl.records import SampleId
 from flexmarl.settings import Settings
 
 
@@ -91,12 +92,10 @@ def weighted(ordered: Sequence[CreditRow], advantages: Mapping[SampleId, float])
 
     Such a row has no sampled tokens, or nothing to be compared with.
     """
-    report: dict[AgentName, AgentReport] = {}
-    for row in ordered:
-        seen = AgentReport(
-            empty=not row.num_tokens, dropped_singleton=bool(row.num_tokens) and row.sample_id not in advantages
-        )
-        report[row.agent] = report.get(row.agent, AgentReport()) + seen
+    empty = Counter(row.agent for row in ordered if not row.num_tokens)
+    alone = Counter(row.agent for row in ordered if row.num_tokens and row.sample_id not in advantages)
+    agents = dict.fromkeys(row.agent for row in ordered)
+    report = {agent: AgentReport(empty=empty[agent], dropped_singleton=alone[agent]) for agent in agents}
     return Credit(
         advantages={row.sample_id: advantages.get(row.sample_id, 0.0) for row in ordered},
         weights={row.sample_id: float(row.sample_id in advantages) for row in ordered},
@@ -153,15 +152,15 @@ class Grouped(EstimatorBase):
         all_alone = all(self.num_observations(members) == 1 for members in groups.values())
         advantages: dict[SampleId, float] = {row.sample_id: 0.0 for row in ordered}
         weights: dict[SampleId, float] = {row.sample_id: 0.0 for row in ordered}
-        report: dict[AgentName, AgentReport] = {row.agent: AgentReport() for row in ordered}
-        for row in ordered:
-            report[row.agent] += AgentReport(empty=not row.num_tokens)
+        empty = Counter(row.agent for row in ordered if not row.num_tokens)
+        report = {agent: AgentReport(empty=empty[agent]) for agent in dict.fromkeys(row.agent for row in ordered)}
         for group, members in groups.items():
             values, weight = self._judge(group, members, all_alone)
             for row, advantage in zip(members, values, strict=True):
                 advantages[row.sample_id] = float(advantage)
                 weights[row.sample_id] = weight
-                report[row.agent] += AgentReport(dropped_singleton=not weight)
+                if not weight:
+                    report[row.agent] += AgentReport(dropped_singleton=1)
             size = self.num_observations(members)
             seen = describe(members, size=size, tol=self.tol, reward_range=self.reward_range)
             for agent in {row.agent: None for row in members}:

@@ -20,7 +20,7 @@ which must be the last, reads the rewards after the other terms.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,11 @@ class RewardParts:
     turns: int
     means: Mapping[str, float]
     """Mean of each part. They add up to the mean reward."""
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """Its fields, by name."""
+        return {"turns": self.turns, "means": self.means}
 
 
 def reward_parts(rows: Sequence[CreditRow]) -> Mapping[AgentName, RewardParts]:
