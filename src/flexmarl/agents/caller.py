@@ -12,7 +12,7 @@ from flexmarl.agents.chat import ChatRenderer, Conversation
 from flexmarl.agents.context import EpisodeContext, Memory, call_seed, context_hash
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Parser
-from flexmarl.agents.workflow_tasks import outside
+from flexmarl.agents.workflow_tasks import Outside
 from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (
     AgentName,
@@ -150,7 +150,7 @@ class Caller:
             conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
         )
         turn_of = partial(self._turn, sent, request)
-        with outside():
+        with Outside():
             await context.recorder.prompt(sent, prompt_ids)
             generation = await context.generate(
                 request, interrupted=partial(context.recorder.interrupted, sent.sample_id, turn_of=turn_of)
@@ -159,7 +159,7 @@ class Caller:
             kind, ended = _FAILURES[generation.finish]
             said = generation.error or "no reason was given"
             because = f"call {sent.sample_id} of agent {agent.name!r} {ended}: {said}"
-            with outside():
+            with Outside():
                 await context.recorder.failed(turn_of(generation), because)
             raise kind(because)
         return AgentCall(sent, request, generation, self.text_of(generation.response_ids))
@@ -172,14 +172,14 @@ class Caller:
         """Records an answered call in the ledger and in the recorder; returns its turn."""
         turn = self._turn(call.sent, call.request, call.generation, text=call.text, valid=valid)
         self._ledger.add(turn)
-        with outside():
+        with Outside():
             await self._context.recorder.turn(turn)
         return turn
 
     async def record_failure(self, call: AgentCall, error: Exception) -> None:
         """Records an answer that raised `error` when it was read: its tokens are kept, but not as a turn."""
         turn = self._turn(call.sent, call.request, call.generation, text=call.text)
-        with outside():
+        with Outside():
             await self._context.recorder.failed(turn, described(error))
 
     def _turn(

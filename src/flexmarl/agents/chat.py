@@ -236,9 +236,10 @@ def _with_options(base: ChatRenderer, options: ChatOptions) -> ChatRenderer:
 
 def _replaced(message: Message, replace: Callable[[str], str]) -> Message:
     """A message in which all texts are replaced, in a fixed order; those of its calls included."""
-    content, name = replace(message.content), replace(message.name) if message.name else ""
+    content, name = replace(message.content), replace(message.name) if message.name else message.name
     if not message.calls:
-        return message._replace(content=content, name=name)
+        same = content is message.content and name is message.name
+        return message if same else message._replace(content=content, name=name)
     calls = tuple(
         SaidCall(
             replace(call.name),

@@ -129,7 +129,10 @@ class SentCall:
 
     def shared(self) -> dict[str, Any]:
         """The fields of a SentCall by name, to make a turn of it."""
-        return {each.name: getattr(self, each.name) for each in fields(SentCall)}
+        return {name: getattr(self, name) for name in _SHARED}
+
+
+_SHARED = tuple(each.name for each in fields(SentCall))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from flexmarl.agents.workflow_tasks import WorkflowTasks, end_leftover_tasks, outside
+from flexmarl.agents.workflow_tasks import Outside, WorkflowTasks, end_leftover_tasks
 from flexmarl.errors import EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual
 
@@ -172,7 +172,7 @@ def test_what_the_system_does_for_a_workflow_is_none_of_its_tasks():
         return "served"
 
     async def workflow():
-        with outside():
+        with Outside():
             serving.append(asyncio.create_task(serve()))
         await swallow([])
 
