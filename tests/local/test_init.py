@@ -1,6 +1,7 @@
 """`flexmarl init` writes a project that is checked and trained as it is, on any model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,15 @@ def project(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "my-team"
 
 
-def test_a_new_project_is_checked_and_trained_as_it_is(project: Path) -> None:
+def test_a_new_project_is_checked_simulated_and_trained_as_it_is(project: Path) -> None:
     assert sorted(path.name for path in project.iterdir()) == ["README.md", "run.yaml", "team.py"]
     checked = flexmarl("check", "run.yaml")
     assert checked.exit_code == 0, checked.output
     assert "The config is valid" in checked.output
+    simulated = flexmarl("simulate", "run.yaml", "steps=2")
+    assert simulated.exit_code == 0, simulated.output
+    assert "step 2 of 2 ended" in simulated.output
+    assert "caution" not in simulated.output
     small = ["steps=2", "batch={groups: 2, episodes: 2}", "evaluate={tasks: 4, every: 1, every_tasks: 4}"]
     trained = flexmarl("train", "run.yaml", *small, "credit.filter=null", "--quiet")
     assert trained.exit_code == 0, f"{trained.output}\n{trained.exception!r}"
@@ -43,9 +48,17 @@ def test_a_new_project_is_checked_and_trained_as_it_is(project: Path) -> None:
     assert exported.exit_code == 0, exported.output
 
 
+def test_its_readme_says_where_the_keys_are_described(project: Path) -> None:
+    readme = (project / "README.md").read_text()
+    (source,) = re.findall(r"docs/howto/config\.md of flexmarl's source folder \((.*)\)", readme)
+    assert (Path(source) / "docs/howto/config.md").is_file()
+
+
 def test_its_readme_names_commands_that_there_are(project: Path) -> None:
     commands = [line.split() for line in (project / "README.md").read_text().splitlines() if line[:4] == "    "]
-    assert [words[1] for words in commands] == ["check", "train", "train", "eval", "export"]
+    assert [words[1] for words in commands] == [
+        "check", "train", "train", "simulate", "show", "eval", "export"
+    ]  # fmt: skip
     for words in commands:
         assert flexmarl(words[1], "--help").exit_code == 0
 

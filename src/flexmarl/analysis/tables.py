@@ -63,15 +63,15 @@ FIGURES = (
     Figure("length of trained by admitted groups", lambda run: run.length_bias and run.length_bias.ratio, _number),
     Figure("distance of their distributions", lambda run: run.length_bias and run.length_bias.ks, _number),
 )
-SWEPT = (
-    "step, mean",
-    "  rollout",
-    "  training, visible",
-    "sampled tokens per second",
-    "utilisation",
-    "step by lower bound",
-)
-"""Names of the figures that the table of a sweep shows."""
+SWEPT = {
+    "step, mean": "step",
+    "  rollout": "rollout",
+    "  training, visible": "visible training",
+    "sampled tokens per second": "tokens per second",
+    "utilisation": "devices busy",
+    "step by lower bound": "by lower bound",
+}
+"""Figures that the table of a sweep shows, with their headings there."""
 
 
 def report_table(title: str, report: SimulationReport) -> Table:
@@ -109,16 +109,29 @@ def comparison_table(reports: Mapping[str, SimulationReport]) -> Table:
 
 
 def sweep_table(keys: Sequence[str], rows: Mapping[tuple[str, ...], SimulationReport]) -> Table:
-    """Table of a sweep, with a row for each combination of the values of `keys`."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for key in keys:
-        table.add_column(key)
+    """Table of a sweep, with a row for each combination of the values of `keys`.
+
+    Nothing is cut: headings have a word in each line, and a word that is too long goes on in the next line.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for key in _short_names(keys):
+        table.add_column(key, overflow="fold")
     figures = [figure for figure in FIGURES if figure.name in SWEPT]
     for figure in figures:
-        table.add_column(figure.name.strip(), justify="right")
+        table.add_column(SWEPT[figure.name].replace(" ", "\n"), justify="right", overflow="fold")
     for values, report in rows.items():
         table.add_row(*values, *(_compared(figure, report, None) for figure in figures))
     return table
+
+
+def _short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each dotted key; the whole key where two end alike.
+
+    >>> _short_names(["batch.groups", "a.engine.slots", "b.engine.slots"])
+    ['groups', 'a.engine.slots', 'b.engine.slots']
+    """
+    last = [key.rpartition(".")[2] for key in keys]
+    return [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
 
 
 def _remark(figure: Figure, report: SimulationReport) -> str:

@@ -11,7 +11,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.group_events import EpisodeFailed, GroupFiltered
 from flexmarl.events.run_events import AlarmRaised, Evaluated
 from flexmarl.events.training_events import UpdateSkipped
-from flexmarl.events.untrained import by_agent, in_words
+from flexmarl.events.untrained import by_agent, in_words, turns_in_words
 from flexmarl.records import Failure, Purpose
 
 MOST_REASONS = 20
@@ -122,8 +122,7 @@ def trouble_rows(troubles: Mapping[str, Any]) -> dict[str, str]:
         rows["no update"] = ", ".join(f"{name} in {count} steps" for name, count in troubles["skipped"].items())
     for figure, said in (("bad_tool_calls", "unreadable"), ("dropped_tool_calls", "dropped")):
         if turns := troubles.get(figure):
-            counts = ", ".join(f"{agent} in {count} turns" for agent, count in turns.items())
-            rows[f"{said} tool calls"] = counts
+            rows[f"{said} tool calls"] = turns_in_words(turns)
     for number, alarm in enumerate(troubles["alarms"], start=1):
         rows[f"alarm {number}"] = f"{alarm['because']}; {alarm['remedy']}"
     return rows

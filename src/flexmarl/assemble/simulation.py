@@ -32,10 +32,9 @@ from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.simulator.decoding import CpuShare
-from flexmarl.simulator.drawn_rewards import drawn
 from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore
-from flexmarl.simulator.replies import responder_of
+from flexmarl.simulator.replies import drawn, responder_of
 from flexmarl.simulator.tool_twins import twinned
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.training.interface import StoreRows

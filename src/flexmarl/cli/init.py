@@ -15,7 +15,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 RUN = """\
-# A run: flexmarl train run.yaml. Every key: docs/howto/config.md of flexmarl.
+# A run: flexmarl train run.yaml. README.md says where every key is described.
 name: {name}
 seed: 0
 steps: 40
@@ -50,6 +50,13 @@ batch: {{groups: 8, episodes: 8}}      # tasks of a step, and how often each is 
 evaluate: {{tasks: 64, every: 10, every_tasks: 64}}
 checkpoint: {{every: 10, best: {{metric: success}}}}
 stop: {{metric: success, patience: 3}}
+
+# What flexmarl simulate models; every other command ignores it. Replies of drawn lengths earn drawn rewards.
+simulation:
+  replies:
+    solver: {{type: lengths, mean: 8}}
+    checker: {{type: lengths, mean: 3}}
+  rewards: {{success: 0.5}}
 """
 
 TEAM = '''\
@@ -102,6 +109,8 @@ A team of language-model agents, trained with reinforcement learning by flexmarl
     flexmarl check run.yaml                     is everything there?
     flexmarl train run.yaml                     the last line printed is the run folder
     flexmarl train run.yaml steps=2             any setting can be given on the command line
+    flexmarl simulate run.yaml steps=4          how long would it take? no model is loaded
+    flexmarl show runs/RUN --best 1             what the agents wrote
     flexmarl eval runs/RUN                      held-out tasks
     flexmarl export runs/RUN models --best      the policy as a Hugging Face folder
 
@@ -112,6 +121,9 @@ A team of language-model agents, trained with reinforcement learning by flexmarl
 
 To make it yours: write your tasks in place of `additions` (or `tasks: {{type: jsonl, file: tasks.jsonl}}`), then your
 workflow. An exception in a workflow is a failed episode; the run goes on.
+
+Every key of run.yaml is in docs/howto/config.md of flexmarl's source folder{docs}, the other pages are beside
+it. `flexmarl check` names a key that does not exist, and `flexmarl COMMAND --help` prints what a command takes.
 """
 
 
@@ -128,6 +140,8 @@ def init(
             raise ConfigError(f"NAME: '{name}' exists already; use another name, or remove it")
         folder.mkdir()
         source = os.path.relpath(model, folder) if (Path(model) / "config.json").is_file() else model
+        here = Path(__file__).parents[3]  # In an installed package, no folder of docs is beside it.
+        docs = f" ({here})" if (here / "docs/howto/config.md").is_file() else ""
         for file, text in {"run.yaml": RUN, "team.py": TEAM, "README.md": README}.items():
-            (folder / file).write_text(text.format(name=name, model=source), encoding="utf-8")
+            (folder / file).write_text(text.format(name=name, model=source, docs=docs), encoding="utf-8")
     print_text(f"{name}: next, cd {name} and flexmarl check run.yaml")

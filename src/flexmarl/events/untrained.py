@@ -51,9 +51,17 @@ class NotTrained:
             lines.append(f"no update: {', '.join(self.skipped)}")
         for said, turns in (("unreadable", self.bad_tool_calls), ("dropped", self.dropped_tool_calls)):
             if turns:
-                counts = ", ".join(f"{agent} in {count} turns" for agent, count in turns.items())
-                lines.append(f"{said} tool calls: {counts}")
+                lines.append(f"{said} tool calls: {turns_in_words(turns)}")
         return lines
+
+
+def turns_in_words(turns: Mapping[str, int]) -> str:
+    """Numbers of turns by agent.
+
+    >>> turns_in_words({"solver": 2, "verifier": 1})
+    'solver in 2 turns, verifier in 1 turn'
+    """
+    return ", ".join(f"{agent} in {count} turn{'s' if count > 1 else ''}" for agent, count in turns.items())
 
 
 def by_agent(values: Mapping[str, float], figure: str) -> dict[str, int]:

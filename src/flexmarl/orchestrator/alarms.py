@@ -3,7 +3,7 @@
 | alarm     | about    | condition, of the figures of each step                              | setting            |
 |-----------|----------|---------------------------------------------------------------------|--------------------|
 | untrained | a policy | no update                                                           | `alarms.untrained` |
-| no_spread | the team | this share of the groups was dropped: their rewards did not differ  | `alarms.no_spread` |
+| no_spread | the team | the rewards of this share of the groups, dropped or kept, are equal | `alarms.no_spread` |
 | cut       | an agent | `max_tokens` ended this share of its replies                        | `alarms.cut`       |
 | entropy   | a policy | its entropy is below this share of that of the first update         | `alarms.entropy`   |
 | drift     | a policy | engine and trainer differ: the divergence per token is above this   | `alarms.drift`     |
@@ -12,6 +12,7 @@ A condition must hold for some steps in a row. Each alarm sounds once for each s
 step would hide the others.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from flexmarl.events.notices import FiguresWritten
 from flexmarl.events.run_events import AlarmKind, AlarmRaised
 from flexmarl.orchestrator.settings import AlarmSettings
 from flexmarl.records import NO_SPREAD, FilterReason, PolicyName
+
+_SIZE = re.compile("credit/[^/]+/group_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,14 @@ class AlarmRules:
             return
         dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
         share = sum(dropped.values()) / groups
-        counts = ", ".join(f"{count:.0f} {reason}" for reason, count in dropped.items() if count)
+        said = (
+            [f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({_counts(dropped)})"] if share else []
+        )
+        compared, alike = _credit_groups(values)
+        if equal := sum(alike.values()):  # Groups that are trained on although their rewards are equal.
+            share += (1 - share) * equal / compared
+            said.append(f"the rewards of {equal:.0f} of {compared:.0f} credit groups did not differ ({_counts(alike)})")
+            dropped = {reason: dropped[reason] + alike[reason] for reason in NO_SPREAD}
         remedies = [
             "too_hard: give easier tasks or partial rewards; too_easy: give harder tasks; flat: look whether the "
             "reward depends on the replies; raise batch.episodes or sampling.temperature"
@@ -130,8 +140,7 @@ class AlarmRules:
             holds=share >= limit,
             value=share,
             limit=limit,
-            says=f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({counts}), so nothing can be "
-            f"learned",
+            says=f"{' and '.join(said)}, so nothing can be learned from comparing them",
             remedy="; ".join(remedies),
         )
         self._differed = self._differed or share < limit
@@ -169,6 +178,18 @@ class AlarmRules:
                 remedy=f"use one dtype for policies.{policy}.training and .engine; in an asynchronous mode lower "
                 f"pipeline.lag, or set policies.{policy}.training.correction={{type: tis}}",
             )
+
+
+def _credit_groups(values: Mapping[str, float]) -> tuple[float, dict[FilterReason, float]]:
+    """Number of credit groups with something to compare, and of those whose rewards are equal, by reason."""
+    agents = [name.split("/")[1] for name, size in values.items() if _SIZE.fullmatch(name) and size > 1]
+    compared = sum(values.get(f"credit/{agent}/groups", 0.0) for agent in agents)
+    alike = {reason: sum(values.get(f"credit/{agent}/{reason}", 0.0) for agent in agents) for reason in NO_SPREAD}
+    return compared, alike
+
+
+def _counts(groups: Mapping[FilterReason, float]) -> str:
+    return ", ".join(f"{count:.0f} {reason}" for reason, count in groups.items() if count)
 
 
 def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:

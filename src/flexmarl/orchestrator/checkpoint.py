@@ -59,8 +59,8 @@ class RunState:
     """Sum of the seconds that each process of the run took so far."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """State of the estimators, e.g. running baselines, to the last bit. Empty if an older checkpoint has none."""
-    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Figures of every evaluation so far, by completed steps, to the last bit (orchestrator/stopping.py)."""
+    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    """Every evaluation so far, by completed steps, to the last bit (orchestrator/stopping.py)."""
 
     @property
     def replayed(self) -> tuple[GroupId, ...]:
@@ -303,7 +303,7 @@ def read_state(path: Path) -> RunState:
         raw = parse_json((path / "state.json").read_bytes())
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
         memory, versions = _floats(raw.pop("memory", {})), dict(raw.pop("versions"))
-        evaluations = {int(step): _floats(figures) for step, figures in raw.pop("evaluations", {}).items()}
+        evaluations = {int(step): _evaluation_of(found) for step, found in raw.pop("evaluations", {}).items()}
         for policy, version in versions.items():
             _check_count(version, f"versions.{policy}")
         state = RunState(
@@ -327,8 +327,11 @@ def _check_count(value: object, name: str) -> None:
 
 
 def _evaluation_of(raw: dict[str, Any]) -> Evaluation:
+    if "metrics" not in raw:  # An older checkpoint has the figures alone.
+        return Evaluation(versions={}, episodes=0, failed=0, metrics=_floats(raw))
     metrics, rewards = _floats(raw.pop("metrics")), _floats(raw.pop("rewards"))
-    return Evaluation(**raw, metrics=metrics, rewards=rewards)
+    ranges = {name: (float(least), float(most)) for name, (least, most) in raw.pop("ranges", {}).items()}
+    return Evaluation(**raw, metrics=metrics, rewards=rewards, ranges=ranges)
 
 
 def _floats(raw: Mapping[str, float | str]) -> dict[Any, float]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.event import Events
@@ -33,6 +33,8 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.player import Player
 
+Name = TypeVar("Name", bound=str)
+
 _FIRST_GROUP = 1_000_000_000
 """Group ids of evaluations have a range of their own, so that their calls never share a seed with those of training.
 Nothing compares an id with this number: `GroupRecord.purpose` says what a group is played for."""
@@ -45,11 +47,14 @@ class Evaluation:
     versions: Mapping[PolicyName, Version]
     episodes: int
     failed: int
-    """Number of failed episodes. They are left out of every mean except `success`, where they count 0."""
+    """Number of failed episodes. They are left out of every mean except `success`, where they count 0. Where
+    evaluations are compared, they count as the worst value there was (orchestrator/stopping.py)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Mean of each number the workflow reported, over the episodes that reported it."""
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
     """Mean reward of each agent, over its turns."""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Least and greatest value of each metric in one episode, and of each `reward/{agent}` in one turn."""
     tokens: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     """Number of failed episodes by reason, e.g. `ValueError: boom (team.py:61)`, most frequent first."""
@@ -131,12 +136,15 @@ class Evaluator:
         if self._versions.served != pinned:
             raise TrainingError(f"weights changed during an evaluation pinned to {dict(pinned)}")
         self._versions.check((turn for episode in episodes for turn in episode.turns), max_staleness=0)
+        metrics, rewards = _metrics_of(episodes), rewards_of(episodes)
+        values = {**metrics, **{f"reward/{agent}": earned for agent, earned in rewards.items()}}
         return Evaluation(
             versions=pinned,
             episodes=len(episodes),
             failed=sum(not episode.finished for episode in episodes),
-            metrics=mean_metrics(episodes),
-            rewards={agent: sum(rewards) / len(rewards) for agent, rewards in rewards_of(episodes).items()},
+            metrics=_means(metrics),
+            rewards=_means(rewards),
+            ranges={name: (min(numbers), max(numbers)) for name, numbers in values.items()},
             tokens=sum(turn.num_tokens for episode in episodes for turn in episode.turns),
             failures=counted(episode.failure for episode in episodes),
         )
@@ -144,6 +152,10 @@ class Evaluator:
 
 def mean_metrics(episodes: Iterable[Episode]) -> dict[str, float]:
     """Means of the reported numbers, by name. A failed episode counts 0 for `success`, and nothing else."""
+    return _means(_metrics_of(episodes))
+
+
+def _metrics_of(episodes: Iterable[Episode]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         if episode.finished:
@@ -151,7 +163,11 @@ def mean_metrics(episodes: Iterable[Episode]) -> dict[str, float]:
                 values[name].append(value)
         else:
             values["success"].append(0.0)
-    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+    return dict(sorted(values.items()))
+
+
+def _means(values: Mapping[Name, Sequence[float]]) -> dict[Name, float]:
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def rewards_of(episodes: Iterable[Episode]) -> dict[AgentName, list[float]]:

@@ -27,7 +27,7 @@ from flexmarl.orchestrator.evaluation import Evaluation, Evaluator
 from flexmarl.orchestrator.publish import Updates, Versions
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import EvaluateSettings, FigureSettings, StopSettings
-from flexmarl.orchestrator.stopping import check_figure, figures_of, stop_after
+from flexmarl.orchestrator.stopping import check_figure, stop_after
 from flexmarl.records import CONTROLLER, GroupId
 from flexmarl.rollout.admission import Admission
 
@@ -296,6 +296,6 @@ class Orchestrator:
         )
         for key, figure in self._compared.items():
             check_figure(key, figure, evaluation)
-        self._progress.evaluations[step] = figures_of(evaluation)
+        self._progress.evaluations[step] = evaluation
         self._latest = (step, evaluation)
         return evaluation

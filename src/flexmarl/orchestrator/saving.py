@@ -178,13 +178,6 @@ class Checkpoints(CheckpointFolder):
                 raise CheckpointError(f"{path}: '{policy}' is at version {version}, not {state.versions[policy]}")
         return state
 
-    async def load(self, trainers: Mapping[PolicyName, Trainer]) -> RunState:
-        """Restores the newest intact checkpoint. Raises CheckpointError if there is none."""
-        found = await self.find()
-        if found.path is None:
-            raise CheckpointError(self.none_intact(found))
-        return await self.restore(found.path, trainers)
-
     async def keep_best(self, step: int) -> list[Drop]:
         """Marks the checkpoint of a step as the best, and removes those that nothing keeps any more."""
         await self._aside(self.mark_best, step)

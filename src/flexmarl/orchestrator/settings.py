@@ -134,14 +134,19 @@ class EvaluateSettings(Settings):
     )
 
 
+SUCCESS = "success"
+"""The figure for which a failed episode counts 0."""
+
+
 class FigureSettings(Settings):
     """A figure of evaluations, and the direction in which it is better."""
 
     metric: str = Field(
-        default="success",
+        default=SUCCESS,
         min_length=1,
         description="Figure as `flexmarl eval` names it: success, another one that the workflow reports, or "
-        "reward/AGENT. Its name in metrics.jsonl works too: eval/team/success.",
+        "reward/AGENT. Its name in metrics.jsonl works too: eval/team/success. A failed episode counts 0 for success, "
+        "and as the worst value so far for any other figure.",
     )
     mode: Literal["max", "min"] = Field(default="max", description="max: higher is better; min: lower is.")
 
@@ -210,7 +215,7 @@ class AlarmSettings(Settings):
         default=0.95,
         gt=0,
         le=1,
-        description="Share of a step's groups that were dropped since their rewards are equal.",
+        description="Share of a step's groups whose rewards are equal, dropped by `credit.filter` or not.",
     )
     cut: float | None = Field(
         default=0.5, gt=0, le=1, description="Share of an agent's replies that `max_tokens` ended."

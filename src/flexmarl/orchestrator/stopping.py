@@ -1,19 +1,22 @@
 """Decides by evaluations which step's policies are the best, and whether a run ends before its last step.
 
-Both rules read the same history: the figures of every evaluation, by the number of completed steps. A checkpoint holds
-it, so that a resumed run decides as an undisturbed one would.
+Both rules read the same history: every evaluation, by the number of completed steps. A checkpoint holds it, so that a
+resumed run decides as an undisturbed one would.
+
+A failed episode never makes an evaluation look better. It counts 0 for `success`, and for every other figure as the
+worst value that an episode of this evaluation or of an earlier one had (`compared`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flexmarl.errors import ConfigError
 from flexmarl.orchestrator.evaluation import Evaluation
-from flexmarl.orchestrator.settings import FigureSettings, StopSettings
+from flexmarl.orchestrator.settings import SUCCESS, FigureSettings, StopSettings
 
-History = Mapping[int, Mapping[str, float]]
-"""Figures of evaluations, by completed steps; see `figures_of`."""
+History = Mapping[int, Evaluation]
+"""Evaluations, by completed steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,16 @@ class Ruling:
     because: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A figure of one evaluation as the rules compare it."""
+
+    value: float
+    """NaN if the evaluation lacks the figure."""
+    remark: str = ""
+    """Value of the failed episodes, in words; "" if none failed, or if the figure counts them itself."""
+
+
 def figures_of(evaluation: Evaluation) -> dict[str, float]:
     """All figures of an evaluation by name: what the workflow reported, and `reward/{agent}`.
 
@@ -31,6 +44,27 @@ def figures_of(evaluation: Evaluation) -> dict[str, float]:
     {'success': 0.5, 'reward/solver': 0.25}
     """
     return {**evaluation.metrics, **{f"reward/{agent}": reward for agent, reward in evaluation.rewards.items()}}
+
+
+def compared(history: History, settings: FigureSettings) -> Iterator[tuple[int, Compared]]:
+    """Yields the figure of every evaluation with its step, in order. A later evaluation changes no earlier figure.
+
+    >>> whole = Evaluation(versions={}, episodes=4, failed=0, metrics={"score": 0.5}, ranges={"score": (-1.0, 1.0)})
+    >>> broken = Evaluation(versions={}, episodes=4, failed=2, metrics={"score": 1.0}, ranges={"score": (1.0, 1.0)})
+    >>> [figure.value for _, figure in compared({0: whole, 10: broken}, FigureSettings(metric="score"))]
+    [0.5, 0.0]
+    """
+    worst = math.nan
+    for step, evaluation in sorted(history.items()):
+        value = settings.value(figures_of(evaluation))
+        seen = [worst, *evaluation.ranges.get(settings.metric, (value, value))]
+        worst = min((bound for bound in seen if not math.isnan(bound)), key=settings.gain, default=math.nan)
+        remark = ""
+        if evaluation.failed and settings.metric != SUCCESS and not math.isnan(value):
+            share = evaluation.failed / evaluation.episodes
+            value = (1 - share) * value + share * worst
+            remark = f" ({evaluation.failed} of {evaluation.episodes} episodes failed; each counts as {worst:.4g})"
+        yield step, Compared(value=value, remark=remark)
 
 
 def check_figure(key: str, settings: FigureSettings, evaluation: Evaluation) -> None:
@@ -48,17 +82,17 @@ def best_of(history: History, settings: FigureSettings) -> Ruling | None:
 
     Step 0, before training, does not count: it has no checkpoint.
 
-    >>> best_of({0: {"success": 0.9}, 10: {"success": 0.5}, 20: {"success": 0.75}}, FigureSettings())
-    Ruling(step=20, because='success 0.75 at step 20 is the highest of 2 evaluations')
+    >>> half, all = (Evaluation(versions={}, episodes=8, failed=0, metrics={"success": value}) for value in (0.5, 1.0))
+    >>> best_of({0: all, 10: half, 20: half}, FigureSettings())
+    Ruling(step=10, because='success 0.5 at step 10 is the highest of 2 evaluations')
     """
-    values = {step: settings.value(figures) for step, figures in sorted(history.items()) if step > 0}
-    values = {step: value for step, value in values.items() if not math.isnan(value)}
-    if not values:
+    found = {step: figure for step, figure in compared(history, settings) if step > 0 and not math.isnan(figure.value)}
+    if not found:
         return None
-    best = max(values, key=lambda step: (settings.gain(values[step]), -step))
-    extreme = "highest" if settings.mode == "max" else "lowest"
-    because = f"{settings.metric} {values[best]:.4g} at step {best} is the {extreme} of {len(values)} evaluations"
-    return Ruling(step=best, because=because)
+    best = max(found, key=lambda step: (settings.gain(found[step].value), -step))
+    extreme, figure = "highest" if settings.mode == "max" else "lowest", found[best]
+    because = f"{settings.metric} {figure.value:.4g} at step {best} is the {extreme} of {len(found)} evaluations"
+    return Ruling(step=best, because=f"{because}{figure.remark}")
 
 
 def stop_after(history: History, settings: StopSettings) -> Ruling | None:
@@ -67,17 +101,17 @@ def stop_after(history: History, settings: StopSettings) -> Ruling | None:
     An evaluation is an improvement if it is better than the best before it by more than `min_delta`. The run ends when
     `patience` evaluations in a row were none. The evaluation before the first step sets the mark.
 
-    >>> stop_after({0: {"success": 0.5}, 10: {"success": 0.25}, 20: {"success": 0.5}}, StopSettings(patience=2))
+    >>> half = Evaluation(versions={}, episodes=8, failed=0, metrics={"success": 0.5})
+    >>> stop_after({0: half, 10: half, 20: half}, StopSettings(patience=2))
     Ruling(step=20, because='success has not been above 0.5, at step 0, in 2 evaluations (stop.patience)')
     """
     mark, marked_at, idle, step = math.nan, 0, 0, 0
-    for step, figures in sorted(history.items()):
-        value = settings.value(figures)
-        better = not math.isnan(value) and (
-            math.isnan(mark) or settings.gain(value) - settings.gain(mark) > settings.min_delta
+    for step, figure in compared(history, settings):
+        better = not math.isnan(figure.value) and (
+            math.isnan(mark) or settings.gain(figure.value) - settings.gain(mark) > settings.min_delta
         )
         if better:
-            mark, marked_at, idle = value, step, 0
+            mark, marked_at, idle = figure.value, step, 0
         elif step > 0:
             idle += 1
     if idle < settings.patience:

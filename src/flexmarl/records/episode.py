@@ -203,11 +203,6 @@ class Turn(SentCall):
         )
 
     @property
-    def born_version(self) -> Version:
-        """Oldest version among this turn's sampled tokens."""
-        return min(run.version for run in self.versions)
-
-    @property
     def version(self) -> Version:
         """Policy version at the turn's first token; with the sample id it is unique in the agent's table."""
         return self.versions[0].version

@@ -1,4 +1,4 @@
-"""Decides what simulated engines answer, by agent: replies take the place of weights.
+"""Decides what simulated engines answer, by agent, and what that earns: replies take the place of weights.
 
 simulation.replies: {AGENT: {type: ...}}      one of these kinds; each is a settings class that makes a responder
     scripted   a user's function: prompt text -> text, so that workflows branch as they would
@@ -6,6 +6,9 @@ simulation.replies: {AGENT: {type: ...}}      one of these kinds; each is a sett
     asked      as many meaningless tokens as the prompt asks for: `write 313 tokens`
 simulation.recorded: RUN                      replies from a run's experience store, for agents that `replies` does not
                                               name: the same sample gets the same reply again
+simulation.rewards: {success: 0.5, spread: 0.3}    drawn by lot, for replies that have no meaning
+    task ──► its chance of success, from success - spread to success + spread
+    episode ──► succeeds with this chance: reward 1.0 for each of its turns, else 0.0
 """
 
 import random
@@ -18,12 +21,12 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from flexmarl.agents import ChatRenderer, TeamSpec
+from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
 from flexmarl.errors import ConfigError, EngineError, boundary
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import StoreReader, read_store
 from flexmarl.plugins import Registry
-from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, SampleId, Sampling
+from flexmarl.records import AgentName, FinishReason, GenerationRequest, IntArray, SampleId, Sampling, Task
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
 
@@ -254,3 +257,32 @@ def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
 
 
 __all__ = ["AnyReplies", "Responder", "reply_to", "responder", "responder_of"]
+
+
+class DrawnRewards(Settings):
+    """Rewards of simulated episodes. Tasks of a wide spread are often dropped as too easy or too hard."""
+
+    success: float = Field(default=0.5, ge=0, le=1, description="Mean chance that an episode succeeds.")
+    spread: float = Field(
+        default=0.3, ge=0, le=1, description="How far a task's chance is from the mean, at most; kept within 0 and 1."
+    )
+
+    def draw(self, seed: int, task: str, trajectory: str) -> float:
+        """Draws the reward of an episode, 0.0 or 1.0. The same arguments give the same reward."""
+        middle = self.success + self.spread * random.Random(f"{seed}/{task}/chance").uniform(-1, 1)
+        return float(random.Random(f"{seed}/{task}/{trajectory}").random() < min(max(middle, 0.0), 1.0))
+
+
+def drawn(team: TeamSpec, rewards: DrawnRewards | None, seed: int) -> TeamSpec:
+    """Returns the team with drawn rewards in place of those that its workflow gives; unchanged for None."""
+    return team if rewards is None else replace(team, run=_overruled(team.run, rewards, seed))
+
+
+def _overruled(run: Workflow, rewards: DrawnRewards, seed: int) -> Workflow:
+    async def play(task: Task, team: Team) -> None:
+        await run(task, team)
+        reward = rewards.draw(seed, task.input_id, team.context.trajectory_id)
+        team.replace_rewards(reward)
+        team.report(success=reward)
+
+    return play

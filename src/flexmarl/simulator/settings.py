@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from flexmarl.analysis.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
 from flexmarl.settings import Settings
-from flexmarl.simulator.drawn_rewards import DrawnRewards
-from flexmarl.simulator.replies import AnyReplies
+from flexmarl.simulator.replies import AnyReplies, DrawnRewards
 from flexmarl.simulator.tool_twins import ToolTwin
 
 

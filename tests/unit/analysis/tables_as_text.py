@@ -1,4 +1,4 @@
-"""What a table looks like on a wide screen."""
+"""What a table looks like on a screen."""
 
 from io import StringIO
 
@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-def as_text(table: Table) -> str:
+def as_text(table: Table, width: int = 200) -> str:
     screen = StringIO()
-    Console(width=200, file=screen).print(table)
+    Console(width=width, file=screen).print(table)
     return screen.getvalue()

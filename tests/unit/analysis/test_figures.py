@@ -171,4 +171,12 @@ def test_tables_name_every_figure_and_compare_with_the_first() -> None:
     slow = report([*ONE_STEP[:-1], replace(ONE_STEP[-1], t=20.0, ended=20.0)])
     assert "queue of solver" in as_text(report_table("run", one))
     assert "20.0 s  2.00x" in as_text(comparison_table({"fast": one, "slow": slow}))
-    assert "batch.groups" in as_text(sweep_table(["batch.groups"], {("4",): one}))
+
+
+def test_the_headings_of_a_sweep_are_whole_in_eighty_columns_and_never_cut() -> None:
+    keys = ["policies.shared.training.micro_batch", "mode"]
+    table = sweep_table(keys, {("32", "microbatch"): report(ONE_STEP)})
+    shown = as_text(table, width=80).split()
+    words = ["micro_batch", "mode", "step", "rollout", "visible", "training", "tokens", "second", "busy", "bound"]
+    assert [word for word in words if word not in shown] == []
+    assert "…" not in as_text(table, width=40)

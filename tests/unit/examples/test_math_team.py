@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
-from hypothesis import given, settings  # noqa: E402
+import yaml  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -106,6 +107,29 @@ def test_prompts_have_fixed_widths_so_that_digits_align() -> None:
     assert review("7*8", [], "56") == "7*8         |56"
     call, checked = solve(question("7*8"))[-1]["content"], check(review("7*8", [], "56"))[-1]["content"]
     assert call[:11] == checked[:11]
+
+
+CONFIG = yaml.safe_load((ROOT / "examples/math_team/cpu.yaml").read_text())
+SOLVER = CONFIG["team"]["agents"]["solver"]
+SAYS, MOST_DIGITS = SOLVER["sampling"]["max_tokens"], SOLVER["tools"][0]["max_digits"]
+
+
+@settings(max_examples=200, deadline=None)
+@example("9**134")  # A result of 128 digits, the longest that the calculator gives.
+@given(st.text(alphabet="0123456789*/%+-() !a", max_size=SAYS - len("calc()")))
+def test_whatever_the_solver_says_the_prompts_that_follow_fit(expression: str) -> None:
+    renderer, asked = ChatRenderer(build_tokenizer()), question("99999*99999")
+    result = Calculator(max_digits=MOST_DIGITS).compute(expression).shown
+    conversation = [Message("system", "solve"), Message("user", asked), Message("assistant", f"calc({expression})")]
+    use = ToolUse(name="calculator", argument=expression, result=result)
+    verdict = [Message("system", "check"), Message("user", review("99999*99999", [use], "9" * SAYS))]
+    for prompt in ([*conversation, Message("tool", result)], verdict):
+        assert len(renderer.render(prompt)) + SAYS <= CONFIG["policies"]["solver"]["engine"]["max_len"]
+
+
+def test_prompts_are_no_longer_than_the_positions_that_the_model_knows() -> None:
+    known = AutoModelForCausalLM.from_pretrained(SEED_MODEL).config.max_position_embeddings
+    assert CONFIG["policies"]["solver"]["engine"]["max_len"] <= known
 
 
 def test_the_seed_model_that_ships_loads_and_has_the_stated_size() -> None:

@@ -80,6 +80,23 @@ def test_rewards_that_differ_no_more_are_taken_for_a_ruined_policy_unless_the_ta
     assert ("lower training.optimizer.learning_rate" in alarm.remedy) is ruined
 
 
+def test_equal_rewards_sound_without_a_filter_too_and_groups_of_one_do_not():
+    alike = WELL | {"filtered/flat": 0.0, "credit/solver/groups": 8.0, "credit/solver/too_hard": 8.0}
+    assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike | {"credit/solver/group_size": 1.0}] * 3)
+    ((step, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike | {"credit/solver/group_size": 4.0}] * 3)
+    assert (step, alarm.alarm, alarm.value) == (2, AlarmKind.NO_SPREAD, 1.0)
+    assert "the rewards of 8 of 8 credit groups did not differ (8 too_hard)" in alarm.because
+    assert "give easier tasks" in alarm.remedy
+
+
+def test_a_run_without_a_filter_whose_rewards_never_differ_says_so_once():
+    run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": None}).play()
+    (alarm,) = [alarm for alarm in run.events.of(AlarmRaised) if alarm.alarm is AlarmKind.NO_SPREAD]
+    assert (alarm.step, alarm.subject, alarm.value) == (2, "", 1.0)
+    differing = ScriptedRun(steps=4, credit={"filter": None}).play()
+    assert not [alarm for alarm in differing.events.of(AlarmRaised) if alarm.alarm is AlarmKind.NO_SPREAD]
+
+
 def test_a_run_whose_rewards_never_differ_says_so_once_and_trains_nothing():
     run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": {}}).play()
     alarms = run.events.of(AlarmRaised)

@@ -14,9 +14,10 @@ import pytest
 
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import MANIFEST, RunState, seal
+from flexmarl.orchestrator.checkpoint import MANIFEST, RunState, read_state, seal
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.saving import Checkpoints, Drop
+from flexmarl.orchestrator.stopping import figures_of
 from flexmarl.records import AgentName, GroupId, PolicyName, Version
 from flexmarl.rollout.admission import ActiveGroup, AdmissionState
 from flexmarl.simulator.virtual_time import run_virtual
@@ -40,6 +41,7 @@ def state(step=4):
         failed=1,
         metrics={"success": 0.5},
         rewards={AgentName("solver"): 0.25},
+        ranges={"success": (0.0, 1.0)},
         tokens=80,
     )
     versions = {SOLVER: Version(step), VERIFIER: Version(step)}
@@ -67,6 +69,10 @@ def save(folder, *steps, keep=2):
     return checkpoints
 
 
+def load(checkpoints, trainers):
+    return run_virtual(checkpoints.restore(checkpoints.chosen("newest"), trainers))
+
+
 def newest(checkpoints):
     found = run_virtual(checkpoints.find())
     return found.path and found.path.name
@@ -79,7 +85,7 @@ def names(folder):
 def test_what_was_saved_comes_back(tmp_path):
     checkpoints = save(tmp_path, 4)
     restored = trainers()
-    assert run_virtual(checkpoints.load(restored)) == state(4)
+    assert load(checkpoints, restored) == state(4)
     assert {(trainer.weight, trainer.version) for trainer in restored.values()} == {(4.0, 4)}
     assert names(tmp_path / "step-00004") == ["MANIFEST.json", "solver", "state.json", "verifier"]
 
@@ -90,7 +96,17 @@ def test_groups_that_were_active_and_tasks_that_were_late_come_back(tmp_path):
     late = AdmissionState(next_group=41, next_position=38, again=(5,), active=(active,), expiries=((5, 1), (7, 2)))
     left = replace(state(4), admission=late)
     run_virtual(checkpoints.save(left, trainers(version=4)))
-    assert run_virtual(checkpoints.load(trainers())) == left
+    assert load(checkpoints, trainers()) == left
+
+
+def test_evaluations_come_back_and_those_of_an_older_checkpoint_are_figures_alone(tmp_path):
+    found = state(4).before
+    checkpoints = checkpoints_in(tmp_path)
+    run_virtual(checkpoints.save(replace(state(4), evaluations={0: found, 4: found}), trainers(version=4)))
+    assert load(checkpoints, trainers()).evaluations == {0: found, 4: found}
+    written = tmp_path / "step-00004" / "state.json"
+    written.write_text(json.dumps(json.loads(written.read_text()) | {"evaluations": {"4": {"reward/solver": 0.25}}}))
+    assert figures_of(read_state(tmp_path / "step-00004").evaluations[4]) == {"reward/solver": 0.25}
 
 
 def test_a_state_without_an_evaluation_comes_back_too(tmp_path):
@@ -101,14 +117,14 @@ def test_a_state_without_an_evaluation_comes_back_too(tmp_path):
         versions={SOLVER: Version(0), VERIFIER: Version(0)},
     )
     run_virtual(checkpoints.save(bare, trainers()))
-    assert run_virtual(checkpoints.load(trainers())) == bare
+    assert load(checkpoints, trainers()) == bare
 
 
 def test_what_estimators_remember_comes_back_to_the_last_bit(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     remembering = replace(state(4), memory={"solver": 0.1 + 0.2, "verifier": -1 / 3})
     run_virtual(checkpoints.save(remembering, trainers(version=4)))
-    assert run_virtual(checkpoints.load(trainers())).memory == {"solver": 0.30000000000000004, "verifier": -1 / 3}
+    assert load(checkpoints, trainers()).memory == {"solver": 0.30000000000000004, "verifier": -1 / 3}
 
 
 def test_a_checkpoint_from_before_estimators_remembered_is_one_in_which_they_remember_nothing(tmp_path):
@@ -119,7 +135,7 @@ def test_a_checkpoint_from_before_estimators_remembered_is_one_in_which_they_rem
     written.write_text(json.dumps(older))
     (tmp_path / "step-00004" / MANIFEST).unlink()
     seal(tmp_path / "step-00004")
-    assert run_virtual(checkpoints.load(trainers())) == state(4)
+    assert load(checkpoints, trainers()) == state(4)
 
 
 def test_trainers_get_whole_paths_whatever_their_working_directory_is(tmp_path, monkeypatch):
@@ -253,7 +269,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, harm):
     assert because in told
     assert "step-00008" in told
     restored = trainers()
-    assert run_virtual(checkpoints.load(restored)).step == 4
+    assert load(checkpoints, restored).step == 4
     assert restored[SOLVER].weight == 4.0
 
 
@@ -270,7 +286,7 @@ def test_a_damaged_checkpoint_goes_and_does_not_push_out_an_intact_one(tmp_path,
 def test_a_checkpoint_behind_which_the_run_went_back_goes_at_the_next_save(tmp_path):
     checkpoints = save(tmp_path, 4, 8)
     flip_a_bit(tmp_path / "step-00008")
-    assert run_virtual(checkpoints.load(trainers())).step == 4
+    assert load(checkpoints, trainers()).step == 4
     (drop,) = save_step(checkpoints, 6).dropped
     assert (drop.step, drop.because) == (8, "the run went back behind it, and is at step 6 now")
     assert names(tmp_path) == ["step-00004", "step-00006"]
@@ -280,9 +296,9 @@ def test_when_none_is_intact_the_error_says_what_is_wrong_with_each_and_what_to_
     checkpoints = save(tmp_path, 4)
     tear(tmp_path / "step-00004")
     with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*trainer.json is torn: .*Put back a copy"):
-        run_virtual(checkpoints.load(trainers()))
+        load(checkpoints, trainers())
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere; train first"):
-        run_virtual(checkpoints_in(tmp_path / "nowhere").load(trainers()))
+        load(checkpoints_in(tmp_path / "nowhere"), trainers())
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
@@ -328,7 +344,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 4)
     run_virtual(checkpoints_in(tmp_path).save(state(4), trainers(weight=7.0, version=4)))
     restored = trainers()
-    run_virtual(checkpoints_in(tmp_path).load(restored))
+    load(checkpoints_in(tmp_path), restored)
     assert restored[SOLVER].weight == 7.0
 
 
@@ -336,14 +352,14 @@ def test_a_checkpoint_of_another_run_names_the_policy_it_lacks(tmp_path):
     checkpoints = save(tmp_path, 4)
     others = {PolicyName("critic"): FakeTrainer(PolicyName("critic"), InlineObjectStore())}
     with pytest.raises(CheckpointError, match="has no policy 'critic'; it has: solver, verifier"):
-        run_virtual(checkpoints.load(others))
+        load(checkpoints, others)
 
 
 def test_versions_that_disagree_are_an_error(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     run_virtual(checkpoints.save(state(5), trainers(version=4)))
     with pytest.raises(CheckpointError, match="'solver' is at version 4, not 5"):
-        run_virtual(checkpoints.load(trainers()))
+        load(checkpoints, trainers())
 
 
 ACTIVE = {"group": 1, "position": 0, "attempt": 0}
@@ -373,7 +389,7 @@ def test_a_state_with_a_value_of_another_kind_is_refused_by_file_and_field(tmp_p
     (folder / MANIFEST).unlink()
     seal(folder)
     with pytest.raises(CheckpointError, match=r"state\.json") as refused:
-        run_virtual(checkpoints.load(trainers()))
+        load(checkpoints, trainers())
     assert field in str(refused.value)
 
 
@@ -402,7 +418,7 @@ def test_a_process_killed_at_any_moment_of_saving_leaves_a_newest_checkpoint_tha
         found = run_virtual(checkpoints.find())
         assert found.passed_over == []
         restored = trainers()
-        step = run_virtual(checkpoints.load(restored)).step
+        step = load(checkpoints, restored).step
         assert step in (1000 * kills + saved, 1000 * kills + saved + 1), "the last one that was told of, or one more"
         assert {trainer.weight for trainer in restored.values()} == {float(step)}
     assert left_half_written, "no kill came while a checkpoint was written: nothing was tested"

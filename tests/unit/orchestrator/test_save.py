@@ -203,7 +203,7 @@ def test_the_step_goes_on_while_a_checkpoint_of_the_weights_as_they_were_is_comp
             at.trainer.weight = 2.0
             at.disk.may_finish.set()
         assert names(tmp_path) == ["step-00001"]
-        await at.disk.load({SOLVER: at.trainer})
+        await at.disk.restore(at.disk.chosen("newest"), {SOLVER: at.trainer})
         assert at.trainer.weight == 1.0
 
     asyncio.run(scenario())

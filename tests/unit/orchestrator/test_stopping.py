@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.events.run_events import CheckpointBest, CheckpointDropped, Evaluated, StoppedEarly
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, read_state
+from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.settings import FigureSettings, StopSettings
-from flexmarl.orchestrator.stopping import best_of, stop_after
+from flexmarl.orchestrator.stopping import best_of, compared, stop_after
 from flexmarl.records import GenerationRequest
 from flexmarl.testing.scripted_run import ScriptedRun
 
@@ -22,8 +23,20 @@ TASKS = 4
 figures = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, math.nan]), min_size=1, max_size=12)
 
 
-def history(values: Sequence[float]) -> dict[int, dict[str, float]]:
-    return {10 * number: {"success": value} for number, value in enumerate(values)}
+def evaluation(values: Sequence[float | None], metric: str = "success") -> Evaluation:
+    """An evaluation with an episode for each value; None stands for a failed one."""
+    finished = [value for value in values if value is not None]
+    return Evaluation(
+        versions={},
+        episodes=len(values),
+        failed=len(values) - len(finished),
+        metrics={metric: sum(finished) / len(finished)} if finished else {},
+        ranges={metric: (min(finished), max(finished))} if finished else {},
+    )
+
+
+def history(values: Sequence[float]) -> dict[int, Evaluation]:
+    return {10 * number: evaluation([value]) for number, value in enumerate(values)}
 
 
 @given(values=figures, mode=st.sampled_from(["max", "min"]))
@@ -58,6 +71,38 @@ def test_a_run_stops_when_its_last_evaluations_are_no_better_than_what_was_there
     if stopped is not None:
         assert stopped.step == 10 * (len(values) - 1)
         assert f"in {len(since)} evaluations (stop.patience)" in stopped.because
+
+
+@given(data=st.data(), mode=st.sampled_from(["max", "min"]))
+def test_a_failed_episode_never_makes_a_figure_better(data: st.DataObject, mode: Any) -> None:
+    """Whatever the episodes would have had, as long as something as bad was seen before."""
+    values = st.floats(-8, 8, width=16)
+    first = data.draw(st.lists(values, min_size=1, max_size=6))
+    seen = st.floats(min(first), max(first), width=16)
+    whole: list[float] = data.draw(st.lists(seen, min_size=1, max_size=6))
+    failed = data.draw(st.sets(st.integers(0, len(whole) - 1)))
+    broken = [None if number in failed else value for number, value in enumerate(whole)]
+    settings = FigureSettings(metric="score", mode=mode)
+    figures = [
+        dict(compared({0: evaluation(first, "score"), 10: evaluation(values, "score")}, settings))[10].value
+        for values in (whole, broken)
+    ]
+    assert math.isnan(figures[1]) or settings.gain(figures[1]) <= settings.gain(figures[0]) + 1e-9
+
+
+def test_a_policy_whose_hard_episodes_fail_is_not_the_best_and_the_ruling_says_why() -> None:
+    before, honest = evaluation([0.0, 0.2, 0.4, 0.4], "score"), evaluation([0.2, 0.4, 0.8, 0.8], "score")
+    broken = evaluation([None, None, 0.8, 0.9], "score")
+    found = {0: before, 10: honest, 20: broken}
+    best = best_of(found, FigureSettings(metric="score"))
+    assert best is not None
+    assert (best.step, best.because) == (10, "score 0.55 at step 10 is the highest of 2 evaluations")
+    alone = best_of({0: before, 20: broken}, FigureSettings(metric="score"))
+    assert alone is not None
+    assert alone.because == (
+        "score 0.425 at step 20 is the highest of 1 evaluations (2 of 4 episodes failed; each counts as 0)"
+    )
+    assert stop_after(found, StopSettings(metric="score", patience=1)) is not None
 
 
 def test_names_of_metrics_jsonl_mean_the_same_figure() -> None:

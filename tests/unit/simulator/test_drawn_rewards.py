@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.records import RowState
-from flexmarl.simulator.drawn_rewards import DrawnRewards, drawn
+from flexmarl.simulator.replies import DrawnRewards, drawn
 from flexmarl.testing.scripted_run import ScriptedRun
 
 
