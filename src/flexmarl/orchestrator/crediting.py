@@ -99,6 +99,8 @@ class Crediting:
         self._appraisal = appraisal
         self.memory: Memory = {}
         """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
+        self._judged: tuple[GroupRecord | None, Sequence[CreditRow]] = (None, ())
+        """The group that was judged last, with its rows: most groups are credited right after they were judged."""
 
     @property
     def batch_wide(self) -> bool:
@@ -206,7 +208,11 @@ class Crediting:
         self._events.emit(GroupFiltered(group=group, because=because, reason=reason))
 
     def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
-        return self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))
+        judged, rows = self._judged
+        if judged is not group:
+            rows = self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))
+            self._judged = group, rows
+        return rows
 
 
 class Appraisal:
