@@ -9,12 +9,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 Number = int | float
 
@@ -46,6 +47,20 @@ def tiny_model(vocabulary: int) -> Qwen3ForCausalLM:
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def config_of_135m(**more: Any) -> LlamaConfig:
+    """The shape of SmolLM2-135M, with what else is wanted of the config."""
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        **more,
+    )
 
 
 def interleaved(contenders: Mapping[str, Callable[[], Number]], repeats: int) -> dict[str, list[float]]:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from common import parser, report
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from common import config_of_135m, parser, report
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from flexmarl.events.machine import GIB
 
@@ -79,19 +79,7 @@ checkpoint: {{every: 1, keep: 1}}
 def write_model(folder: Path) -> None:
     """Writes the model, and a tokenizer of few tokens."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = config_of_135m(max_position_embeddings=8192, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(SEED_MODEL).save_pretrained(folder)
 

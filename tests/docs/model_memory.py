@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
+from benchmarks.common import config_of_135m
 from flexmarl.assemble import cached_numbers
 from flexmarl.assemble.needed_memory import BYTES, TRAINER_BYTES, pass_of, size_of
 from flexmarl.config import load_run
@@ -26,15 +27,7 @@ HEAD = "| model | parameters | trainer, full | trainer, LoRA | engine | keys and
 def models() -> Mapping[str, PreTrainedConfig]:
     """Shapes of some small instruct models by name on the hub."""
     return {
-        "HuggingFaceTB/SmolLM2-135M-Instruct": LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-        ),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": config_of_135m(),
         "Qwen/Qwen2.5-0.5B-Instruct": Qwen2Config(
             vocab_size=151936,
             hidden_size=896,

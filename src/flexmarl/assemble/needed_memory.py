@@ -7,6 +7,7 @@ version is published. In one process (`cluster.backend: inline`) passes run one 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
@@ -42,6 +43,13 @@ class Part(NamedTuple):
     name: str
     num_bytes: float
     setting: str
+    most: float = 0.0
+    """Bytes that the settings allow, if they may come to more than is foreseen."""
+
+    def plus(self, other: "Part") -> "Part":
+        """Both as one part, which keeps this one's name and setting."""
+        most = max(self.most, self.num_bytes) + max(other.most, other.num_bytes) if self.most or other.most else 0.0
+        return self._replace(num_bytes=self.num_bytes + other.num_bytes, most=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +60,8 @@ class ModelSize:
     """Without those of an adapter."""
     trained: int
     """Parameters that are trained: all, the adapter's, or none."""
-    adapted: int
-    """Weights of the layers that an adapter is for."""
+    has_adapter: bool
+    """True if an adapter is what is trained."""
     head: int
     """Weights of the head."""
     vocabulary: int
@@ -72,15 +80,14 @@ def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
     if isinstance(policy.engine, EmbeddedSettings):
         cached = cached_numbers(model)
     head = model.get_output_embeddings()
-    trained, adapted = parameters * policy.trainable, 0
+    trained, has_adapter = parameters * policy.trainable, policy.trainable and training.lora is not None
     if policy.trainable and training.lora is not None:
-        adapter = Adapter(model, training.lora, seed=0)
+        Adapter(model, training.lora, seed=0)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        adapted = adapter.adapted()
     return ModelSize(
         parameters=parameters,
         trained=trained,
-        adapted=adapted,
+        has_adapter=has_adapter,
         head=0 if head is None else sum(p.numel() for p in head.parameters()),
         vocabulary=int(model.config.get_text_config().vocab_size),
         is_linear=is_linear(head),
@@ -127,13 +134,19 @@ def _token_bytes(model: PreTrainedModel, training: TrainingSettings) -> float:
     return layers * config.hidden_size * BYTES[training.dtype] + per_token / layers
 
 
-def parts(settings: RunSettings, sizes: Mapping[str, ModelSize]) -> list[Part]:
-    """The parts at the peak, the largest first. `sizes` has every policy."""
+def parts(
+    settings: RunSettings, sizes: Mapping[str, ModelSize], longest: Mapping[str, int] = MappingProxyType({})
+) -> list[Part]:
+    """The parts at the peak, the largest first. `sizes` has every policy.
+
+    `longest` has the tokens that a policy's longest request is foreseen to take, prompt and reply; without it, they are
+    `engine.max_len`.
+    """
     inline = settings.cluster.backend == "inline"
     of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
     passes: list[Part] = []
     for name, policy in settings.policies.items():
-        of_run += _of_engines(policy, sizes[name], deterministic=settings.deterministic)
+        of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name])
             passes.append(pass_of(policy.training, sizes[name]))
@@ -141,7 +154,7 @@ def parts(settings: RunSettings, sizes: Mapping[str, ModelSize]) -> list[Part]:
     total: dict[str, Part] = {}
     for part in of_run:
         held = total.get(part.name)
-        total[part.name] = part if held is None else part._replace(num_bytes=part.num_bytes + held.num_bytes)
+        total[part.name] = part if held is None else held.plus(part)
     return sorted((part for part in total.values() if part.num_bytes), key=lambda part: -part.num_bytes)
 
 
@@ -154,33 +167,34 @@ def _libraries(settings: RunSettings) -> Part:
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 
 
-def _of_engines(policy: PolicySettings, size: ModelSize, *, deterministic: bool) -> Iterator[Part]:
+def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *, deterministic: bool) -> Iterator[Part]:
     engine, count = policy.engine, policy.instances
     if not isinstance(engine, EmbeddedSettings):
         return
     number = BYTES[engine.dtype]
-    cache, bound = engine.kv_blocks(deterministic=deterministic) * engine.kv_bytes(size.cached).block, "engine.max_len"
-    if engine.kv_gib is not None and engine.kv_gib * GIB < cache:
-        cache, bound = int(engine.kv_gib * GIB), "engine.kv_gib"
+    block = engine.kv_bytes(size.cached).block
+    most = engine.kv_blocks(deterministic=deterministic) * block
+    if engine.kv_gib is not None:
+        most = min(most, int(engine.kv_gib * GIB))
+    held = min(most, engine.kv_blocks(longest, deterministic=deterministic) * block)
+    bound = "engine.max_len" if held == most and engine.kv_gib is None else "engine.kv_gib"
     yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
-    yield Part("keys and values, at most", count * cache, bound)
-    if policy.trainable and policy.training.publish == "adapter":
-        yield Part("base of adapted layers", count * size.adapted * number, "training.publish=merged")
+    yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
 
 
 def _of_trainer(policy: PolicySettings, size: ModelSize) -> Iterator[Part]:
     training = policy.training
     number, precise = BYTES[training.dtype], max(4, BYTES[training.dtype])
-    own = size.parameters + (size.trained if size.adapted else 0)
+    own = size.parameters + (size.trained if size.has_adapter else 0)
     masters = precise * size.trained if training.dtype == "bfloat16" else 0
-    small = "training.lora" if not size.adapted else "training.lora.rank"
+    small = "training.lora" if not size.has_adapter else "training.lora.rank"
     yield Part("trainers' weights", own * number + masters, "training.dtype")
     yield Part("optimiser", 2 * precise * size.trained, small)
     yield Part("gradients", 2 * precise * size.trained, small)
-    if training.kl is not None and not size.adapted:
+    if training.kl is not None and not size.has_adapter:
         yield Part("reference", size.parameters * number, "training.lora")
     published = size.trained if training.publish == "adapter" else size.parameters
-    yield Part("published version", published * number, "training.lora" if not size.adapted else "training.publish")
+    yield Part("published version", published * number, "training.lora" if not size.has_adapter else "training.publish")
 
 
 def pass_of(training: TrainingSettings, size: ModelSize) -> Part:
@@ -189,7 +203,7 @@ def pass_of(training: TrainingSettings, size: ModelSize) -> Part:
     logits, precise = tokens * size.vocabulary, max(4, BYTES[training.dtype])
     if size.is_linear and logits >= LEAN_FROM:
         of_head = _LEAN_ARRAYS * BLOCK_LOGITS * precise
-        of_head += size.head * precise if not size.adapted else 0  # Its gradient, before it is added to the others.
+        of_head += size.head * precise if not size.has_adapter else 0  # Its gradient, before it is added to the others.
     else:
         of_head = _LOGIT_ARRAYS * logits * precise
     return Part("a pass", tokens * size.token_bytes + of_head, "training.max_tokens_per_forward")

@@ -63,16 +63,17 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
         findings.append(Finding("code", f"{', '.join(map(str, settings.code))} can be imported"))
     parts = [succeeded(lambda: _tasks(settings)), succeeded(lambda: _workflow(settings))]
     of_models: list[str] = []
+    longest: dict[str, int] = {}
     models = {} if simulated else examine_models(settings, of_models)
     readable = not of_models and all(found.readable for found in models.values())
     if all(parts) and not simulated:
-        succeeded(lambda: _play(settings, own_tokenizers=readable))
+        succeeded(lambda: _play(settings, longest, own_tokenizers=readable))
     problems += of_models
     findings += [found.finding for found in models.values()]
     if not problems and readable:
         succeeded(lambda: _team(settings))
     succeeded(lambda: _run(settings))
-    succeeded(lambda: examine_machine(settings, models, this_machine()))
+    succeeded(lambda: examine_machine(settings, models, this_machine(), longest if readable else {}))
     return findings, problems
 
 
@@ -92,9 +93,10 @@ def _workflow(settings: RunSettings) -> Iterator[Finding]:
     yield Finding("team.workflow", f"{settings.team.workflow.type}: can be resolved")
 
 
-def _play(settings: RunSettings, *, own_tokenizers: bool) -> Iterator[Finding]:
+def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: bool) -> Iterator[Finding]:
     """Plays the first task with scripted replies, which call no tool, and reads what the plays report and carry.
 
+    Notes in `longest` how many tokens each policy's requests may take, prompt and reply.
     With `own_tokenizers`, prompts are as long as they will be, and must fit into `engine.max_len`. Without, a token is
     a character.
     """
@@ -110,7 +112,7 @@ def _play(settings: RunSettings, *, own_tokenizers: bool) -> Iterator[Finding]:
     }
     group, episodes = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, Episode]()
     for reply in [reply for reply in (task.reference, "I do not know.") if reply]:
-        generate = _scripted(renderer_of, max_lens, reply)
+        generate = _scripted(renderer_of, max_lens, reply, longest)
         player = Player(team=team, generate=generate, run_seed=settings.seed, timeout_s=timeout_s)
         episodes[reply] = asyncio.run(player.play(group, 0))
     failed = {reply: _reason(episode) for reply, episode in episodes.items() if not episode.finished}
@@ -156,7 +158,12 @@ def _figures(settings: RunSettings, played: GroupRecord) -> Iterator[Finding]:
             )
 
 
-def _scripted(renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[str, int | None], reply: str) -> Generate:
+def _scripted(
+    renderers: Mapping[PolicyName, ChatRenderer],
+    max_lens: Mapping[str, int | None],
+    reply: str,
+    longest: dict[str, int],
+) -> Generate:
     """A model that gives the same reply to every prompt. As an engine, it refuses a prompt that is too long for it."""
 
     async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
@@ -166,6 +173,7 @@ def _scripted(renderers: Mapping[PolicyName, ChatRenderer], max_lens: Mapping[st
                 f"the prompt of {request.agent} has {length} tokens, and policies.{request.policy}.engine.max_len is "
                 f"{max_len}"
             )
+        longest[request.policy] = max(longest.get(request.policy, 0), length + request.sampling.max_tokens)
         whole = [*renderer.encode(reply), renderer.stop_ids[0]]
         ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
         return Generation(

@@ -124,7 +124,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def examine_machine(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
+def examine_machine(
+    settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine, longest: Mapping[str, int]
+) -> Iterator[Finding]:
     """Yields findings on libraries, devices, memory and ports."""
     cluster = settings.cluster
     yield Finding("libraries", f"Python {machine.python}, torch {machine.torch or machine.torch_error}")
@@ -135,7 +137,7 @@ def examine_machine(settings: RunSettings, models: Mapping[str, ModelFacts], mac
         yield from _ray(settings, machine)
     else:
         yield _device(cluster, machine)
-    yield from _memory(settings, models, machine)
+    yield from _memory(settings, models, machine, longest)
     if cluster.backend == "ray":
         yield _ports(cluster)
     else:
@@ -175,13 +177,15 @@ def _ports(cluster: ClusterSettings) -> Finding:
     return Finding("ports", f"{cluster.address} answers")
 
 
-def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine) -> Iterator[Finding]:
+def _memory(
+    settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine, longest: Mapping[str, int]
+) -> Iterator[Finding]:
     """Yields the memory at the peak of the run, and its parts with the settings that lower them."""
     sizes = {name: facts.size for name, facts in models.items() if facts.size is not None}
     if unknown := sorted(settings.policies.keys() - sizes.keys()):
         yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
         return
-    found = parts(settings, sizes)
+    found = parts(settings, sizes, longest)
     needed, largest = sum(part.num_bytes for part in found) / GIB, found[0]
     told = f"{needed:.2f} GiB at the peak"
     cluster = settings.cluster
@@ -195,4 +199,5 @@ def _memory(settings: RunSettings, models: Mapping[str, ModelFacts], machine: Ma
         free_too = f", on {cluster.device}" if free is None else f"; {free:.1f} GiB are free"
         yield Finding("memory", told + free_too, short if free is not None and needed > free else "")
     for part in found:
-        yield Finding(f"  {part.name}", f"{part.num_bytes / GIB:.2f} GiB; lower it by {part.setting}")
+        more = f" for requests like those of the task played, at most {part.most / GIB:.2f}" if part.most else ""
+        yield Finding(f"  {part.name}", f"{part.num_bytes / GIB:.2f} GiB{more}; lower it by {part.setting}")

@@ -104,9 +104,10 @@ class EmbeddedSettings(Settings):
         token = cached_numbers * NUMBER_BYTES[self.dtype]
         return KvBytes(token, token * self.kv_block)
 
-    def kv_blocks(self, *, deterministic: bool) -> int:
-        """The most blocks that could ever be of use: every slot and every kept conversation at `max_len`."""
-        return (self.slots + self.num_kept(deterministic=deterministic)) * -(-self.max_len // self.kv_block)
+    def kv_blocks(self, length: int | None = None, *, deterministic: bool) -> int:
+        """Blocks of all slots and kept conversations with `length` tokens; without it, at `max_len`: the most ever."""
+        tokens = self.max_len if length is None else min(length, self.max_len)
+        return (self.slots + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
 
 
 class PoolSettings(Settings):

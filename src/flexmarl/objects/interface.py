@@ -3,14 +3,14 @@
 A version of a policy is one object, `weights_key`: a tensor tree of whole weights by the model's own names, or of a
 LoRA adapter alone, `PublishedAdapter`:
 
-{layer}.lora_A     [rank, in]      a linear layer W of the base serves as  W + scaling B A
+{layer}.lora_A     [rank, in]      a linear layer W of the base becomes  W + scaling B A
 {layer}.lora_B     [out, rank]
 adapter.scaling    alpha / rank
 adapter.base       checksum of the base, as text
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType, Protocol, Self
 
 import torch
@@ -91,19 +91,6 @@ class ObjectStore(Protocol):
         ...
 
 
-@torch.no_grad()
-def merged(
-    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """W + scaling B A, in `out` or in a new tensor. Trainers and engines call it, so that they get the same bits.
-
-    They are the bits of peft, which makes the product in float32 for a 16-bit type on a CPU.
-    """
-    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.add(base, (b.float() @ a.float()).mul_(scaling).to(a.dtype), out=out)
-    return torch.add(base, (b @ a).mul_(scaling), out=out)
-
-
 _SCALING, _BASE = "adapter.scaling", "adapter.base"
 _A, _B = ".lora_A", ".lora_B"
 
@@ -127,6 +114,11 @@ class PublishedAdapter:
         for layer, (a, b) in self.layers.items():
             tree[layer + _A], tree[layer + _B] = a, b
         return tree
+
+    def to(self, device: torch.device | str) -> Self:
+        """The adapter on a device; tensors that are there already are not copied."""
+        layers = {layer: (a.to(device), b.to(device)) for layer, (a, b) in self.layers.items()}
+        return replace(self, layers=layers)
 
     @classmethod
     def from_tree(cls, tree: TensorTree) -> Self | None:

@@ -157,8 +157,10 @@ def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) 
 BLOCK = 1 << 15
 """Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache. Fewer would need more
 calls."""
-_SMALL = 1 << 12
+_SMALL = 1 << 16
 """Items of a tensor. Smaller neighbours are joined first: a copy costs less than the dozen calls that each takes."""
+_JOINED = 1 << 20
+"""Most items that are joined: a copy of them is all the memory that a digest takes."""
 _CHUNK = 64
 """Blocks that an accelerator multiplies in one go: 16 MiB of products."""
 _MASK = (1 << 64) - 1
@@ -245,7 +247,7 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
     start = end = 0
     for place, tensor in placed:
         gap, small = place - end, len(tensor) < _SMALL
-        if run and (not small or gap >= ALIGNMENT or tensor.device != run[0].device):
+        if run and (not small or gap >= ALIGNMENT or tensor.device != run[0].device or end - start >= _JOINED):
             yield start, run
             run = []
         if not small:

@@ -143,7 +143,7 @@ class TrainingSettings(UpdateSettings):
     publish: Literal["auto", "merged", "adapter"] = Field(
         default="auto",
         description="With lora, what engines get: merged weights, whole and under the base's names; or the adapter "
-        "alone, far smaller, which the engine must take (the embedded one does) and merges itself. auto: the adapter "
+        "alone, far smaller, which the engine must take (the embedded one does) beside its base. auto: the adapter "
         "alone if the type of engine takes it.",
     )
     kl: KlSettings | None = Field(default=None, description="Keeps the policy near its initial weights; null is off.")

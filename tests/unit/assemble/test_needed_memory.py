@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from flexmarl.assemble.needed_memory import ModelSize, Part, parts, pass_of, size_of
 from flexmarl.config.run_settings import PolicySettings, RunSettings
+from flexmarl.events.machine import GIB
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import (
     FinishReason,
@@ -156,7 +157,7 @@ def test_a_frozen_policy_takes_an_engine_and_nothing_for_training() -> None:
     policy = policy_of({}).model_copy(update={"trainable": False, "instances": 2})
     size = counted(policy)
     found = by_name(parts(run_of(policy), {"solver": size}))
-    assert found.keys() == {"libraries", "engines' weights", "keys and values, at most"}
+    assert found.keys() == {"libraries", "engines' weights", "keys and values"}
     assert found["engines' weights"] == 2 * 4 * size.parameters
 
 
@@ -166,3 +167,25 @@ def test_all_logits_count_where_the_head_is_more_than_a_linear_layer() -> None:
     whole = ModelSize(**{name: getattr(size, name) for name in size.__slots__} | {"is_linear": False})
     more = pass_of(policy.training, whole).num_bytes - pass_of(policy.training, size).num_bytes
     assert more > 3 * 4 * (1 << 20) * 64
+
+
+def test_keys_and_values_are_those_of_requests_as_they_are_foreseen_and_at_most_those_of_the_longest() -> None:
+    policy = policy_of({}, slots=4, kept_prefixes=2, max_len=8192, kv_block=32)
+    size = counted(policy)
+    block = 4 * size.cached * 32
+
+    def held(longest: dict[str, int], policy: PolicySettings = policy) -> Part:
+        (found,) = [part for part in parts(run_of(policy), {"solver": size}, longest) if part.name == "keys and values"]
+        return found
+
+    assert held({}) == ("keys and values", 6 * 256 * block, "engine.max_len", 0)
+    assert held({"solver": 9000}) == held({})
+    assert held({"solver": 100}) == ("keys and values", 6 * 4 * block, "engine.kv_gib", 6 * 256 * block)
+    capped = policy_of({}, slots=4, kept_prefixes=2, max_len=8192, kv_block=32, kv_gib=10 * block / GIB)
+    assert held({"solver": 100}, capped) == ("keys and values", 10 * block, "engine.kv_gib", 0)
+
+
+def test_two_policies_add_up_in_what_is_foreseen_and_in_what_is_allowed() -> None:
+    one, other = Part("a", 2, "x", 5), Part("a", 3, "y")
+    assert one.plus(other) == Part("a", 5, "x", 8)
+    assert other.plus(other) == Part("a", 6, "y")

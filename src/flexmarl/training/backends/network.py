@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place
 from flexmarl.errors import ConfigError, boundary
-from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum, merged
+from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import (
     DTYPES,
@@ -71,6 +71,11 @@ class Adapter:
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, model, ADAPTER)
         self._check_targets(targets)
+        self._factors = {
+            name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
+            for name, layer in self._layers()
+        }
+        """A and B of each layer, by its name in the base."""
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
@@ -87,7 +92,7 @@ class Adapter:
         Merged tensors are new: the base is only read, so that a thousand updates leave no rounding in it.
         """
         scaling = self.settings.alpha / self.settings.rank
-        factors = {f"{name}{WRAPPED}.weight": of_layer for name, of_layer in self._factors()}
+        factors = {f"{name}{WRAPPED}.weight": of_layer for name, of_layer in self._factors.items()}
         for name, tensor in unique_tensors(self._model):
             if ".lora_" not in name:
                 of_layer = factors.get(name)
@@ -98,22 +103,16 @@ class Adapter:
         if self._base is None:
             tensors = unique_tensors(self._model)
             self._base = checksum({name.replace(WRAPPED, ""): t for name, t in tensors if ".lora_" not in name})
-        return PublishedAdapter(dict(self._factors()), self.settings.alpha / self.settings.rank, self._base)
-
-    def adapted(self) -> int:
-        """Number of weights of the base's layers that the adapter is for."""
-        return sum(layer.get_parameter("base_layer.weight").numel() for _, layer in self._layers())
+        return PublishedAdapter(self._factors, self.settings.alpha / self.settings.rank, self._base)
 
     def overflowing(self) -> list[str]:
-        """Names of layers whose merged weights may not be finite: the norms of A and B bound every number of B A."""
-        most = torch.finfo(self._model.dtype).max
+        """Names of layers whose A, B or merged weights may not be finite: their norms bound every number of B A."""
+        numbers = [tensor.detach() for of_layer in self._factors.values() for tensor in of_layer]
+        precise = torch.promote_types(self._model.dtype, torch.float32)
+        of_a, of_b = torch.stack(torch._foreach_norm(numbers, dtype=precise)).double().view(-1, 2).unbind(1)
         scaling = self.settings.alpha / self.settings.rank
-        found: list[str] = []
-        for name, (a, b) in self.published().layers.items():
-            bound = scaling * a.detach().double().norm() * b.detach().double().norm()
-            if not bound <= most:
-                found.append(name)
-        return found
+        bounded = scaling * of_a * of_b <= torch.finfo(self._model.dtype).max
+        return [name for name, is_bounded in zip(self._factors, bounded.tolist(), strict=True) if not is_bounded]
 
     def export(self, path: Path) -> None:
         """Writes the adapter alone: `adapter_config.json` and `adapter_model.safetensors`."""
@@ -130,12 +129,6 @@ class Adapter:
         for name, module in self._model.named_modules():
             if isinstance(module, LoraLinear):
                 yield name, module
-
-    def _factors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """A and B of each layer, by its name in the base."""
-        for name, layer in self._layers():
-            a, b = (layer.get_parameter(f"lora_{which}.{ADAPTER}.weight") for which in "AB")
-            yield name, (a, b)
 
     def _enable(self, enabled: bool) -> None:
         for _, layer in self._layers():
@@ -154,6 +147,14 @@ class Adapter:
                 f"training.lora.target_modules {targets!r}: the head's weight is that of the embeddings too, and one "
                 f"merged weight cannot be both; leave the head out"
             )
+
+
+@torch.no_grad()
+def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """W + scaling B A. The bits are peft's, which makes the product in float32 for a 16-bit type on a CPU."""
+    if base.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.add(base, (b.float() @ a.float()).mul_(scaling).to(a.dtype))
+    return torch.add(base, (b @ a).mul_(scaling))
 
 
 class Reference(Protocol):
@@ -276,11 +277,10 @@ class Network:
         return dict(self._adapter.merged() if self._adapter is not None else unique_tensors(self.model))
 
     def unbounded(self, published: Mapping[str, Tensor]) -> list[str]:
-        """Names of published tensors, or of layers merged from them, that are not finite or have no finite norm."""
-        names = unbounded(published)
+        """Names of published tensors that are not finite or have no finite norm; of an adapter, those of its layers."""
         if self._adapter is not None and self._settings.publish == "adapter":
-            names = names or self._adapter.overflowing()
-        return names
+            return self._adapter.overflowing()
+        return unbounded(published)
 
     def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
         """Writes a Hugging Face folder: the model, or the adapter alone if `form`, or else its settings, say so."""

@@ -1,11 +1,14 @@
-"""In-place weight swap on a torch module: whole weights or an adapter, all or nothing, with a checksum of what is held.
+"""Weights on a torch module, swapped between two steps: whole or an adapter, all or nothing, with a checksum.
 
-An adapter's base is kept, and every version is merged from it anew:
+Whole weights are copied over those that the model has. An adapter is never merged: no version of it writes a weight of
+the base, and a switch of versions is a switch of references to small tensors.
 
-    base (kept for the adapted layers) + adapter of version v ──► the model's weights, which decode as any others
+    x ──┬── W of the base ───────────────────────────┬──► x W^T + scaling (x A^T) B^T
+        └── A, then B of the version that is served ─┘
 """
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from flexmarl.errors import EngineError
 from flexmarl.objects.interface import (
@@ -14,7 +17,6 @@ from flexmarl.objects.interface import (
     TensorTree,
     checksum,
     confirms,
-    merged,
     names_checksum,
 )
 from flexmarl.objects.settings import Verify
@@ -67,75 +69,94 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
+_NONE = PublishedAdapter({}, 1.0, Checksum(""))
+
+
 class AdaptedWeights:
     """The adapter that a model serves with, if any. Not safe to call from two threads at once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._base: dict[str, torch.Tensor] = {}
-        """Weights of the adapted layers without the adapter."""
-        self._checksum: Checksum | None = None
+        self._linears = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        self._base: Checksum | None = None
         """Checksum of all weights without the adapter; None if they were not read yet."""
-        self._adapter: PublishedAdapter | None = None
+        self._adapter = _NONE
+        self._added: dict[str, tuple[_Addition, RemovableHandle]] = {}
+        """By layer."""
 
-    @torch.no_grad()
     def load(self, adapter: PublishedAdapter, verify: Verify) -> Checksum:
-        """Merges the adapter into the model and returns the checksum of adapter and base, both as they are held.
+        """Serves with the adapter from now on; returns the checksum of adapter and base, both as they are held.
 
-        The base is read once, with its first adapter: nothing writes to it as long as only adapters are loaded. If the
-        adapter is of another base, or one of its layers does not fit, raises EngineError and changes nothing.
+        On its own device the adapter is not copied: it is the object's, which never changes. The base is read once,
+        with its first adapter. If the adapter is of another base, or one of its layers does not fit, raises EngineError
+        and changes nothing.
         """
-        of_base = checksum if verify == "full" else names_checksum
-        base = self._checksum = self._checksum or of_base(self._without_adapter())
+        of_tree = checksum if verify == "full" else names_checksum
+        base = self._base = self._base or of_tree(_without_ties(self._model))
         if not confirms(base, adapter.base):
             raise EngineError(
                 f"the adapter is of a base with checksum {adapter.base}, but the engine's model has {base}; trainer "
                 f"and engine must begin with the same model (policies.*.model), in the same dtype"
             )
-        weights: dict[str, torch.Tensor] = self._model.state_dict()
         for layer, (a, b) in adapter.layers.items():
-            _check(f"{layer}.weight", weights.get(f"{layer}.weight"), a, b)
-        names = {f"{layer}.weight" for layer in adapter.layers}
-        for name in self._base.keys() - names:
-            weights[name].copy_(self._base.pop(name))
-        for name in names - self._base.keys():
-            self._base[name] = weights[name].clone()
-        device = next(iter(weights.values())).device
-        held = {layer: (a.to(device, copy=True), b.to(device, copy=True)) for layer, (a, b) in adapter.layers.items()}
-        for layer, (a, b) in held.items():
-            merged(self._base[f"{layer}.weight"], a, b, adapter.scaling, out=weights[f"{layer}.weight"])
-        self._adapter = PublishedAdapter(held, adapter.scaling, base if verify == "full" else adapter.base)
-        return of_base(self._adapter.as_tree())
+            _check(layer, self._linears.get(layer), a, b)
+        held = adapter.to(next(self._model.parameters()).device)
+        self._serve(held)
+        return of_tree(held.as_tree())
 
     def forget(self) -> None:
         """Forgets base and adapter, because whole weights were loaded: those are the base of the next adapter."""
-        self._base, self._adapter, self._checksum = {}, None, None
+        self._serve(_NONE)
+        self._base = None
 
     def to(self, device: str) -> None:
-        """Moves the base and the adapter that are kept to a device."""
-        self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
-        if self._adapter is not None:
-            layers = {layer: (a.to(device), b.to(device)) for layer, (a, b) in self._adapter.layers.items()}
-            self._adapter = PublishedAdapter(layers, self._adapter.scaling, self._adapter.base)
+        """Moves the adapter to a device."""
+        self._serve(self._adapter.to(device))
 
-    def _without_adapter(self) -> dict[str, torch.Tensor]:
-        """The base by its own names. Of tied tensors only the first is included, as a trainer publishes them."""
-        seen: set[int] = set()
-        found: dict[str, torch.Tensor] = {}
-        weights: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        for name, tensor in weights.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[name] = self._base.get(name, tensor)
-        return found
+    def _serve(self, adapter: PublishedAdapter) -> None:
+        """Adds this adapter's output to that of its layers from now on, and that of no other."""
+        layers = adapter.layers
+        for layer in self._added.keys() - layers.keys():
+            self._added.pop(layer)[1].remove()
+        for layer in layers.keys() - self._added.keys():
+            addition = _Addition()
+            self._added[layer] = addition, self._linears[layer].register_forward_hook(addition)
+        for layer, (a, b) in layers.items():
+            self._added[layer][0].swap(a, b, adapter.scaling)
+        self._adapter = adapter
 
 
-def _check(name: str, weight: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> None:
-    if weight is None:
-        raise EngineError(f"the engine's model has no weight '{name}', for which the adapter is")
-    shape = (b.shape[0], a.shape[1])
-    if weight.shape != shape or b.shape[1] != a.shape[0] or {a.dtype, b.dtype} != {weight.dtype}:
+class _Addition:
+    """Adds scaling (x A^T) B^T to the output of a linear layer, in place; a forward hook."""
+
+    def swap(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        """Adds this A and B from now on."""
+        self._down, self._up, self._scaling = a.t(), b.t(), scaling
+
+    def __call__(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        """Nothing else has seen the output yet, and no gradient is wanted of it."""
+        reduced = torch.mm(inputs[0].flatten(0, -2), self._down)
+        output.view(-1, output.shape[-1]).addmm_(reduced, self._up, alpha=self._scaling)
+
+
+def _without_ties(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights by name. Of tied tensors only the first is included, as a trainer publishes them."""
+    seen: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def _check(layer: str, linear: torch.nn.Linear | None, a: torch.Tensor, b: torch.Tensor) -> None:
+    if linear is None:
+        raise EngineError(f"the engine's model has no linear layer '{layer}', for which the adapter is")
+    weight = linear.weight
+    if weight.shape != (b.shape[0], a.shape[1]) or b.shape[1] != a.shape[0] or {a.dtype, b.dtype} != {weight.dtype}:
         raise EngineError(
-            f"weight '{name}' is {tuple(weight.shape)} {weight.dtype}, but the adapter's A and B for it are "
+            f"weight '{layer}.weight' is {tuple(weight.shape)} {weight.dtype}, but the adapter's A and B for it are "
             f"{tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
         )
