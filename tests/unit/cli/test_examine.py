@@ -1,5 +1,6 @@
 """What `check` looks at in which world."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,3 +166,19 @@ def test_a_prompt_that_is_too_long_for_the_engine_is_a_problem_that_gives_both_n
     _, (problem,) = examined_with(small_run, "examined_reports", "policies.one.engine.max_len=2")
     assert "of solver has" in problem
     assert "policies.one.engine.max_len is 2" in problem
+
+
+def test_keys_and_values_are_told_for_requests_like_those_played_and_at_most_those_of_max_len(small_run: Path) -> None:
+    def told(*overrides: str) -> tuple[float, float]:
+        findings, problems = examined_with(small_run, "examined_reports", "policies.one.engine.slots=64", *overrides)
+        (found,) = [finding.found for finding in findings if finding.subject == "  keys and values"]
+        assert not problems
+        held, most = re.match(
+            r"([\d.]+) GiB(?: for requests like those of the task played, at most ([\d.]+))?", found
+        ).groups()
+        return float(held), float(most or held)
+
+    held, most = told("policies.one.engine.max_len=131072")
+    doubled = told("policies.one.engine.max_len=262144")
+    assert held < most / 10
+    assert doubled == (held, pytest.approx(2 * most, rel=0.05)), "a longer max_len takes nothing until it is used"

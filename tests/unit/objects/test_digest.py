@@ -122,6 +122,27 @@ def test_it_is_that_of_the_values_wherever_and_however_they_lie() -> None:
     assert checksum(dict(reversed(tree.items()))) == checksum(tree)
 
 
+def test_tensors_that_are_joined_have_the_digest_of_the_whole_block_however_many_they_are() -> None:
+    rng = torch.Generator().manual_seed(3)
+    sizes = [
+        tensors._SMALL - 1,
+        7,
+        tensors._SMALL,
+        5,
+        1,
+        *[tensors._SMALL // 2 + 3] * (3 * tensors._JOINED // tensors._SMALL),
+    ]
+    tree = {f"{index:03}": torch.randn(size, generator=rng) for index, size in enumerate(sizes)}
+    layout = layout_of(tree)
+    runs = list(tensors._runs([(slot.start, tree[slot.name]) for slot in layout.buffers[0].slots]))
+    assert max(len(run) for _, run in runs) > 2
+    assert max(sum(map(len, run)) for _, run in runs) <= tensors._JOINED + tensors._SMALL
+    block = bytearray(layout.num_bytes)
+    copy_in(tree, views(layout, block))
+    packed = torch.frombuffer(block, dtype=torch.uint8)
+    assert checksum(tree) == whole_digest(layout, part_sums(packed, 0))
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=len(heterogeneous_tree())))
 def test_ranks_that_hold_some_tensors_each_add_up(mine: list[bool]) -> None:
     tree = heterogeneous_tree()
