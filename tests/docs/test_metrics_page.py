@@ -24,19 +24,12 @@ CHANGES = {
 ODD_SYNTAX = """
 from typing import Literal
 
-from flexmarl.settings import Settings
-from flexmarl.tools import Malformed, syntax
+from flexmarl.tools import Malformed, SyntaxBase, syntax
 
 
 @syntax
-class OddSyntax(Settings):
+class OddSyntax(SyntaxBase):
     type: Literal["odd_metrics"] = "odd_metrics"
-
-    @property
-    def stop(self):
-        return ()
-
-    markers = stop
 
     def parse(self, text):
         return (Malformed("?"),) if text else ()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from flexmarl.events.group_events import GroupAdmitted, GroupStopped, GroupTaken
-from flexmarl.events.run_events import StepEnded
+from flexmarl.events.group_events import GroupAdmitted, GroupStopped, GroupTaken, LagChanged
+from flexmarl.events.run_events import StepEnded, StepStarted
 from flexmarl.records import RowState
 from flexmarl.testing.faults.story import Story, ended_by
 from tests.simulated.conftest import FAULTS, MODES, Schedule, asynchronous, keep_every_law, pipelines, played
@@ -71,6 +71,34 @@ def test_every_law_holds_where_groups_are_taken_before_the_oldest_one() -> None:
     keep_every_law_in_any_mode("group_taken", look=look, head_deadline_s=1800.0)
     assert beyond_head[True] == 0
     assert beyond_head[False]
+
+
+def test_every_law_holds_while_the_lag_is_measured() -> None:
+    """Staleness, slots and window keep the bounds of the largest lag so far, and no lag is above `max_lag`."""
+
+    def look(story: Story) -> None:
+        lag, most = 1, story.settings.pipeline.max_lag
+        for event in story.events:
+            if isinstance(event, StepStarted) and event.step == 0:
+                lag = 1
+            elif isinstance(event, LagChanged):
+                assert event.before == lag
+                assert 1 <= event.lag <= most
+                assert "all but one task in a thousand" in event.because
+                changed["up" if event.lag > lag else "down"] += 1
+                lag = event.lag
+
+    changed = Counter[str]()
+    keep_every_law(
+        "trained",
+        "lag_changed",
+        schedules=asynchronous,
+        look=look,
+        mode=st.sampled_from(["async", "fifo", "greedy"]),
+        steps=8,
+        pipeline=pipelines.map(lambda drawn: {**drawn, "lag": "auto", "max_lag": 3, "head_deadline_s": 1800.0}),
+    )
+    assert changed["up"]
 
 
 def test_the_same_seed_gives_the_same_journal_in_every_mode() -> None:

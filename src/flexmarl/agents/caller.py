@@ -53,6 +53,7 @@ class AgentSpec:
     hears_task: bool = True
     """True: the messages before a task's prompt begin its conversations."""
     max_tool_calls: int = 0
+    max_result_chars: int = 8192
     memory: Memory = "none"
     trust_special: bool = False
 

@@ -203,6 +203,20 @@ class ChatRenderer:
             return None
         return np.concatenate((prompt_ids, response_ids, suffix))
 
+    def results_in(self, text: str, names: Sequence[str]) -> tuple[str, ...]:
+        """The results of calls of these tools in `text`, by which a prompt extends another. Empty if the template wrote
+        them in a way that cannot be told from here."""
+        marks = [f"zqx{index}{'x' * 40}" for index in range(len(names))]  # Longer than what a template may pad.
+        answers = [Message("tool", mark, name=name) for mark, name in zip(marks, names, strict=True)]
+        written = self._template.suffix(*answers)
+        before, *between = re.split("|".join(marks), written)
+        if len(between) != len(names):
+            return ()
+        pattern = "".join(f"(.*?){re.escape(part)}" for part in between)
+        begun = next((place for place in range(len(before) + 1) if text.startswith(before[place:])), 0)
+        found = re.fullmatch(pattern, text[len(before) - begun :], re.DOTALL)
+        return tuple(result.strip() for result in found.groups()) if found else ()
+
     def _render(self, messages: tuple[Message, ...], trust_special: bool) -> IntArray:
         return self._encoded(self._template.text, messages, trust_special)
 

@@ -186,6 +186,7 @@ class Seat:
                 text=said.text,
                 left=left,
                 most=agent.max_tool_calls,
+                most_chars=agent.max_result_chars,
             )
             act = replace(act, hop=turns[0].hop, tool_s=clock() - began)
             self._ledger.note(turns[-1], _faults(said.calls, used))
@@ -300,7 +301,9 @@ class Seat:
 
 def _faults(calls: Sequence[Found], uses: Sequence[ToolUse]) -> Mapping[str, float]:
     """The signals of a message whose calls were answered."""
-    dropped = sum(not use.run for use in uses) / len(uses)
     return found(
-        tool_error=any(use.run and not use.ok for use in uses), bad_tool_calls=unread(calls), dropped_tool_calls=dropped
+        tool_error=any(use.run and not use.ok for use in uses),
+        bad_tool_calls=unread(calls),
+        dropped_tool_calls=sum(not use.run for use in uses) / len(uses),
+        tool_cost=sum(use.cost for use in uses),
     )

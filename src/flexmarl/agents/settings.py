@@ -66,6 +66,9 @@ class AgentSettings(Settings):
     max_tool_calls: int = Field(default=4, ge=0)
     """Tool calls per act. Further calls of a message are not run, and answered so; the text of a further message with
     calls is taken as the reply."""
+    max_result_chars: int = Field(default=8192, ge=64)
+    """Longest result of a tool call, in characters. Of a longer one the agent reads the head and the tail, and how many
+    characters are left out between them."""
     chat_template_kwargs: Mapping[str, Any] = Field(default={})
     """Further arguments of the policy's chat template, e.g. {enable_thinking: false}."""
     hears_task: bool = True

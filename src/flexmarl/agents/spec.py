@@ -122,6 +122,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         syntax=told.syntax,
         tools_note=told.note,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,
+        max_result_chars=settings.max_result_chars,
         memory=settings.memory,
         trust_special=settings.trust_special,
         hears_task=settings.hears_task,

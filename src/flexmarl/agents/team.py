@@ -121,7 +121,7 @@ class Team:
         return self._ledger.call_rewards()
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
-        """The signals found in every turn so far, each in [0, 1]: `tool_error`, `format_error` ..."""
+        """The signals found in every turn so far: `tool_error`, `format_error` ... in [0, 1], and `tool_cost`."""
         return self._ledger.signals()
 
 

@@ -1,14 +1,15 @@
 """Runs the tool calls of one message.
 
 consumes     the calls found in one message
-waits for    the tools; all calls of a message run at once
+waits for    the tools; all calls of a message run at once, and of all messages `rollout.tool_calls_at_once`
 produces     one ToolUse for each call, in the order of the calls
-unblocked by the end of the slowest call; a cancelled act cancels its calls
+unblocked by the end of the slowest call, and of those before it in the line; a cancelled act cancels its calls
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexmarl.agents.context import EpisodeContext, call_seed
@@ -17,6 +18,7 @@ from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
 from flexmarl.tools.arguments import BadArguments, as_text, fitted
 
 SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
+LEFT_OUT = " ... [{} characters left out] ... "
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,18 @@ async def use_tools(
     text: str,
     left: int,
     most: int,
+    most_chars: int,
 ) -> list[ToolUse]:
     """Runs the calls of one message, all at once. The result of a faulty call is a text that says what is wrong.
 
-    `text`: the message; `left`: calls that the budget still has; `most`: the whole budget.
+    `text`: the message; `left`: calls that the budget still has; `most`: the whole budget; `most_chars`: longest text
+    of a result.
     """
 
     async def use(index: int, call: Found) -> ToolUse:
+        return _cut(await answer(index, call), most_chars)
+
+    async def answer(index: int, call: Found) -> ToolUse:
         if index >= left:
             name, argument = (call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text)
             return _used(name, argument, Observation(SPENT.format(most), ok=False), run=False)
@@ -105,9 +112,23 @@ async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: Episo
     if isinstance(arguments, BadArguments):
         return _used(call.name, argument, Observation(arguments.reason, ok=False))
     with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
-        async with context.tools.lent(seat, tool, _context(seat, tool, context)) as bound:
+        lent = context.tools.lent(seat, tool, _context(seat, tool, context))
+        async with lent as bound, context.tools.running:
             observation = await bound.call(arguments)
+        if not math.isfinite(observation.cost):
+            raise EpisodeError(f"the cost of a call must be a finite number, got {observation.cost}")
     return _used(call.name, argument, observation, arguments)
+
+
+def _cut(use: ToolUse, most: int) -> ToolUse:
+    """The call with a result of at most `most` characters: head and tail of a longer one, and what is left out."""
+    length = len(use.result)
+    if length <= most:
+        return use
+    kept = most - len(LEFT_OUT.format(length))
+    tail = kept // 2
+    result = use.result[: kept - tail] + LEFT_OUT.format(length - kept) + use.result[length - tail :]
+    return replace(use, result=result, dropped=use.dropped + length - kept)
 
 
 def _used(

@@ -16,7 +16,7 @@ from math import fsum
 
 import numpy as np
 
-from flexmarl.agents.chat import spoken_from
+from flexmarl.agents.chat import ChatRenderer, spoken_from
 from flexmarl.errors import ConfigError
 from flexmarl.events.group_events import EpisodeFailed, EpisodeFinished, GroupAdmitted, GroupTaken
 from flexmarl.events.journal import read_journal
@@ -119,15 +119,18 @@ class LogprobSummary:
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool call that a reply ended with."""
+    """A tool call that a reply ended with. It may have several."""
 
     name: str
-    """Empty if the call could not be understood. Several calls of one reply are one text, e.g. `search, calculator`."""
+    """Empty if the call could not be understood."""
     argument: str
-    """The arguments as text; those of several calls are in brackets, e.g. `(pi), (2*3)`."""
+    """The arguments as text; the reply, if the call could not be understood."""
     result: str | None
-    """The new text of the call that followed, in which the result is; None: no call followed, so no result was read."""
+    """Text of the result; None: no call of the agent followed, so no result was read."""
     seconds: float
+    """Time of all calls of the reply, which run at once."""
+    prompt: bool = False
+    """True: `result` is the whole new text of the next prompt, because its parts cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +153,8 @@ class ShownTurn:
     """Empty if the row was pruned."""
     reply: Piece | None
     """None if nothing was sampled, or if the row was pruned."""
-    tool: CalledTool | None
+    tools: tuple[CalledTool, ...]
+    """The calls of the reply, in its order."""
     finish: str
     versions: tuple[VersionRun, ...]
     logprobs: LogprobSummary | None
@@ -195,6 +199,8 @@ class Reading:
     """Text of ids with the policy's tokenizer, special tokens included."""
     syntaxes: Mapping[str, Syntax]
     """How each agent with tools writes a call."""
+    renderers: Mapping[str, ChatRenderer] = field(default_factory=dict)
+    """The renderer that wrote the results of each agent's calls."""
     full: bool = False
     """True: no prompt is folded."""
 
@@ -361,7 +367,7 @@ def _turn(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         reason=row.reason,
         prompt=tuple(_prompt(row, parent, rows, prompts, reading)),
         reply=Piece(reply_ids, reading.decode(row.policy, reply_ids)) if len(reply_ids) else None,
-        tool=_tool(row, rows, prompts, reading),
+        tools=tuple(_tools(row, rows, prompts, reading)),
         finish=values.get("finish", ""),
         versions=tuple(VersionRun(start, Version(version)) for start, version in values.get("version_runs", ())),
         logprobs=_logprobs(row) if len(reply_ids) else None,
@@ -391,14 +397,16 @@ def _prompt(
         yield Piece(new, reading.decode(row.policy, new))
 
 
-def _tool(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], reading: Reading) -> CalledTool | None:
-    """The tool call that a turn ends with. A message that several calls continue is read whole, at its last call."""
+def _tools(
+    row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], reading: Reading
+) -> Iterator[CalledTool]:
+    """The tool calls that a turn ends with. A message that several calls continue is read whole, at its last call."""
     syntax = reading.syntaxes.get(row.agent)
     act = [one for one in rows if one.agent == row.agent and _act(one) == _act(row)]
     place = act.index(row)
     following = act[place + 1] if place + 1 < len(act) else None
     if syntax is None or "text" not in row.values:
-        return None
+        return
     text = row.values["text"]
     for earlier in reversed(act[:place]):
         if "text" not in earlier.values or syntax.parse(earlier.values["text"]):
@@ -406,17 +414,20 @@ def _tool(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         text = earlier.values["text"] + text
     calls = syntax.parse(text[spoken_from(text) :])
     if not calls or (following is None and not any(isinstance(call, ToolCall) for call in calls)):
-        return None
-    result = None
+        return
+    whole, results = None, tuple[str, ...]()
+    names = [call.name if isinstance(call, ToolCall) else "" for call in calls]
     if following is not None:
         parent = SampleId(following.values["parent"]) if following.values.get("parent") else None
         pieces = [*_prompt(following, parent, rows, prompts, replace(reading, full=False))]
-        result = pieces[-1].text if pieces else None
+        whole = pieces[-1].text if pieces else None
+        if whole is not None and row.agent in reading.renderers:
+            results = reading.renderers[row.agent].results_in(whole, names)
     seconds = following.values.get("tool_s", 0.0) if following is not None else 0.0
-    said = [(call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text) for call in calls]
-    name = ", ".join(name for name, _ in said if name)
-    argument = said[0][1] if len(said) == 1 else ", ".join(f"({argument})" for _, argument in said)
-    return CalledTool(name, argument, result, seconds)
+    for index, call in enumerate(calls):
+        argument = as_text(call.arguments) if isinstance(call, ToolCall) else text
+        result = results[index] if results else whole
+        yield CalledTool(names[index], argument, result, seconds, prompt=whole is not None and not results)
 
 
 def _act(row: Row) -> int:

@@ -18,7 +18,7 @@ from flexmarl.assemble.blueprint import (
     model_source,
     open_tasks,
     seat_team,
-    syntax_of,
+    told_of,
 )
 from flexmarl.assemble.commands import (
     TrainCommand,
@@ -55,6 +55,6 @@ __all__ = [
     "resume_hint",
     "seat_team",
     "simulate",
-    "syntax_of",
+    "told_of",
     "wire",
 ]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
-from flexmarl.agents.telling import told_of_tools
+from flexmarl.agents.telling import Told, told_of_tools
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.run_settings import FromRun
@@ -20,7 +20,6 @@ from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
-from flexmarl.tools import Syntax
 from flexmarl.training.backends.causal_lm import check_model_files
 
 TOKENIZER_FILE = "tokenizer_config.json"
@@ -95,14 +94,10 @@ def seat_team(settings: RunSettings) -> TeamSpec:
     return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else (), code=code)
 
 
-def syntax_of(settings: RunSettings, agent: str) -> Syntax:
-    """Returns the syntax in which an agent with tools writes its calls; the policy's chat template decides `auto`."""
+def told_of(settings: RunSettings, agent: str) -> Told:
+    """Returns how an agent learns of its tools, the syntax of its calls, and the renderer of its conversations."""
     asked = settings.team.agents[agent]
-    if asked.syntax != "auto":
-        return asked.syntax
-    syntax = told_of_tools(asked, load_renderer(settings, asked.policy)).syntax
-    assert syntax is not None, "an agent with tools has a syntax"
-    return syntax
+    return told_of_tools(asked, load_renderer(settings, asked.policy))
 
 
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:

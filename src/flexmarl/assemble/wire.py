@@ -31,6 +31,7 @@ from flexmarl.orchestrator.collect import Collector, Release, StepCollector, Str
 from flexmarl.orchestrator.crediting import Appraisal, Crediting
 from flexmarl.orchestrator.evaluation import Keep
 from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.measured_lag import MeasuredLag
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.publish import Gate, Publisher, Updates, Versions
@@ -40,7 +41,7 @@ from flexmarl.orchestrator.settings import Mode, law_of
 from flexmarl.orchestrator.step_figures import Figures
 from flexmarl.orchestrator.synchronous import Colocation, Synchronous
 from flexmarl.records import CONTROLLER, PolicyName
-from flexmarl.rollout.admission import Admission
+from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.training.session import TrainingSession
 
@@ -220,6 +221,7 @@ class _Wiring:
             retries=self._settings.rollout.group_retries,
             events=self._events,
             window=self._rules.window,
+            lag=self._measured_lag,
         )
 
     @cached_property
@@ -230,11 +232,22 @@ class _Wiring:
     @cached_property
     def admission(self) -> Admission:
         """The ledger of groups, with those that were active at the checkpoint."""
-        law, admission = (
-            law_of(self._settings.mode, self._settings.pipeline, groups=self._settings.batch.groups),
-            self._rules.admission,
-        )
+        lag = min(self._start.admission.lag, self._settings.pipeline.max_lag) if self._start else 1
+        law, admission = self._law(lag), self._rules.admission
         return admission.resumed(law, self._start.admission) if self._start else admission(law)
+
+    def _law(self, lag: int) -> AdmissionLaw:
+        """The admission law; with the given lag if the run measures it."""
+        return law_of(self._settings.mode, self._settings.pipeline, groups=self._settings.batch.groups, now=lag)
+
+    @property
+    def _measured_lag(self) -> MeasuredLag | None:
+        """The part that decides the lag; None if the settings, or the mode, say it."""
+        pipeline, mode = self._settings.pipeline, self._settings.mode
+        if pipeline.lag != "auto" or mode.synchronous or mode is Mode.ONE_STEP_OFF:
+            return None
+        laws = {lag: self._law(lag) for lag in range(1, pipeline.max_lag + 1)}
+        return MeasuredLag(laws, lag=self.admission.law.lag)
 
     @cached_property
     def gate(self) -> Gate | None:

@@ -188,6 +188,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
         run_seed=settings.seed,
         timeout_s=settings.rollout.episode_timeout_s,
         grace_s=settings.rollout.cancel_grace_s,
+        tool_calls_at_once=settings.rollout.tool_calls_at_once,
         events=world.pool.events,
     )
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from flexmarl.analysis.conversations import (
     NOT_ENDED,
+    CalledTool,
     Conversations,
     EpisodeLine,
     Piece,
@@ -40,6 +41,8 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 """Colours of the agents, in the team's order."""
 SHORT = 60
 """Most characters of a reason in a list."""
+SHOWN = 200
+"""Most characters of a tool's result in its line."""
 
 
 def show(
@@ -127,8 +130,10 @@ def reading_of(settings: RunSettings, *, full: bool) -> Reading:
             tokenizers[policy] = assemble.load_tokenizer(settings, policy)
         return tokenizers[policy].decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    syntaxes = {name: assemble.syntax_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
-    return Reading(decode=decode, syntaxes=syntaxes, full=full)
+    told = {name: assemble.told_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
+    syntaxes = {name: one.syntax for name, one in told.items() if one.syntax}
+    renderers = {name: one.renderer for name, one in told.items()}
+    return Reading(decode=decode, syntaxes=syntaxes, renderers=renderers, full=full)
 
 
 def colours_of(agents: Sequence[str]) -> Mapping[str, str]:
@@ -153,7 +158,7 @@ def _turn_json(turn: ShownTurn) -> dict[str, Any]:
     plain = {name: getattr(turn, name) for name in ShownTurn.__slots__}
     plain["prompt"] = [_piece_json(piece) for piece in turn.prompt]
     plain["reply"] = _piece_json(turn.reply) if turn.reply else None
-    plain["tool"] = asdict(turn.tool) if turn.tool else None
+    plain["tools"] = [asdict(call) for call in turn.tools]
     plain["logprobs"] = asdict(turn.logprobs) if turn.logprobs else None
     plain["versions"] = [[run.start, run.version] for run in turn.versions]
     return plain
@@ -236,11 +241,20 @@ def _turn(turn: ShownTurn, colour: str) -> Iterator[Text]:
         yield _quoted("< ", turn.reply.text, colour)
     elif not turn.pruned:
         yield Text("nothing was sampled", "yellow")
-    if turn.tool is not None:
-        name = turn.tool.name or "a tool call that could not be understood"
-        read = "its result was not read" if turn.tool.result is None else "its result is in the next prompt"
-        yield Text(f"tool {name}({turn.tool.argument}), {turn.tool.seconds:.3g} s; {read}", "dim")
+    for call in turn.tools:
+        name = call.name or "a tool call that could not be understood"
+        yield Text(f"tool {name}({call.argument}): {_result(call)}", "dim")
+    if turn.tools and turn.tools[0].result is not None:
+        yield Text(f"tools took {turn.tools[0].seconds:.3g} s", "dim")
     yield Text("; ".join(_figures(turn)), "dim")
+
+
+def _result(call: CalledTool) -> str:
+    if call.result is None:
+        return "its result was not read"
+    if call.prompt:
+        return "its result is in the next prompt"
+    return call.result if len(call.result) <= SHOWN else f"{call.result[:SHOWN]} ... (whole in the next prompt)"
 
 
 def _quoted(mark: str, text: str, style: str) -> Text:

@@ -10,6 +10,7 @@ from flexmarl.orchestrator.settings import Mode, PipelineSettings
 _CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
 READ_IN: Mapping[str, tuple[Mode, ...]] = {
     "lag": _CONTINUOUS,
+    "max_lag": _CONTINUOUS,
     "window": (Mode.ASYNC,),
     "head_deadline_s": (Mode.ONE_STEP_OFF, *_CONTINUOUS),
     "late": (Mode.ONE_STEP_OFF, *_CONTINUOUS),

@@ -117,6 +117,19 @@ class GroupTaken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LagChanged(Event):
+    """`pipeline.lag: auto` chose another lag, by what was measured."""
+
+    name: ClassVar[str] = "lag_changed"
+    step: int
+    """The step that begins with it, from 0."""
+    before: int
+    """The lag before, in steps."""
+    lag: int
+    """Steps that rollout may be ahead from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStopped(Event):
     """A group that held up others was stopped. It leaves the window at once."""
 

@@ -53,6 +53,10 @@ class Window:
         """A heap of group ids. Groups that have ended since are skipped when they come up."""
         self._newest = GroupId(-1)
 
+    def resize(self, size: int | None) -> None:
+        """Changes W. A smaller window gives no group back."""
+        self._size = size
+
     def __len__(self) -> int:
         """Number of groups that were submitted, and neither taken nor ended."""
         return len(self._open)

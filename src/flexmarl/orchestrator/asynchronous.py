@@ -31,7 +31,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken, RolloutEnded
+from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken, LagChanged, RolloutEnded
 from flexmarl.events.notices import EpisodesTaken, StepPlayed, TurnsTaken, phase
 from flexmarl.events.safe_json import masked
 from flexmarl.experience.interface import ExperienceStore, Outcome
@@ -39,6 +39,7 @@ from flexmarl.experience.window import Window
 from flexmarl.orchestrator.collect import Collector
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.feed import Feed
+from flexmarl.orchestrator.measured_lag import MeasuredLag
 from flexmarl.orchestrator.publish import Updates
 from flexmarl.orchestrator.settings import PipelineSettings
 from flexmarl.records import CONTROLLER, Divisors, GroupId, GroupRecord, PolicyName, RowState
@@ -69,11 +70,15 @@ class Stream:
         retries: int,
         events: Events,
         window: type[Window] = Window,
+        lag: MeasuredLag | None = None,
     ) -> None:
-        """`retries`: how often the task of a late group is admitted again if `settings.late` is `requeue`."""
+        """`retries`: how often the task of a late group is admitted again if `settings.late` is `requeue`.
+
+        `lag`: decides the lag after each step; None: it stays what it is.
+        """
         self._feed, self._rollout, self._crediting = feed, rollout, crediting
         self._admission, self._store, self._events = admission, store, events
-        self._settings, self._retries = settings, retries
+        self._settings, self._retries, self._lag = settings, retries, lag
         law = admission.law
         self._window = window(law.window, step=law.groups if law.steps_in_order else None)
         self._done: dict[GroupId, GroupRecord] = {}
@@ -87,6 +92,12 @@ class Stream:
         """Cleared while `_is_barren`: no more groups are admitted then."""
         self._bears.set()
         self._step = 0
+        self._began = 0.0
+        """When the step began; 0 in the first step of a command, which is not measured."""
+        self._held_s = 0.0
+        """Seconds of the step in which finished groups stood outside the window."""
+        self._admitted: dict[GroupId, float] = {}
+        """When each group that plays was admitted."""
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[None]:
@@ -110,10 +121,13 @@ class Stream:
         if step != self._step:
             self._step = step
             self._window.begin_step()
+            self._measure()
         while (taken := self._window.take()) is None:
             self._check_alive()
             self._stop_late_head()
+            began, held = asyncio.get_running_loop().time(), bool(self._done)
             await self._wait()
+            self._held_s += held * (asyncio.get_running_loop().time() - began)
         self._events.emit(GroupTaken(group=taken.group, step=step, because=taken.because))
         return self._done.pop(taken.group)
 
@@ -141,12 +155,31 @@ class Stream:
 
     async def _submitted(self) -> AsyncIterator[GroupRecord]:
         async for group in self._feed.endless(lambda: self._step):
-            self._window.submitted(group.group, asyncio.get_running_loop().time())
+            self._admitted[group.group] = now = asyncio.get_running_loop().time()
+            self._window.submitted(group.group, now)
             yield group
             # Without this wait, groups that fail at once would use up all tasks before `next` is called and raises.
             await self._bears.wait()
 
+    def _measure(self) -> None:
+        """Measures the step that has ended. The lag may change now, and with it admission and the window."""
+        now, began, held_s = asyncio.get_running_loop().time(), self._began, self._held_s
+        self._began, self._held_s = now, 0.0
+        if self._lag is None or not began:
+            return
+        oldest = max((now - at for at in self._admitted.values()), default=0.0)
+        ruling = self._lag.step_ended(now - began - held_s, oldest=oldest)
+        if ruling:
+            before = self._admission.law.lag
+            self._admission.change(ruling.law)
+            self._window.resize(ruling.law.window)
+            self._feed.look_again()
+            self._events.emit(LagChanged(step=self._step, before=before, lag=ruling.law.lag, because=ruling.because))
+
     async def _finished(self, group: GroupRecord) -> None:
+        played_s = asyncio.get_running_loop().time() - self._admitted.pop(group.group)
+        if self._lag and group.group not in self._late:
+            self._lag.task_ended(played_s)
         if group.group in self._late:
             self._done[group.group] = group
             because = self._late.pop(group.group)

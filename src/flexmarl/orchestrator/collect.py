@@ -71,7 +71,7 @@ class Collector:
     async def take(self, group: GroupRecord) -> None:
         """Takes a group that the filter kept. Checks that no token is older than the mode allows (law 3)."""
         turns = (turn for episode in group.finished for turn in episode.turns)
-        self._versions.check(turns, max_staleness=self._admission.law.max_staleness)
+        self._versions.check(turns, max_staleness=self._admission.max_staleness)
         await self._collect(group)
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
@@ -171,7 +171,7 @@ class StepCollector(Collector):
         """Takes a finished episode of a group that still plays. The whole group comes later, in `take`."""
         if self._rule is not Release.BY_EPISODE and self._streaming is None:
             return
-        self._versions.check(episode.turns, max_staleness=self._admission.law.max_staleness)
+        self._versions.check(episode.turns, max_staleness=self._admission.max_staleness)
         async with self._turn:
             if self._streaming:
                 await self._streaming.take_episode(group, episode)
@@ -184,7 +184,7 @@ class StepCollector(Collector):
         Raises EpisodeError if the step cannot be filled.
         """
         turns = (turn for episode in group.plays for turn in episode.turns)
-        self._versions.check(turns, max_staleness=self._admission.law.max_staleness)
+        self._versions.check(turns, max_staleness=self._admission.max_staleness)
         async with self._turn:  # One group at a time: the next one must not overtake it while the store writes.
             for due in self._due(group):
                 await self._judge(due)

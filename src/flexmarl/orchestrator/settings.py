@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from decimal import Decimal
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,11 +51,13 @@ class PipelineSettings(Settings):
         description="sync, microbatch: the next step's rollout begins when this one's has ended, and each call waits "
         "for its own policy's new version; on-policy still. The other keys are for the asynchronous modes.",
     )
-    lag: int = Field(
+    lag: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=1,
-        ge=1,
-        description="Steps that rollout may be ahead: lag + 1 steps' groups are active. 1 if one_step_off.",
+        description="Steps that rollout may be ahead: lag + 1 steps' groups are active. 1 if one_step_off. auto: it "
+        "begins with 1 and follows what is measured, so that lag + 1 steps last as long as all but one task in a "
+        "thousand (orchestrator/measured_lag.py).",
     )
+    max_lag: int = Field(default=8, ge=1, le=64, description="lag=auto: at most this.")
     window: float = Field(
         default=0.3, gt=0, le=1, description="async: window in shares of the active groups; smaller is less off-policy."
     )
@@ -77,8 +79,8 @@ class PipelineSettings(Settings):
     )
 
 
-def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionLaw:
-    """The admission law of a mode, with P = `groups` per step: its lag S and its window W.
+def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int, now: int = 1) -> AdmissionLaw:
+    """The admission law of a mode, with P = `groups` per step: its lag S, which is `now` if it is auto, and window W.
 
     >>> law_of(Mode.ASYNC, PipelineSettings(lag=1, window=0.25), groups=6).window
     3
@@ -86,7 +88,7 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int) -> AdmissionL
     if mode.synchronous:
         return AdmissionLaw(groups=groups, lag=0, window=1, ahead=pipeline.ahead)
     one_step_off = mode is Mode.ONE_STEP_OFF
-    lag = 1 if one_step_off else pipeline.lag
+    lag = 1 if one_step_off else now if pipeline.lag == "auto" else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
         # In decimals 0.1 * 3 * 10 is 3. In floats it is a little more, and would round up to 4.

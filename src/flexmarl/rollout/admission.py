@@ -77,6 +77,8 @@ class AdmissionState:
     active: tuple[ActiveGroup, ...] = ()
     expiries: tuple[tuple[int, int], ...] = ()
     """(position, how often it took too long) of each task that is or will be admitted again."""
+    lag: int = 1
+    """S, for a run that measures it; elsewhere the settings say it."""
 
 
 class Admission:
@@ -84,6 +86,8 @@ class Admission:
 
     def __init__(self, law: AdmissionLaw, next_group: int = 0) -> None:
         self.law = law
+        self._earlier: list[tuple[int, AdmissionLaw]] = []
+        """Laws before this one, each with the first group that was admitted after it."""
         self.next_group = next_group
         """Id of the next group."""
         self._new = next_group
@@ -110,6 +114,19 @@ class Admission:
     def slots(self) -> int:
         """Maximum number of active groups."""
         return self.law.slots
+
+    def change(self, law: AdmissionLaw) -> None:
+        """Replaces the law. Groups that are more than a smaller lag allows stay active; none is admitted meanwhile."""
+        self._earlier.append((self.next_group, self.law))
+        self.law = law
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Bound on the staleness of every active group: that of the loosest law of its life. None: unbounded."""
+        oldest = min(self._active, default=self.next_group)
+        self._earlier = [(end, law) for end, law in self._earlier if oldest < end]
+        bounds = [law.max_staleness for law in (self.law, *(law for _, law in self._earlier))]
+        return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
     @property
     def next_position(self) -> int:
@@ -209,6 +226,7 @@ class Admission:
             again=tuple(self._again),
             active=tuple(active),
             expiries=tuple(sorted(self._expiries.items())),
+            lag=max(1, self.law.lag),
         )
 
     def _enter(self, group: GroupId, position: int, attempt: int) -> None:

@@ -12,7 +12,7 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
@@ -93,6 +93,7 @@ class Player:
         temperature: float | None = None,
         holds: Holds = lambda _: None,
         events: Events | None = None,
+        tool_calls_at_once: int | None = None,
     ) -> None:
         """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
         `temperature` replaces the agents' own. Evaluations use the last two.
@@ -110,6 +111,7 @@ class Player:
         self._holds = holds
         self._events = events
         self._sampling = {} if temperature is None else {"temperature": temperature}
+        self._running_tools = asyncio.Semaphore(tool_calls_at_once) if tool_calls_at_once else nullcontext()
 
     async def play(
         self,
@@ -133,7 +135,7 @@ class Player:
         recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
         limit = TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
-        tools = OpenTools(deadline=lambda: limit.timeout.when() or math.inf)
+        tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running_tools)
         context = EpisodeContext(
             task=group.task,
             group=group.group,

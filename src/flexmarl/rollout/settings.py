@@ -25,6 +25,12 @@ class RolloutSettings(Settings):
         "abandoned: nothing of it runs any more.",
     )
     call_timeout_s: float = Field(default=300.0, gt=0, description="One LLM call that takes longer is aborted.")
+    tool_calls_at_once: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tool calls that run at the same time, of all episodes together; others wait, and their episodes' "
+        "time goes on. Evaluations count for themselves. null: no bound.",
+    )
     group_retries: int = Field(
         default=1,
         ge=0,

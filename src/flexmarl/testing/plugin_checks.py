@@ -115,10 +115,11 @@ def check_syntax(syntax: Syntax, *, call: ToolCall) -> None:
     assert syntax.parse(f"{syntax.render(call, call)}\n") == (call, call), "so are several calls of one message"
     assert not syntax.stop or text.endswith(syntax.stop), "the engine stops at the end of a call"
     assert syntax.parse("Let me see.") == (), "ordinary text holds no call"
-    for end in range(len(text)):
-        begun = syntax.parse(text[:end])
-        whole = [one for one in begun if isinstance(one, ToolCall)]
-        assert all(one == call for one in whole), f"{text[:end]!r} is cut, and was read as the call {whole[0]}"
+    whole = len(text.removesuffix(syntax.optional_end))
+    assert syntax.parse(text[:whole]) == (call,), "without its optional end a call is whole"
+    for end in range(whole):
+        read = [one for one in syntax.parse(text[:end]) if isinstance(one, ToolCall)]
+        assert not read, f"{text[:end]!r} is cut, and was read as the call {read[0]}"
     for nonsense in HOSTILE:
         for around in (nonsense, text[: len(text) // 2] + nonsense, nonsense + text):
             found = syntax.parse(around)

@@ -6,7 +6,17 @@ from flexmarl.plugins import SettingsTable
 from flexmarl.tools.calculator import Calculator
 from flexmarl.tools.function_tool import Refusal, tool_of_function
 from flexmarl.tools.interface import BoundTool, Observation, Tool, ToolContext
-from flexmarl.tools.syntax import SYNTAXES, AnySyntax, Found, Incomplete, Malformed, Syntax, ToolCall, syntax
+from flexmarl.tools.syntax import (
+    SYNTAXES,
+    AnySyntax,
+    Found,
+    Incomplete,
+    Malformed,
+    Syntax,
+    SyntaxBase,
+    ToolCall,
+    syntax,
+)
 from flexmarl.tools.syntaxes import FencedSyntax, FunctionSyntax, LlamaSyntax, MistralSyntax, TagSyntax, XmlSyntax
 
 TOOLS: SettingsTable[Tool] = SettingsTable(
@@ -40,6 +50,7 @@ __all__ = [
     "Refusal",
     "SYNTAXES",
     "Syntax",
+    "SyntaxBase",
     "TOOLS",
     "TagSyntax",
     "Tool",

@@ -10,7 +10,8 @@ import asyncio
 import contextvars
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any
 
 from flexmarl.tools.interface import BoundTool, Tool, ToolContext
 
@@ -18,9 +19,16 @@ from flexmarl.tools.interface import BoundTool, Tool, ToolContext
 class OpenTools:
     """The tools of one episode. Outside a `block`, each is open only for as long as it is lent."""
 
-    def __init__(self, deadline: Callable[[], float] = lambda: math.inf) -> None:
-        """`deadline`: time of the event loop at which the episode ends at the latest, as far as is known now."""
-        self.deadline = deadline
+    def __init__(
+        self,
+        deadline: Callable[[], float] = lambda: math.inf,
+        running: AbstractAsyncContextManager[Any] | None = None,
+    ) -> None:
+        """`deadline`: time of the event loop at which the episode ends at the latest, as far as is known now.
+
+        `running`: held by each call for as long as it runs; a semaphore bounds how many run at once.
+        """
+        self.deadline, self.running = deadline, running or nullcontext()
         self.faults: list[Exception] = []
         """Errors of tools that failed when they were closed."""
         self._group: asyncio.TaskGroup | None = None

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Protocol
 from flexmarl.errors import is_unicode
 from flexmarl.events.safe_json import parse_json
 from flexmarl.plugins import SettingsTable
+from flexmarl.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,12 @@ class Syntax(Protocol):
         """Texts that `parse` reads and that a tokenizer may have as special tokens, which plain decoding leaves out."""
         ...
 
+    @property
+    def optional_end(self) -> str:
+        """Text at the end of a rendered call without which it is a whole call too; mostly empty. A call that is cut
+        before it never reads as a call."""
+        ...
+
     def parse(self, text: str) -> tuple[Found, ...]:
         """All calls in the text, in order; only the last may be Incomplete."""
         ...
@@ -83,6 +90,25 @@ class Syntax(Protocol):
     def render(self, *calls: ToolCall) -> str:
         """Calls as a model would write them: for role prompts and demonstrations. `parse` reads them back."""
         ...
+
+
+class SyntaxBase(Settings):
+    """Base of syntaxes: the message ends with its calls, no marker is a special token, and a call is whole or none."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @property
+    def optional_end(self) -> str:
+        """Nothing."""
+        return ""
 
 
 def call_of_json(value: Any, *, arguments: str, call_id: str = "", start: int = 0) -> ToolCall | Malformed:

@@ -194,3 +194,18 @@ def test_a_tokenizer_without_a_chat_template_is_refused():
 def test_a_template_that_cannot_say_a_users_words_is_refused():
     with pytest.raises(ConfigError, match="must render the `content`"):
         ChatRenderer(samples.characters("{% for m in messages %}{{ m.role }}{% endfor %}"))
+
+
+@pytest.mark.parametrize("key", [key for key in TOKENIZERS if key[1] in (samples.CHATML, samples.TERSE)])
+@settings(max_examples=20, deadline=None)
+@given(results=st.lists(st.text(alphabet="0123456789 ab", min_size=1, max_size=60), min_size=1, max_size=3))
+def test_results_are_found_again_in_the_text_by_which_a_prompt_is_extended(key, results):
+    renderer, tokenizer = RENDERERS[key], TOKENIZERS[key]
+    answers = [Message("tool", result, name="calculator") for result in results]
+    said = np.array(renderer.encode("calc(1)"), np.int32)
+    prompt = renderer.extend(np.zeros(0, np.int32), said, *answers)
+    assert prompt is not None
+    text = tokenizer.decode(prompt[len(said) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    for shown in (text, text[len(text) - len(text.lstrip()) :]):
+        assert renderer.results_in(shown, ["calculator"] * len(results)) == tuple(map(str.strip, results))
+    assert renderer.results_in("another text", ["calculator"]) == ()

@@ -1,11 +1,17 @@
 """Tools are opened once per seat and episode, called at once, and closed with the episode whatever becomes of it."""
 
 import asyncio
+import json
+import math
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexmarl.errors import EpisodeError
 from flexmarl.records import EpisodeStatus, GroupId, GroupRecord, Spoken, Task
@@ -76,8 +82,6 @@ def played(tool: Counter, *replies: str, timeout_s: float = 60.0, task: Task = T
         for _ in range(2):
             await team.solver.act(task.prompt)
         team.solver.reward(1.0)
-
-    from dataclasses import replace
 
     team_spec = replace(team_with(tool), run=run)
     model = ScriptedModel(TOKENIZER, says(*replies))
@@ -167,6 +171,84 @@ def test_sixty_four_calls_of_one_message_are_all_answered() -> None:
 def test_files_that_are_none_fail_the_episode() -> None:
     episode = played(Counter(), call(), task=Task(input_id="x", prompt="1", data={"files": ["a"]}))
     assert "its field 'files' must map names to texts or bytes" in episode.reason
+
+
+class Says:
+    """A tool that says what it is told, at a cost of half a unit."""
+
+    name, description = "calculator", "says"
+    parameters: ClassVar = {"type": "object", "properties": {"s": {"type": "string"}}}
+
+    def open(self, context: ToolContext) -> Any:
+        return nullcontext(self)
+
+    async def call(self, arguments: dict[str, Any]) -> Observation:
+        return Observation(arguments["s"], cost=math.nan if arguments["s"] == "nan" else 0.5, dropped=3)
+
+
+def used(*results: str, **settings: Any) -> tuple[Any, Any]:
+    """The calls that an agent makes in one message, and the team."""
+    calls = "".join(TAG.format(json.dumps({"s": result})) for result in results)
+    team = team_with(Says(), **settings).seat(context(says(calls, "so"), sampling={"max_tokens": 100_000}))
+    return run_virtual(team.solver.act("go")).calls, team
+
+
+TAG = '<tool_call>{{"name": "calculator", "arguments": {0}}}</tool_call>'
+
+
+@given(length=st.integers(0, 400), most=st.integers(64, 200))
+def test_a_long_result_keeps_head_and_tail_and_says_how_much_is_left_out(length: int, most: int) -> None:
+    result = "".join(chr(ord("a") + number % 26) for number in range(length))
+    ((use,), team) = used(result, max_result_chars=most)
+    assert len(use.result) <= most or length <= most
+    assert use.result in text(team.turns[-1].prompt_ids)
+    if length <= most:
+        assert (use.result, use.dropped) == (result, 3)
+        return
+    head, note, tail = re.split(r"( \.\.\. \[\d+ characters left out\] \.\.\. )", use.result)
+    left_out = int(re.findall(r"\d+", note)[0])
+    assert use.dropped == 3 + left_out == 3 + length - len(head) - len(tail)
+    assert result.startswith(head)
+    assert result.endswith(tail)
+    assert abs(len(head) - len(tail)) <= 1
+
+
+def test_what_the_calls_of_a_message_cost_is_a_signal_of_the_turn_that_made_them() -> None:
+    (calls, team) = used("a", "b", "c")
+    assert [use.cost for use in calls] == [0.5, 0.5, 0.5]
+    assert [dict(found) for found in team.signals().values()] == [{"tool_cost": 1.5}, {}]
+    with pytest.raises(EpisodeError, match="the cost of a call must be a finite number, got nan"):
+        used("nan")
+
+
+@pytest.mark.parametrize(("at_once", "most"), [(None, 12), (5, 5), (1, 1)])
+def test_no_more_calls_run_at_once_than_the_run_allows(at_once: int | None, most: int) -> None:
+    """Three episodes make four calls each in one message. All are answered."""
+    tool = Counter()
+
+    async def act(task: Task, team: Any) -> None:
+        reply = await team.solver.act(task.prompt)
+        assert [use.run for use in reply.calls] == [True] * 4
+        team.solver.reward(1.0)
+
+    def answer(prompt: str, request: Any) -> str:
+        return "so" if "<|tool|>" in prompt else call(1.0) * 4
+
+    player = Player(
+        team=replace(team_with(tool, sampling={"max_tokens": 10_000}), run=act),
+        generate=ScriptedModel(TOKENIZER, answer),
+        run_seed=0,
+        timeout_s=600.0,
+        tool_calls_at_once=at_once,
+    )
+    group = GroupRecord(group=GroupId(0), task=TASK, step=0)
+
+    async def play() -> list[Any]:
+        return await asyncio.gather(*(player.play(group, index) for index in range(3)))
+
+    episodes = run_virtual(play())
+    assert [episode.reason for episode in episodes] == [""] * 3
+    assert tool.most == most
 
 
 OPENING = (Spoken("system", "In metres."), Spoken("user", "Hi"), Spoken("assistant", "Hello"))

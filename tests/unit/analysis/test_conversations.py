@@ -1,6 +1,8 @@
 """The conversations that are shown are those that were played: by ids, never by texts that were encoded again."""
 
 import asyncio
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ from flexmarl.records import (
     VersionRun,
     make_sample_id,
 )
+from flexmarl.rollout.player import Player
+from flexmarl.testing.agents import ScriptedModel
+from flexmarl.tools import TagSyntax, ToolCall
+from tests.unit.agents.tables import RENDERER, TOKENIZER, says, spec, text
 from tests.unit.rollout.plays import GROUP, player
 
 AGENTS = [AgentName("solver"), AgentName("verifier")]
@@ -219,6 +225,39 @@ def test_a_run_that_still_writes_is_read_and_its_last_episode_has_not_ended(tmp_
     shown = asyncio.run(write())
     assert shown.line.status == NOT_ENDED
     check(shown, {0: ([1, 2], [3])})
+
+
+@pytest.mark.parametrize("with_renderer", [True, False])
+def test_each_call_of_a_turn_has_a_line_of_its_own_with_its_result(tmp_path: Path, with_renderer: bool) -> None:
+    folder, solver = RunFolder(tmp_path), AgentName("solver")
+    agent = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}, "tell_tools": "none"}
+    team = spec({"solver": {**agent, "sampling": {"max_tokens": 1000}}})
+    calls = [ToolCall("calculator", {"expression": sum_}) for sum_ in ("1+1", "2*(3", "7*8")]
+
+    async def act(task: Any, team: Any) -> None:
+        (await team.solver.act(task.prompt)).reward(1.0)
+
+    async def write() -> None:
+        store = DurableStore.create(folder.store, agents=[solver], columns=TURN_COLUMNS)
+        model = ScriptedModel(TOKENIZER, says(TagSyntax().render(*calls), "so"))
+        played = Player(team=replace(team, run=act), generate=model, run_seed=0, timeout_s=9.0, store=store)
+        assert (await played.play(GROUP, 0)).finished
+        await store.close()
+
+    asyncio.run(write())
+    renderers = {solver: RENDERER} if with_renderer else {}
+    reading = Reading(decode=lambda _, ids: text(ids), syntaxes={solver: TagSyntax()}, renderers=renderers)
+    with open_conversations(folder) as conversations:
+        (line,) = conversations.lines()
+        first, second = conversations.read(line, reading).turns
+    assert second.tools == ()
+    results = ["2", "error: the expression ends too early", "56"]
+    assert [call.argument for call in first.tools] == ["1+1", "2*(3", "7*8"]
+    assert [call.name for call in first.tools] == ["calculator"] * 3
+    if with_renderer:
+        assert [call.result for call in first.tools] == results
+    else:
+        assert all(call.prompt and set(results) <= {*re.split("<.*?>", call.result or "")} for call in first.tools)
 
 
 def test_texts_that_were_pruned_are_said_to_be_gone_and_numbers_stay(tmp_path: Path) -> None:

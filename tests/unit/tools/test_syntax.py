@@ -63,6 +63,19 @@ def test_a_syntax_that_takes_a_cut_call_for_a_call_is_caught() -> None:
         check_syntax(Hasty(), call=ToolCall("calculator", "1+1"))
 
 
+def test_only_fenced_calls_are_whole_before_their_last_character() -> None:
+    assert {syntax.type: syntax.optional_end for syntax, _ in SYNTAXES if syntax.optional_end} == {"fenced": "\n"}
+
+
+def test_a_syntax_that_reads_a_call_without_its_last_character_is_caught() -> None:
+    class Impatient(TagSyntax):
+        def parse(self, text: str) -> tuple[Found, ...]:
+            return super().parse(f"{text}>" if text.endswith("</tool_call") else text)
+
+    with pytest.raises(AssertionError, match="is cut, and was read as the call"):
+        check_syntax(Impatient(), call=ToolCall("calculator", CALL))
+
+
 def test_a_syntax_that_drops_the_second_call_is_caught() -> None:
     class First(TagSyntax):
         def parse(self, text: str) -> tuple[Found, ...]:

@@ -5,9 +5,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from decimal import Decimal
 
-from flexmarl.config import RunSettings
 from flexmarl.events.event import Event
-from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady, GroupStopped, GroupTaken
+from flexmarl.events.group_events import (
+    GroupAdmitted,
+    GroupFailed,
+    GroupFiltered,
+    GroupReady,
+    GroupStopped,
+    GroupTaken,
+    LagChanged,
+)
 from flexmarl.events.run_events import StepStarted
 from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded, Moved, MoveFailed
 from flexmarl.events.training_events import Published, Swapped
@@ -52,12 +59,16 @@ def _of_other_steps(story: Story) -> Iterator[str]:
                 yield f"{row.sample_id} was sampled at {runs}, step {step} began with version {expected}"
 
 
-def lag_and_window(settings: RunSettings) -> tuple[int, int | None]:
-    """Returns S and W of the run's mode, as docs/math.md defines them. W is None if the mode has no window."""
-    groups, pipeline, mode = settings.batch.groups, settings.pipeline, settings.mode
+def lag_and_window(story: Story) -> tuple[int, int | None]:
+    """Returns S and W of the run's mode, as docs/math.md defines them. W is None if the mode has no window.
+
+    A lag that is measured counts as the largest that the run had.
+    """
+    groups, pipeline, mode = story.settings.batch.groups, story.settings.pipeline, story.settings.mode
     if mode.synchronous:
         return 0, 1
-    lag = 1 if mode is Mode.ONE_STEP_OFF else pipeline.lag
+    measured = max((event.lag for event in story.events if isinstance(event, LagChanged)), default=1)
+    lag = 1 if mode is Mode.ONE_STEP_OFF else measured if pipeline.lag == "auto" else pipeline.lag
     windows = {
         Mode.ONE_STEP_OFF: groups,
         Mode.FIFO: 1,
@@ -72,13 +83,13 @@ def staleness_bound(story: Story) -> int | None:
         return None  # A batch that ends early also makes a version, so no bound on versions holds.
     if story.settings.mode is Mode.ONE_STEP_OFF:
         return 1  # Its window does not slide within a step.
-    lag, window = lag_and_window(story.settings)
+    lag, window = lag_and_window(story)
     return None if window is None else lag + math.ceil((window - 1) / story.settings.batch.groups)
 
 
 def _overtaken(story: Story) -> Iterator[str]:
     """Reports rows whose policy was trained on too many other groups between their sampling and their training."""
-    lag, window = lag_and_window(story.settings)
+    lag, window = lag_and_window(story)
     if window is None:
         return
     bound = (lag + 1) * story.settings.batch.groups + window - 2
@@ -96,7 +107,7 @@ def _overtaken(story: Story) -> Iterator[str]:
 
 def _outside_the_window(story: Story) -> Iterator[str]:
     """Reports groups taken without a reason, or from beyond the window. It begins at the oldest open group."""
-    window = lag_and_window(story.settings)[1]
+    window = lag_and_window(story)[1]
     for number, life in enumerate(story.lives):
         untaken = set[int]()
         for event in life.events:
@@ -240,7 +251,7 @@ def _early_calls(story: Story, life: Life) -> Iterator[str]:
 def law_12_queues_are_bounded(story: Story) -> Iterator[str]:
     """No more groups are active than there are slots, and no instance has more requests than `pool.max_running`."""
     settings = story.settings
-    steps = lag_and_window(settings)[0] + 1 + settings.pipeline.ahead
+    steps = lag_and_window(story)[0] + 1 + settings.pipeline.ahead
     slots, at_once = steps * settings.batch.groups, settings.pool.max_running
     yield from _crowded_rollout(story)
     for number, life in enumerate(story.lives):

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, ToolCall
+from flexmarl.tools.syntax import Found, Incomplete, SyntaxBase, ToolCall
 from flexmarl.tools.syntaxes.function import only_argument
 
 FENCE = "```"
@@ -15,7 +14,7 @@ _OPENING = re.compile(r"(?<!\S)```([^\s`]*)[^\n`]*\n")
 _CLOSING = re.compile(r"^```[ \t]*$", re.MULTILINE)
 
 
-class FencedSyntax(Settings):
+class FencedSyntax(SyntaxBase):
     """A block of code is a call: of the tool for its language, with the code as the only argument.
 
     Generation stops behind the closing fence. Blocks in other languages are ordinary text.
@@ -34,9 +33,9 @@ class FencedSyntax(Settings):
         return (f"{FENCE}\n",)
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+    def optional_end(self) -> str:
+        """The end of the closing fence's line: a model may end its turn at the fence."""
+        return "\n"
 
     def parse(self, text: str) -> tuple[Found, ...]:
         """The blocks in one of the languages."""

@@ -6,11 +6,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, ToolCall
+from flexmarl.tools.syntax import Found, Incomplete, SyntaxBase, ToolCall
 
 
-class FunctionSyntax(Settings):
+class FunctionSyntax(SyntaxBase):
     """Calls look like `calc(12*34)`: few tokens, so small models learn them.
 
     A `)` of ordinary text stops the engine too; then `parse` finds no call, and the caller continues the generation if
@@ -36,11 +35,6 @@ class FunctionSyntax(Settings):
     def stop(self) -> tuple[str, ...]:
         """The closing parenthesis."""
         return (")",)
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def parse(self, text: str) -> tuple[Found, ...]:
         """The calls in the text; each ends where its parentheses balance."""

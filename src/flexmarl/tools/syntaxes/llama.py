@@ -4,14 +4,13 @@ import json
 import re
 from typing import Literal
 
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, Malformed, ToolCall, call_of_json, json_at
+from flexmarl.tools.syntax import Found, Incomplete, Malformed, SyntaxBase, ToolCall, call_of_json, json_at
 
 PYTHON_TAG = "<|python_tag|>"
 _OBJECT = re.compile(r'\{\s*"(?:name|type)"\s*:')
 
 
-class LlamaSyntax(Settings):
+class LlamaSyntax(SyntaxBase):
     """Calls as Llama 3 writes them: JSON objects, separated by `;`, spaces or lines.
 
     An object counts as a call if it begins with `"name"` (or with `"type"`, as some fine-tuned models write) and has
@@ -22,11 +21,6 @@ class LlamaSyntax(Settings):
     """
 
     type: Literal["llama"] = "llama"
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """None: the message ends with its calls."""
-        return ()
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -4,8 +4,7 @@ import json
 import re
 from typing import Any, Literal
 
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, Malformed, ToolCall, call_of_json, json_at
+from flexmarl.tools.syntax import Found, Incomplete, Malformed, SyntaxBase, ToolCall, call_of_json, json_at
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -13,7 +12,7 @@ ID = re.compile(r"[A-Za-z0-9]{9}")
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]\s*")
 
 
-class MistralSyntax(Settings):
+class MistralSyntax(SyntaxBase):
     """Calls as Mistral models write them: a JSON list behind `[TOOL_CALLS]`. The template gives each call an id.
 
     Models of 2025 write `[TOOL_CALLS]name[ARGS]{...}` for each call; this is read too.
@@ -23,11 +22,6 @@ class MistralSyntax(Settings):
     """
 
     type: Literal["mistral"] = "mistral"
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """None: the message ends with its calls."""
-        return ()
 
     @property
     def markers(self) -> tuple[str, ...]:

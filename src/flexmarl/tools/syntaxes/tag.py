@@ -6,14 +6,13 @@ from typing import Literal
 from pydantic import Field
 
 from flexmarl.events.safe_json import parse_json
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, Malformed, ToolCall, call_of_json
+from flexmarl.tools.syntax import Found, Incomplete, Malformed, SyntaxBase, ToolCall, call_of_json
 
 MOST_CLOSINGS = 4
 """Closing tags that are tried for one call: an argument may hold the tag as text. Bounds the work for hostile texts."""
 
 
-class TagSyntax(Settings):
+class TagSyntax(SyntaxBase):
     """Calls as Hermes and Qwen models write them: JSON between tags. A message may hold several.
 
     >>> TagSyntax().parse('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>')[0].name

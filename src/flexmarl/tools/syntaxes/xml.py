@@ -3,15 +3,14 @@
 import json
 from typing import Literal
 
-from flexmarl.settings import Settings
-from flexmarl.tools.syntax import Found, Incomplete, Malformed, ToolCall
+from flexmarl.tools.syntax import Found, Incomplete, Malformed, SyntaxBase, ToolCall
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-class XmlSyntax(Settings):
+class XmlSyntax(SyntaxBase):
     """Calls as Qwen3-Coder writes them: values are plain text on lines of their own. A message may hold several.
 
     >>> text = "<tool_call><function=add><parameter=a>\\n3\\n</parameter></function></tool_call>"
@@ -20,11 +19,6 @@ class XmlSyntax(Settings):
     """
 
     type: Literal["xml"] = "xml"
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """None: the message ends with its calls."""
-        return ()
 
     @property
     def markers(self) -> tuple[str, ...]:
