@@ -173,9 +173,9 @@ def test_keys_and_values_are_told_for_requests_like_those_played_and_at_most_tho
         findings, problems = examined_with(small_run, "examined_reports", "policies.one.engine.slots=64", *overrides)
         (found,) = [finding.found for finding in findings if finding.subject == "  keys and values"]
         assert not problems
-        held, most = re.match(
-            r"([\d.]+) GiB(?: for requests like those of the task played, at most ([\d.]+))?", found
-        ).groups()
+        ((held, most),) = re.findall(
+            r"^([\d.]+) GiB(?: for requests like those of the task played, at most ([\d.]+))?", found
+        )
         return float(held), float(most or held)
 
     held, most = told("policies.one.engine.max_len=131072")

@@ -6,14 +6,17 @@ import psutil
 import pytest
 import torch
 
-from flexmarl.cluster.torch_device import free_unused, return_heap
+from flexmarl.cluster.torch_device import _WORTH_RETURNING, free_unused, return_heap, returning_heap
 
 NUMBERS, TENSORS = 1 << 14, 2048
 
 
-@pytest.mark.skipif(
+needs_glibc = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library cannot return pages: no glibc"
 )
+
+
+@needs_glibc
 @pytest.mark.parametrize("give_back", [return_heap, lambda: free_unused("cpu")])
 def test_what_small_tensors_leave_is_returned_though_one_of_them_stays(give_back) -> None:
     resident = psutil.Process().memory_info
@@ -23,3 +26,17 @@ def test_what_small_tensors_leave_is_returned_though_one_of_them_stays(give_back
     del tensors[:-1]
     give_back()
     assert full - resident().rss > size / 2
+
+
+@needs_glibc
+def test_a_block_that_made_the_process_grow_returns_what_it_has_freed() -> None:
+    resident = psutil.Process().memory_info
+    number = 2 * _WORTH_RETURNING // (4 * NUMBERS)
+    before, freed = resident().rss, 0
+    with returning_heap("cpu"):
+        tensors = [torch.ones(NUMBERS) for _ in range(number)]
+        full = resident().rss
+        del tensors[:-1]
+        freed = full - resident().rss
+    assert full - before > _WORTH_RETURNING, "it grew"
+    assert full - resident().rss > max(freed, _WORTH_RETURNING), "more than the heap returns by itself"

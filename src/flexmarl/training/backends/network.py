@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexmarl.cluster.torch_device import deterministic_kernels, place
+from flexmarl.cluster.torch_device import deterministic_kernels, place, returning_heap
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
@@ -233,7 +233,8 @@ class Network:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context in which forward and backward passes must run."""
-        with precision(self.model), deterministic_kernels(self.model.device, wanted=self._deterministic):
+        device = self.model.device
+        with returning_heap(device), precision(self.model), deterministic_kernels(device, wanted=self._deterministic):
             yield
 
     def outputs(
