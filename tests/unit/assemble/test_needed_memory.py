@@ -189,3 +189,12 @@ def test_two_policies_add_up_in_what_is_foreseen_and_in_what_is_allowed() -> Non
     one, other = Part("a", 2, "x", 5), Part("a", 3, "y")
     assert one.plus(other) == Part("a", 5, "x", 8)
     assert other.plus(other) == Part("a", 6, "y")
+
+
+def test_a_pass_on_a_processor_takes_the_holes_of_the_heap_too() -> None:
+    policy = policy_of({"max_tokens_per_forward": 4096})
+    size, run = counted(policy), run_of(policy)
+    on_cuda = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cuda"})})
+    tensors = pass_of(policy.training, size).num_bytes
+    assert by_name(parts(on_cuda, {"solver": size}))["a pass"] == tensors
+    assert 1.1 * tensors < by_name(parts(run, {"solver": size}))["a pass"] < 1.3 * tensors
