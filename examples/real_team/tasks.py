@@ -11,22 +11,19 @@ from flexmarl.tasks import Split, task_generator
 
 STORIES = {
     "+": (
-        "{a} people came to the museum on Monday and {b} on Tuesday. How many came in all?",
-        "A library owns {a} novels and {b} comics. How many books is that?",
-        "Ada has driven {a} km and has {b} km to go. How long is her way?",
-        "A farmer picked {a} apples and {b} pears. How many fruits did he pick?",
+        "{a} guests came on Monday and {b} on Tuesday. How many came in all?",
+        "A library owns {a} novels and {b} comics. How many books in total?",
+        "Ada picked {a} apples and {b} pears. How many fruits altogether?",
     ),
     "-": (
-        "A hall has {a} seats, and {b} of them are taken. How many are free?",
-        "A tank held {a} litres, and {b} litres leaked out. How many are left?",
-        "Ben had {a} coins and spent {b} of them. How many has he now?",
-        "Of {a} letters {b} have been answered. How many have not?",
+        "A hall has {a} seats, {b} are taken. How many are left?",
+        "A tank held {a} litres and lost {b} litres. How many remain?",
+        "Ben had {a} coins and spent {b}. How many has he left?",
     ),
     "*": (
-        "A shop orders {a} boxes with {b} pens each. How many pens is that?",
-        "A train has {a} cars with {b} seats each. How many seats does it have?",
-        "Each of {a} hens laid {b} eggs. How many eggs are there?",
-        "A wall has {a} rows of {b} bricks. How many bricks are in it?",
+        "A shop has {a} boxes of {b} pens each. How many pens?",
+        "A train has {a} cars with {b} seats each. How many seats?",
+        "Each of {a} farms has {b} hens. How many hens?",
     ),
 }
 """Problems by the operation that solves them."""
@@ -36,7 +33,7 @@ GOLDEN_RATIO = 0.6180339887498949
 
 
 @task_generator("real_team")
-def word_problem(seed: int, index: int, split: Split, *, easy: float = 0.3) -> Task:
+def word_problem(seed: int, index: int, split: Split, *, easy: float = 0.25) -> Task:
     """Problem number `index` of a split; `easy` is the share of those with numbers of one digit."""
     if not 0 <= easy <= 1:
         raise ValueError(f"easy={easy} is a share; give a number from 0 to 1")
@@ -61,11 +58,9 @@ def draw(rng: random.Random, level: str) -> tuple[str, str]:
     elif operation == "*":
         a, b = rng.randint(12, 99), rng.randint(102, 999)
     else:
-        a, b = rng.randint(1002, 9999), rng.randint(102, 9999)
+        a, b = rng.randint(102, 999), rng.randint(102, 999)
     if operation == "-":
         a, b = max(a, b), min(a, b)
-    elif rng.random() < 0.5:
-        a, b = b, a
     return rng.choice(STORIES[operation]).format(a=a, b=b), f"{a}{operation}{b}"
 
 
@@ -74,12 +69,21 @@ def split_of(problem: str) -> Split:
     return "held_out" if zlib.crc32(problem.encode()) % 4 == 0 else "train"
 
 
+def operation_of(expression: str) -> str:
+    """The operation of a sum, difference or product of two numbers.
+
+    >>> operation_of("38*126")
+    '*'
+    """
+    return next(sign for sign in STORIES if sign in expression)
+
+
 def value(expression: str) -> int:
     """The value of a sum, difference or product of two numbers.
 
     >>> value("38*126"), value("912-348")
     (4788, 564)
     """
-    operation = next(sign for sign in STORIES if sign in expression)
+    operation = operation_of(expression)
     a, b = map(int, expression.split(operation))
     return {"+": a + b, "-": a - b, "*": a * b}[operation]

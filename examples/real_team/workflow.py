@@ -1,74 +1,99 @@
-"""The workflow of the real team: solve, check, and try again if the checker says no.
+"""The workflow of the real team: solve, check, and try once more if the checker says no.
 
     problem ──► solver ──► calculator, if the solver calls it ──► answer ──► checker ──► yes: done
        ▲                                                                        │
-       └────────────────────────────── no: a new attempt ◄──────────────────────┘
+       └────────────────────────── no: the last attempt ◄───────────────────────┘
 
-The solver hears the problem on a bad line: now and then a digit comes wrong. Only the checker has the problem as it is.
-So the best solver is sometimes wrong, and a checker that always says yes, or always no, loses to one that checks.
+An attempt is rewarded 1 if its answer is right, less `CALL_COST` for each call. Nothing tells the solver which problems
+are worth a call.
 
-Every attempt and every verdict has a reward of its own: an attempt 1 if its answer is right, less `CALL_COST` for each
-call; a verdict 1 if it is right. Nothing tells the solver which problems are worth a call.
+The checker judges two answers per episode: the attempt, and a twin that is right exactly if the attempt is wrong. Each
+right verdict is rewarded 1. So a checker that always says yes, or always no, is right in half of its verdicts, however
+good the solver is. The team never uses what is said of the twin.
 """
 
+import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from flexmarl.agents.seat import ToolUse
+from examples.real_team.tasks import STORIES, operation_of, value
 from flexmarl.agents.team import Team, workflow
 from flexmarl.records import Task
 
-MAX_ATTEMPTS = 3
-MISHEARD = 0.3
-"""How often a digit of the solver's copy of the problem is wrong."""
 CALL_COST = 0.1
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
+WRONG_DIGIT = 0.25
+"""Share of the wrong twins that miscopy a digit; the others take another operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the checker sees of an attempt."""
+
+    computed: Sequence[str]
+    """Calls of the calculator with their results, e.g. `38*126=4788`."""
+    answer: str
 
 
 @workflow("real_team")
 async def solve_and_check(task: Task, team: Team) -> None:
-    """Up to three attempts, until the checker approves one; the last one is the team's answer."""
-    scores: list[float] = []
-    agreements: list[float] = []
-    calls: list[int] = []
-    approved = False
-    while len(scores) < MAX_ATTEMPTS and not approved:
-        heard = mishear(team.rng, task.prompt) if team.rng.random() < MISHEARD else task.prompt
-        attempt = await team.solver.act(heard)
-        verdict = await team.checker.act(review(task.prompt, attempt.calls, attempt.text))
-        approved = verdict.text == "yes"
-        scores.append(task.score(attempt.text))
-        agreements.append(float(verdict.text == ("yes" if scores[-1] else "no")))
-        calls.append(len(attempt.calls))
-        attempt.reward(scores[-1] - CALL_COST * calls[-1])
-        verdict.reward(agreements[-1])
+    """One attempt, or two if the checker rejects the first; the last one is the team's answer."""
     level = task.data["level"]
-    right = sum(scores) / len(scores)
+    attempt = await team.solver.act(task.prompt)
+    work = Work([f"{use.argument}={use.result}" for use in attempt.calls], attempt.text)
+    first = task.score(work.answer)
+    other = twin(team.rng, task.data["expression"], work, right=bool(first), hard=level == "hard")
+    async with asyncio.TaskGroup() as tasks:
+        verdicts = [tasks.create_task(team.checker.act(review(task.prompt, shown))) for shown in (work, other)]
+    approved, agreed = verdicts[0].result().text == "yes", list[float]()
+    for verdict, truth in zip(verdicts, (first, 1.0 - first), strict=True):
+        agreed.append(float(verdict.result().text == ("yes" if truth else "no")))
+        verdict.result().reward(agreed[-1])
+    attempts = [attempt] if approved else [attempt, await team.solver.act(task.prompt)]
+    scores = [task.score(one.text) for one in attempts]
+    for one, score in zip(attempts, scores, strict=True):
+        one.reward(score - CALL_COST * len(one.calls))
+    right, wrong = agreed if first else agreed[::-1]
     team.report(
         success=scores[-1],
-        first_success=scores[0],
-        attempts=len(scores),
-        **{f"solved/{level}": scores[-1], f"tool_used/{level}": sum(map(bool, calls)) / len(calls)},
-        **{"checker/accuracy": sum(agreements) / len(agreements), "checker/always_yes": right},
-        **judged(scores, agreements),
+        first_success=first,
+        attempts=len(attempts),
+        **{f"solved/{level}": scores[-1], f"tool_used/{level}": float(bool(attempts[-1].calls))},
+        **{"checker/accuracy": (right + wrong) / 2, "checker/approved_right": right, "checker/caught_wrong": wrong},
     )
 
 
-def mishear(rng: random.Random, text: str) -> str:
-    """The text with one digit replaced by another one; a number does not begin with 0 afterwards."""
-    place = rng.choice([index for index, character in enumerate(text) if character.isdigit()])
-    return text[:place] + rng.choice("123456789".replace(text[place], "")) + text[place + 1 :]
+def twin(rng: random.Random, expression: str, work: Work, *, right: bool, hard: bool) -> Work:
+    """An attempt at the same problem that is right exactly if `work` is not, with a call if `work` has one.
+
+    A wrong attempt without a call at a hard problem has a twin with one: nobody could judge it otherwise.
+    """
+    tried = mistaken(rng, expression) if right else expression
+    called = bool(work.computed) or (hard and not right)
+    return Work([f"{tried}={value(tried)}"] if called else [], str(value(tried)))
 
 
-def review(problem: str, calls: Sequence[ToolUse], answer: str) -> str:
+def mistaken(rng: random.Random, expression: str) -> str:
+    """The expression with another operation, as most mistakes are, or with a wrong digit; it has another value."""
+    while True:
+        changed = (other_digit if rng.random() < WRONG_DIGIT else other_operation)(rng, expression)
+        if value(changed) != value(expression):
+            return changed
+
+
+def other_operation(rng: random.Random, expression: str) -> str:
+    """The numbers with one of the other operations."""
+    operation = operation_of(expression)
+    return expression.replace(operation, rng.choice([sign for sign in STORIES if sign != operation]))
+
+
+def other_digit(rng: random.Random, expression: str) -> str:
+    """The expression with one digit replaced by another one; no number begins with 0 afterwards."""
+    place = rng.choice([index for index, character in enumerate(expression) if character.isdigit()])
+    return expression[:place] + rng.choice("123456789".replace(expression[place], "")) + expression[place + 1 :]
+
+
+def review(problem: str, work: Work) -> str:
     """What the checker is asked: the problem, what was computed, and the answer."""
-    work = "".join(f"Computed: {use.argument} = {use.result}\n" for use in calls)
-    return f"Problem: {problem}\n{work}Answer: {answer}\nIs the answer right?"
-
-
-def judged(scores: Sequence[float], agreements: Sequence[float]) -> dict[str, float]:
-    """The share of right answers that the checker approved, and of wrong ones that it caught, where there were any."""
-    right = [agreement for score, agreement in zip(scores, agreements, strict=True) if score]
-    wrong = [agreement for score, agreement in zip(scores, agreements, strict=True) if not score]
-    found = {"checker/approved_right": right, "checker/caught_wrong": wrong}
-    return {name: sum(values) / len(values) for name, values in found.items() if values}
+    return "\n".join([problem, *work.computed, f"Answer: {work.answer}"])
