@@ -1,8 +1,7 @@
 """Demonstrations for the warm start: what the pretrained model does not know is the form, not the matter.
 
-They show how a call and an answer look. The demonstrated solver takes almost any operation, and calls the calculator or
-not, whatever the problem. The demonstrated checker is wrong now and then. Which of it pays is left to reinforcement
-learning.
+They show how a call, an answer and a verdict look. Whoever is demonstrated takes the wrong operation every other time,
+and the solver calls the calculator or not, whatever the problem. Which of it pays is left to reinforcement learning.
 """
 
 import random
@@ -12,14 +11,12 @@ from examples.real_team.workflow import Work, review, twin
 from flexmarl.tools import TagSyntax, ToolCall
 
 SOLVER = "Solve the problem. You may call calculator. Answer with a number."
-CHECKER = "Is the answer right? Say yes or no."
+CHECKER = "Is the answer right? Write the expression, then yes or no."
 
-CALLS = 0.75
+CALLS = 0.6
 """How often the demonstrated solver calls the calculator, whatever the problem."""
-INSIGHT = 0.1
-"""How often it sees which operation solves the problem. Otherwise it takes any of the three, so 0.4 are right."""
-HONESTY = 0.8
-"""How often the demonstrated checker's verdict is right."""
+INSIGHT = 0.25
+"""How often an agent sees which operation solves the problem. Otherwise it takes any of the three: half are right."""
 
 Message = dict[str, str]
 
@@ -43,18 +40,20 @@ def solving(rng: random.Random, problem: str, expression: str) -> list[Message]:
 
 
 def checking(rng: random.Random, problem: str, expression: str) -> list[Message]:
-    """The checker judges an attempt; half of those that it sees are right."""
-    hard = len(expression) > len("2*3")
-    computed = [f"{expression}={value(expression)}"] if hard or rng.random() < CALLS else []
-    work = Work(computed, str(value(expression)))
-    right = rng.random() < 0.5
-    shown = work if right else twin(rng, expression, work, right=True, hard=hard)
-    verdict = "yes" if right == (rng.random() < HONESTY) else "no"
+    """The checker writes an expression of its own, and compares; half of the answers that it sees are right."""
+    hard, called, right = len(expression) > len("2*3"), rng.random() < CALLS, rng.random() < 0.5
+    exact = str(value(expression))
+    shown = Work([f"{expression}={exact}"] if called or hard else [], exact)
+    if not right:
+        guessed = Work([], estimate(expression))
+        shown = guessed if hard and not called else twin(rng, expression, shown, right=True, hard=hard)
+    own = attempt(rng, expression)
+    verdict = f"{own} {'yes' if str(value(own)) == shown.answer else 'no'}"
     return [message("system", CHECKER), message("user", review(problem, shown)), message("assistant", verdict)]
 
 
 def attempt(rng: random.Random, expression: str) -> str:
-    """The expression, with a random operation if the solver does not see which one is right."""
+    """The expression, with a random operation if the agent does not see which one is right."""
     if rng.random() < INSIGHT:
         return expression
     return expression.replace(operation_of(expression), rng.choice(list(STORIES)))

@@ -23,7 +23,7 @@ from flexmarl.training.settings import AdamWSettings, ScheduleSettings, Supervis
 
 WARM_MODEL = Path(__file__).parent / "warm_model"
 SEED = 0
-DEMONSTRATIONS = 640
+DEMONSTRATIONS = 512
 BATCH = 8
 """Small, because a batch holds demonstrations of one length, and so mostly of one kind: kinds alternate sooner."""
 LEARNING_RATE = 2e-4

@@ -7,9 +7,10 @@
 An attempt is rewarded 1 if its answer is right, less `CALL_COST` for each call. Nothing tells the solver which problems
 are worth a call.
 
-The checker judges two answers per episode: the attempt, and a twin that is right exactly if the attempt is wrong. Each
-right verdict is rewarded 1. So a checker that always says yes, or always no, is right in half of its verdicts, however
-good the solver is. The team never uses what is said of the twin.
+The checker writes the expression that it would compute, then yes or no. It judges two answers per episode: the
+attempt, and a twin that is right exactly if the attempt is wrong. Each right verdict is rewarded 1. So a checker that
+always says yes, or always no, is right in half of its verdicts, however good the solver is. The team never uses what is
+said of the twin.
 """
 
 import asyncio
@@ -46,11 +47,11 @@ async def solve_and_check(task: Task, team: Team) -> None:
     other = twin(team.rng, task.data["expression"], work, right=bool(first), hard=level == "hard")
     async with asyncio.TaskGroup() as tasks:
         verdicts = [tasks.create_task(team.checker.act(review(task.prompt, shown))) for shown in (work, other)]
-    approved, agreed = verdicts[0].result().text == "yes", list[float]()
-    for verdict, truth in zip(verdicts, (first, 1.0 - first), strict=True):
-        agreed.append(float(verdict.result().text == ("yes" if truth else "no")))
-        verdict.result().reward(agreed[-1])
-    attempts = [attempt] if approved else [attempt, await team.solver.act(task.prompt)]
+    said = [verdict_of(verdict.result().text) for verdict in verdicts]
+    agreed = [float(word == ("yes" if truth else "no")) for word, truth in zip(said, (first, 1.0 - first), strict=True)]
+    for verdict, reward in zip(verdicts, agreed, strict=True):
+        verdict.result().reward(reward)
+    attempts = [attempt] if said[0] == "yes" else [attempt, await team.solver.act(task.prompt)]
     scores = [task.score(one.text) for one in attempts]
     for one, score in zip(attempts, scores, strict=True):
         one.reward(score - CALL_COST * len(one.calls))
@@ -62,6 +63,11 @@ async def solve_and_check(task: Task, team: Team) -> None:
         **{f"solved/{level}": scores[-1], f"tool_used/{level}": float(bool(attempts[-1].calls))},
         **{"checker/accuracy": (right + wrong) / 2, "checker/approved_right": right, "checker/caught_wrong": wrong},
     )
+
+
+def verdict_of(text: str) -> str:
+    """The last word: before it, the checker writes the expression that it would compute, e.g. `38*126 no`."""
+    return text.split()[-1] if text.strip() else ""
 
 
 def twin(rng: random.Random, expression: str, work: Work, *, right: bool, hard: bool) -> Work:

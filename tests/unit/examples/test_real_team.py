@@ -19,7 +19,6 @@ from typer.testing import CliRunner  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.real_team.demonstrations import (  # noqa: E402
     CHECKER,
-    HONESTY,
     SOLVER,
     attempt,
     call,
@@ -128,7 +127,8 @@ def test_an_honest_checker_earns_everything_and_what_is_no_verdict_earns_nothing
     answer = task.reference if right else str(int(task.reference) + 1)
 
     def honest(prompt):
-        return "yes" if f"Answer: {task.reference}<" in prompt else "no"
+        right = f"Answer: {task.reference}<" in prompt
+        return f"{task.data['expression']} {'yes' if right else 'no'}"
 
     metrics, verdicts, _ = played(task, lambda prompt: answer, honest)
     assert verdicts == [1.0, 1.0]
@@ -166,17 +166,18 @@ def test_demonstrations_are_of_training_problems_and_as_imperfect_as_stated() ->
         truth = {draw_of: value(draw_of) for draw_of in expressions(problem)}
         last = messages[-1]["content"]
         if messages[0]["content"] == CHECKER:
-            is_right = work[-1] == f"Answer: {next(iter(truth.values()))}"
-            verdicts.append(is_right)
-            agreed += (last == "yes") == is_right
+            own, verdict = last.split()
+            verdicts.append(work[-1] == f"Answer: {next(iter(truth.values()))}")
+            assert (verdict == "yes") == (work[-1] == f"Answer: {value(own)}")
+            agreed += value(own) in truth.values()
         elif len(messages) > 3:
             (made,) = TagSyntax().parse(messages[2]["content"])
             assert Calculator().compute(made.arguments["expression"]).text == messages[3]["content"] == last
             calls += 1
             right += value(made.arguments["expression"]) in truth.values()
-    assert agreed / len(verdicts) == pytest.approx(HONESTY, abs=0.03)
+    assert agreed / len(verdicts) == pytest.approx(0.5, abs=0.04)
     assert np.mean(verdicts) == pytest.approx(0.5, abs=0.03)
-    assert right / calls == pytest.approx(0.4, abs=0.04), "2*2 equals 2+2, so it is a little more"
+    assert right / calls == pytest.approx(0.5, abs=0.04), "2*2 equals 2+2, so it is a little more"
 
 
 def expressions(problem: str) -> list[str]:
