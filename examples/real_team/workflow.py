@@ -8,9 +8,9 @@ An attempt is rewarded 1 if its answer is right, less `CALL_COST` for each call.
 are worth a call.
 
 The checker writes the expression that it would compute, then yes or no. It judges two answers per episode: the
-attempt, and a twin that is right exactly if the attempt is wrong. Each right verdict is rewarded 1. So a checker that
-always says yes, or always no, is right in half of its verdicts, however good the solver is. The team never uses what is
-said of the twin.
+attempt, and a twin that is right exactly if the attempt is wrong. Each right verdict is rewarded 1, and an expression
+that solves the problem `SOLVED`. So a checker that always says yes, or always no, is right in half of its verdicts,
+however good the solver is. The team never uses what is said of the twin.
 """
 
 import asyncio
@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from examples.real_team.tasks import STORIES, operation_of, value
 from flexmarl.agents.team import Team, workflow
 from flexmarl.records import Task
+from flexmarl.tools import Calculator
 
 CALL_COST = 0.1
 """Less than an answer is worth, more than the calculator adds where the solver knows the answer."""
+SOLVED = 0.5
+"""What the checker's own expression earns if it solves the problem: a verdict alone says little of why it was wrong."""
 WRONG_DIGIT = 0.25
 """Share of the wrong twins that miscopy a digit; the others take another operation."""
 
@@ -51,6 +54,7 @@ async def solve_and_check(task: Task, team: Team) -> None:
     agreed = [float(word == ("yes" if truth else "no")) for word, truth in zip(said, (first, 1.0 - first), strict=True)]
     for verdict, reward in zip(verdicts, agreed, strict=True):
         verdict.result().reward(reward)
+        verdict.result().reward(SOLVED * solves(verdict.result().text, task), part="expression")
     attempts = [attempt] if said[0] == "yes" else [attempt, await team.solver.act(task.prompt)]
     scores = [task.score(one.text) for one in attempts]
     for one, score in zip(attempts, scores, strict=True):
@@ -63,6 +67,11 @@ async def solve_and_check(task: Task, team: Team) -> None:
         **{f"solved/{level}": scores[-1], f"tool_used/{level}": float(bool(attempts[-1].calls))},
         **{"checker/accuracy": (right + wrong) / 2, "checker/approved_right": right, "checker/caught_wrong": wrong},
     )
+
+
+def solves(text: str, task: Task) -> bool:
+    """True if the first word, the checker's own expression, has the value that the task asks for."""
+    return bool(text.strip()) and Calculator().compute(text.split()[0]).text == task.reference
 
 
 def verdict_of(text: str) -> str:

@@ -28,7 +28,7 @@ from examples.real_team.demonstrations import (  # noqa: E402
 from examples.real_team.model import wheel_folder  # noqa: E402
 from examples.real_team.tasks import STORIES, draw, operation_of, split_of, value, word_problem  # noqa: E402
 from examples.real_team.warm_start import encode  # noqa: E402
-from examples.real_team.workflow import CALL_COST, Work, mistaken, solve_and_check, twin  # noqa: E402
+from examples.real_team.workflow import CALL_COST, SOLVED, Work, mistaken, solve_and_check, solves, twin  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.cli import app  # noqa: E402
 from flexmarl.config import load_run  # noqa: E402
@@ -110,6 +110,12 @@ def played(task, answer, verdict):
 TASKS = [word_problem(2, index, "train") for index in range(12)]
 
 
+@pytest.mark.parametrize("text", ["", " ", "yes", "38*", "9" * 999, "1/0 no", "48+ 3 no"])
+def test_what_is_no_expression_solves_nothing(text) -> None:
+    assert not solves(text, TASKS[0])
+    assert solves(f"{TASKS[0].data['expression']} no", TASKS[0])
+
+
 @pytest.mark.parametrize("word", ["yes", "no"])
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.data["expression"])
@@ -131,7 +137,7 @@ def test_an_honest_checker_earns_everything_and_what_is_no_verdict_earns_nothing
         return f"{task.data['expression']} {'yes' if right else 'no'}"
 
     metrics, verdicts, _ = played(task, lambda prompt: answer, honest)
-    assert verdicts == [1.0, 1.0]
+    assert verdicts == [1.0 + SOLVED] * 2
     assert metrics["checker/accuracy"] == metrics["checker/approved_right"] == metrics["checker/caught_wrong"] == 1.0
     assert metrics["success"] == metrics["first_success"] == float(right)
     metrics, verdicts, _ = played(task, lambda prompt: answer, lambda prompt: "Yes, it is")
