@@ -7,6 +7,7 @@
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from flexmarl.agents.chat import ChatOptions, ChatRenderer
@@ -14,7 +15,7 @@ from flexmarl.agents.extension import PROBE
 from flexmarl.agents.settings import AgentSettings
 from flexmarl.errors import ConfigError
 from flexmarl.tools import FunctionSyntax, LlamaSyntax, MistralSyntax, Syntax, TagSyntax, Tool, ToolCall, XmlSyntax
-from flexmarl.tools.arguments import check_schema, described_tools
+from flexmarl.tools.arguments import check_schema, described_tools, example_of
 from flexmarl.tools.interface import specification
 
 FAMILIES: tuple[Syntax, ...] = (XmlSyntax(), TagSyntax(), MistralSyntax(), LlamaSyntax())
@@ -83,11 +84,9 @@ def _tells(settings: AgentSettings, syntax: Syntax, renderer: ChatRenderer) -> t
 
 
 def _example(syntax: Syntax, tool: Tool) -> str:
-    """A call of the tool, with `...` for each argument."""
-    names = [*tool.parameters.get("properties", {})]
-    try:
-        return syntax.render(ToolCall(tool.name, dict.fromkeys(names, "...")))
-    except (KeyError, ValueError):  # A syntax may have a place for one text, or for some tools only.
-        raise ConfigError(
-            f"syntax: a call of the tool {tool.name!r} cannot be written in it; use `auto`, `tag` or `xml`"
-        ) from None
+    """A call of the tool, with a value of its type for each argument: small models copy what they see."""
+    values = {name: example_of(one) for name, one in tool.parameters.get("properties", {}).items()}
+    for arguments in (values, dict.fromkeys(values, "...")):
+        with suppress(KeyError, ValueError):  # A syntax may have a place for one text, or for some tools only.
+            return syntax.render(ToolCall(tool.name, arguments))
+    raise ConfigError(f"syntax: a call of the tool {tool.name!r} cannot be written in it; use `auto`, `tag` or `xml`")

@@ -47,6 +47,7 @@ class Part(NamedTuple):
     name: str
     num_bytes: float
     setting: str
+    """The setting that lowers it; "" if none does."""
     most: float = 0.0
     """Bytes that the settings allow, if they may come to more than is foreseen."""
 
@@ -169,7 +170,7 @@ def _libraries(settings: RunSettings) -> Part:
     processes = 1
     if settings.cluster.backend == "ray":
         processes += sum(policy.instances for policy in settings.policies.values()) + len(settings.trained)
-    setting = "cluster.backend=inline" if processes > 1 else "nothing"
+    setting = "cluster.backend=inline" if processes > 1 else ""
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 
 

@@ -186,7 +186,8 @@ def _memory(
         yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
         return
     found = parts(settings, sizes, longest)
-    needed, largest = sum(part.num_bytes for part in found) / GIB, found[0]
+    needed = sum(part.num_bytes for part in found) / GIB
+    largest = next((part for part in found if part.setting), found[0])
     told = f"{needed:.2f} GiB at the peak"
     cluster = settings.cluster
     if cluster.backend == "ray" and cluster.device != "cpu":
@@ -195,9 +196,11 @@ def _memory(
         free = machine.free_memory_gib
         if cluster.device != "cpu":
             free = torch.cuda.mem_get_info(torch.device(cluster.device))[0] / GIB if torch.cuda.is_available() else None
-        short = f"the largest part is '{largest.name}': lower {largest.setting}; or free some"
+        less = f"the largest part is '{largest.name}': lower {largest.setting}; or " if largest.setting else ""
+        short = f"{less}free some"
         free_too = f", on {cluster.device}" if free is None else f"; {free:.1f} GiB are free"
         yield Finding("memory", told + free_too, short if free is not None and needed > free else "")
     for part in found:
         more = f" for requests like those of the task played, at most {part.most / GIB:.2f}" if part.most else ""
-        yield Finding(f"  {part.name}", f"{part.num_bytes / GIB:.2f} GiB{more}; lower it by {part.setting}")
+        lower = f"; lower it by {part.setting}" if part.setting else ""
+        yield Finding(f"  {part.name}", f"{part.num_bytes / GIB:.2f} GiB{more}{lower}")

@@ -129,6 +129,27 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return " | ".join(kind) if isinstance(kind, list) else str(kind)
 
 
+_EXAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """A value that stands for an argument in an example of a call: of its type, or `...` for a text.
+
+    >>> [example_of({"type": "integer"}), example_of({"enum": ["m", "km"]}), example_of({"type": "string"})]
+    [1, 'm', '...']
+    """
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "const" in schema:
+        return schema["const"]
+    if "anyOf" in schema:
+        return example_of(schema["anyOf"][0])
+    if schema.get("type") == "array" and isinstance(schema.get("items"), Mapping):
+        return [example_of(schema["items"])]
+    kind = schema.get("type")
+    return _EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "...")
+
+
 def described_tools(tools: Sequence[Tool], how: str) -> str:
     """The tools as a role prompt explains them, for templates without a place for them. `how`: an example of a call."""
     lines = [f"- {tool.name}({signature(tool.parameters)}): {tool.description}" for tool in tools]

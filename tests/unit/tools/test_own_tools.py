@@ -13,7 +13,7 @@ from pydantic import Field
 from flexmarl.errors import ConfigError
 from flexmarl.testing.plugin_checks import check_tool
 from flexmarl.tools import TOOLS, Observation, Refusal, Tool, ToolContext, tool
-from flexmarl.tools.arguments import BadArguments, check_schema, fitted, signature
+from flexmarl.tools.arguments import BadArguments, check_schema, example_of, fitted, signature
 from flexmarl.tools.function_tool import tool_of_function
 
 
@@ -97,6 +97,14 @@ def test_a_bad_argument_is_named(given_: Any, fault: str) -> None:
     assert fault in found.reason
     assert len(found.reason) < 400
     assert "the arguments are: a: integer" in found.reason
+
+
+@pytest.mark.parametrize("name", ["add", "many"])
+def test_the_example_of_a_call_has_arguments_of_their_types(name: str) -> None:
+    schema = made(name).parameters
+    example = {argument: example_of(one) for argument, one in schema["properties"].items()}
+    assert not isinstance(fitted(example, schema), BadArguments)
+    assert {type(value) for value in example.values()} == {"add": {int, str}, "many": {list, dict}}[name]
 
 
 def test_a_text_that_the_schema_takes_stays_a_text() -> None:
