@@ -234,9 +234,9 @@ def new_run_folder(settings: RunSettings, name: str = "") -> RunFolder:
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
-    """Raises CheckpointError naming the settings in which a run and its resumption differ and must not.
+    """Raises ConfigError naming the settings in which a run and its resumption differ and must not.
 
-    ConfigError if there is no run, or if it is another user's; FlexmarlError if its journal is of another format.
+    Also if there is no run, or if it is another user's; FlexmarlError if its journal is of another format.
     """
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path} is no run folder: it has no config.yaml; give the path `train` printed")
@@ -247,7 +247,7 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
         differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
-        raise CheckpointError(f"{folder.path} was run with other settings: {differences}; resume with {folder.config}")
+        raise ConfigError(f"{folder.path} was run with other settings: {differences}; resume with {folder.config}")
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:

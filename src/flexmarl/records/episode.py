@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexmarl.errors import EpisodeError
 from flexmarl.records.ids import AgentName, EpisodeId, GroupId, PolicyName, SampleId, Scalar, Version, split_sample_id
 from flexmarl.records.scorers import SCORERS, Scorer, exact_match
 
@@ -53,9 +54,16 @@ class Task:
         return "\0".join((*(f"{one.role}\1{one.content}" for one in self.opening), self.prompt))
 
     def score(self, answer: str) -> float:
-        """The score of an answer, by `scorer`; 1.0 is a full success."""
+        """The score of an answer, by `scorer`; 1.0 is a full success. Raises EpisodeError if that is no number."""
         assert callable(self.scorer), "a name was looked up when the task was made"
-        return float(self.scorer(answer, self.reference))
+        given = self.scorer(answer, self.reference)
+        try:
+            return float(given)
+        except (TypeError, ValueError):
+            name = getattr(self.scorer, "__name__", type(self.scorer).__name__)
+            raise EpisodeError(
+                f"the scorer {name} returned {given!r}; return a number, 1.0 for a full success"
+            ) from None
 
 
 IntArray = NDArray[np.int32]

@@ -8,7 +8,7 @@ import yaml
 from flexmarl.assemble.commands import check_same_run
 from flexmarl.assemble.kept import write_settings
 from flexmarl.config import cautions, load_run
-from flexmarl.errors import CheckpointError, ConfigError
+from flexmarl.errors import ConfigError
 from flexmarl.events.run_folder import RunFolder
 
 RELAY = Path(__file__).parents[3] / "examples" / "relay" / "cpu.yaml"
@@ -33,7 +33,7 @@ def test_a_resumption_with_another_length_of_the_decay_is_refused_by_its_key(tmp
     write_settings(load_run(RELAY, ["steps=12", cosine]), folder)
     check_same_run(load_run(folder.config, ["steps=40"]), folder)
     refused = rf"other settings: {KEY}\.decay_steps was 12, is 40; resume with .*config\.yaml"
-    with pytest.raises(CheckpointError, match=refused):
+    with pytest.raises(ConfigError, match=refused):
         check_same_run(load_run(RELAY, ["steps=40", cosine]), folder)
 
 

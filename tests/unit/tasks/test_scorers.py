@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EpisodeError
+from flexmarl.records import Task
 from flexmarl.records.scorers import SCORERS, same_number, scorer
 
 
@@ -52,3 +53,12 @@ def test_scorers_cross_processes_and_have_one_name_each() -> None:
         assert pickle.loads(pickle.dumps(SCORERS[name])) is SCORERS[name]
     with pytest.raises(ConfigError, match="two scorers are called 'number'"):
         scorer("number")(lambda answer, reference: 0.0)
+
+
+def test_a_scorer_that_returns_no_number_is_named_with_what_it_returned() -> None:
+    def closeness(answer: str, reference: str) -> object:
+        return "good"
+
+    task = Task(input_id="a", prompt="?", reference="1", scorer=closeness)  # type: ignore[arg-type]
+    with pytest.raises(EpisodeError, match="the scorer closeness returned 'good'; return a number"):
+        task.score("1")
