@@ -28,8 +28,10 @@ from flexmarl.records import EpisodeStatus
 ROUNDING = 1e-12
 """A difference of at most this part of the largest number is one of rounding. A sum of a thousand float64 is off by
 less: each addition rounds at 1.1e-16 of the sum."""
-OF_THE_RUN = ("name", "out")
-"""Settings that say nothing about what a run does."""
+OF_THE_RUN = ("name", "out", "steps")
+"""Settings that say nothing about what a run does, or, as `steps` of a resumed run, less than a figure does."""
+BY_EPISODE = " by episode"
+"""Of means over episodes. Where only the journal has an evaluation, its means are over turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def compare_runs(runs: Sequence[RunFigures]) -> list[ComparedFigure]:
 def differing_settings(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
     """The settings that differ between runs, by dotted key: the value in each run, None where it has none.
 
-    Name and folder of a run do not count.
+    Name, folder and number of steps do not count.
 
     >>> differing_settings([{"name": "a", "batch": {"groups": 4}}, {"name": "b", "batch": {"groups": 8}}])
     {'batch.groups': (4, 8)}
@@ -185,7 +187,8 @@ def read_figures(folder: RunFolder, tasks: Any = None) -> RunFigures:
     for when in ("before", "after"):
         of = [event for event in evaluations if event.when == when]
         for name, measured in _results(of[-1].evaluation).items() if of else ():
-            figures.setdefault(f"{name}, {when}", measured)
+            if f"{name}{BY_EPISODE}, {when}" not in figures:
+                figures.setdefault(f"{name}, {when}", measured)
     ordered = {name: figures[name] for name in sorted(figures, key=_order)}
     for name in [name for name in ordered if name.endswith(", before")]:
         stem = name.removesuffix(", before")
@@ -217,7 +220,7 @@ def evaluation_figures(path: Path) -> dict[str, Measured]:
         lines = conversations.lines()
     values: dict[str, tuple[list[float], list[str]]] = defaultdict(lambda: ([], []))
     for line in lines:
-        numbers = {f"reward of {agent} by episode": reward for agent, reward in line.rewards.items()}
+        numbers = {f"reward of {agent}{BY_EPISODE}": reward for agent, reward in line.rewards.items()}
         if line.status == EpisodeStatus.FINISHED:
             numbers |= {"success": line.metrics["success"]} if "success" in line.metrics else {}
         else:

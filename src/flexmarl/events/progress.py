@@ -137,10 +137,11 @@ class LineProgress:
         self.note(f"{run_name}: {steps} steps")
 
     def update(self, view: ProgressView) -> None:
-        """Prints a line if a step was completed since the last line."""
+        """Prints a line if a step was completed since the last line, or if a resumed run begins behind one."""
         if view.step > self._shown:
             self._shown = view.step
-            self.note(line(view))
+            done = view.tokens_per_s or view.rewards or view.untrained.lines
+            self.note(line(view) if done else f"goes on after step {view.step}/{view.steps}")
 
     def note(self, text: str) -> None:
         """Prints the text."""

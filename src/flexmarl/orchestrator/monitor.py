@@ -117,7 +117,8 @@ class Monitor:
             shown = ": success -"
         reasons = f" ({in_words(found['failures'])})" if found["failures"] else ""
         counts = f"{found['episodes']} held-out episodes, {found['failed']} failed{reasons}"
-        self._progress.note(f"evaluation {evaluated.when} training, {counts}{shown}")
+        when = f"after step {evaluated.step}" if evaluated.when == "between" else f"{evaluated.when} training"
+        self._progress.note(f"evaluation {when}, {counts}{shown}")
 
     def _figures_written(self, figures: FiguresWritten) -> None:
         """Shows a step as done, together with its figures."""

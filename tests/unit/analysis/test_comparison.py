@@ -47,7 +47,8 @@ def test_a_figure_takes_at_most_three_lines_of_80_columns_and_the_methods_are_no
 
 
 def test_settings_of_one_run_alone_differ_too() -> None:
-    one, other = {"name": "a", "stop": None, "batch": {"groups": 4}}, {"name": "b", "stop": {"patience": 2}}
+    one = {"name": "a", "steps": 8, "stop": None, "batch": {"groups": 4}}
+    other = {"name": "b", "steps": 9, "stop": {"patience": 2}}
     assert differing_settings([one, other]) == {
         "batch.groups": (4, None),
         "stop.patience": (None, 2),
