@@ -31,7 +31,7 @@ less: each addition rounds at 1.1e-16 of the sum."""
 OF_THE_RUN = ("name", "out", "steps")
 """Settings that say nothing about what a run does, or, as `steps` of a resumed run, less than a figure does."""
 BY_EPISODE = " by episode"
-"""Of means over episodes. Where only the journal has an evaluation, its means are over turns."""
+"""Marks means over episodes. Where only the journal has an evaluation, its means are over turns."""
 
 
 @dataclass(frozen=True, slots=True)

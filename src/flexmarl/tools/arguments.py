@@ -129,7 +129,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return " | ".join(kind) if isinstance(kind, list) else str(kind)
 
 
-_EXAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+_EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
@@ -147,7 +147,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "array" and isinstance(schema.get("items"), Mapping):
         return [example_of(schema["items"])]
     kind = schema.get("type")
-    return _EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "...")
+    return _EXAMPLES.get(str(kind[0] if isinstance(kind, list) else kind), "...")
 
 
 def described_tools(tools: Sequence[Tool], how: str) -> str:
