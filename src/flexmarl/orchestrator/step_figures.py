@@ -50,6 +50,10 @@ class Figures:
         self._stalest: Counter[PolicyName] = Counter()
         self._played_lengths: deque[int] = deque(maxlen=COMPARED)
         self._taken_lengths: deque[int] = deque(maxlen=COMPARED)
+        self._rewarded = Counter[str]()
+        """Rewarded turns of the step, by agent."""
+        self._parts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        """Sum of each part of their rewards. A group in which no turn has a part does not name it."""
         self._failures: list[Failure] = []
         self._filtered: Counter[str] = Counter()
         self._skipped: list[PolicyName] = []
@@ -107,8 +111,9 @@ class Figures:
             for effect, count in counts.items():
                 self._metrics.add(f"filter/{agent}/{effect}", count)
         for agent, parts in judged.parts.items():
+            self._rewarded[agent] += parts["turns"]
             for part, mean in parts["means"].items():
-                self._metrics.mean(f"reward_part/{agent}/{part}", mean, weight=parts["turns"])
+                self._parts[agent][part] += mean * parts["turns"]
 
     def _group_filtered(self, group: GroupFiltered) -> None:
         """Counts a group that is not trained on."""
@@ -185,6 +190,7 @@ class Figures:
             self._metrics.gauge(f"version/{policy}", version)
         self._flush_overlap()
         self._flush_staleness()
+        self._flush_parts()
         values = self._metrics.flush(settled.step)
         untrained = NotTrained(
             episodes=int(values.get("rollout/episodes", 0)),
@@ -212,6 +218,13 @@ class Figures:
                 self._metrics.mean("overlap/training_hidden", overlapping.hidden)
         self._training.clear()
         self._rollout.clear()
+
+    def _flush_parts(self) -> None:
+        for agent, sums in self._parts.items():
+            for part, total in sums.items():
+                self._metrics.mean(f"reward_part/{agent}/{part}", total / self._rewarded[agent])
+        self._parts.clear()
+        self._rewarded.clear()
 
     def _flush_staleness(self) -> None:
         for policy, versions in self._stalest.items():

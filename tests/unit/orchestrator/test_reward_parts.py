@@ -47,3 +47,20 @@ def test_the_journal_says_what_the_credited_rewards_were_made_of():
         solver = event.parts["solver"]
         assert solver["turns"] == 4
         assert solver["means"]["style"] == 0.5
+
+
+def test_a_part_that_only_one_group_has_counts_0_in_the_others():
+    seen: set[str] = set()
+
+    async def rare(task, team):
+        reply = await team.solver.act(task.prompt)
+        seen.add(task.input_id)
+        reply.reward(task.score(reply.text))
+        if task.input_id == min(seen):
+            reply.reward(0.5, part="rare")
+
+    metrics = ScriptedRun(rare, batch={"groups": 3, "episodes": 4}, credit={"filter": None}).play().metrics[1]
+    assert len(seen) == 3
+    assert metrics["reward_part/solver/rare"] == pytest.approx(0.5 / 3)
+    parts = [value for name, value in metrics.items() if name.startswith("reward_part/solver/")]
+    assert sum(parts) == pytest.approx(metrics["reward/solver"])
