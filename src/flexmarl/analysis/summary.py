@@ -255,7 +255,9 @@ def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
 
 def _cost(summary: Summary) -> RenderableType:
     """Time, tokens, policies and processes of the run, a line for each."""
-    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in summary.time.items())
+    outside = summary.wall_s - sum(summary.time.values())
+    times = summary.time | ({"start and end": outside} if outside >= 1 else {})
+    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
     rows = {
         "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",
         "policies": ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items()),

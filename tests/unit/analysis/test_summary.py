@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -90,7 +91,11 @@ def test_the_summary_says_before_after_and_what_it_took(tmp_path):
 
 def test_the_table_says_the_same_at_a_glance(tmp_path):
     play(tmp_path)
-    text = shown(render_summary(tmp_path, wall_s=45.25))
+    summary = render_summary(tmp_path, wall_s=45.25)
+    text = shown(summary)
+    assert "start and end" not in text, "the phases of this run overlap"
+    longer = shown(replace(summary, wall_s=sum(summary.time.values()) + 34))
+    assert "start and end 0:34" in " ".join(longer.split())
     for part in (
         "success", "+0.400", "20 steps, 100,000 tokens in 0:45", "solver v20, verifier v20",
         "80% of training hidden behind rollout", "wakes 1.2 ms late on average, 20 ms at most",
