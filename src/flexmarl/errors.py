@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import requires
 from traceback import walk_tb
+from types import ModuleType
 
 MAX_TEXT = 10_000
 """Characters of an error's text that are kept."""
@@ -120,8 +121,9 @@ def described(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
     """File and line of the user's code at which an error was raised, e.g. `team.py:61`; "" without a traceback.
 
-    It is the innermost line that is neither of this package, nor of Python's library, nor of an installed package. If
-    there is none, it is the innermost line of all. The error that an error was raised from counts first.
+    It is the innermost line that is neither of this package, nor of Python's library, nor of an installed package that
+    is no plug-in (`count_as_users`). If there is none, it is the innermost line of all. The error that an error was
+    raised from counts first.
     """
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None and len(causes) < MOST_CAUSES:
@@ -138,9 +140,21 @@ def place_of(error: BaseException) -> str:
 def users_line(lines: Sequence[tuple[str, int]]) -> str:
     """The last of the lines, each a file and a number, that is in the user's own code; "" if none is."""
     for file, number in reversed(lines):
-        if not file.startswith(_NOT_THE_USERS) and "site-packages" not in file:
+        installed = "site-packages" in file and not file.startswith(tuple(_PLUGINS))
+        if not installed and not file.startswith(_NOT_THE_USERS):
             return _as_place(file, number)
     return ""
+
+
+def count_as_users(module: ModuleType) -> None:
+    """From now on, lines of an installed module, or of the package that it is, are of the user's own code."""
+    if module.__file__ is not None:
+        is_package = hasattr(module, "__path__")
+        _PLUGINS.add(os.path.dirname(module.__file__) + os.sep if is_package else module.__file__)
+
+
+_PLUGINS = set[str]()
+"""How file names of installed plug-ins begin."""
 
 
 def _as_place(file: str, number: int) -> str:

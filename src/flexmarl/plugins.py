@@ -34,7 +34,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, SchemaValidator, core_schema
 
-from flexmarl.errors import ConfigError, described
+from flexmarl.errors import ConfigError, count_as_users, described
 from flexmarl.settings import Settings
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class NameTable(ABC, Generic[T]):
         package = f"the package {offer.dist.name} {offer.dist.version}" if offer.dist else "an installed package"
         try:
             thing = self._checked(offer.name, offer.load())
+            count_as_users(sys.modules[offer.module.partition(".")[0]])
         except Exception as error:  # Whatever a foreign module raises while it is imported.
             raise ConfigError(
                 f"the {self.kind} '{offer.name}' of {package} cannot be used ({offer.value}): {described(error)}"

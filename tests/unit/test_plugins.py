@@ -11,7 +11,7 @@ import pytest
 from flexmarl.config import RunSettings, load_run
 from flexmarl.credit import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, place_of
 from flexmarl.inference.settings import ENGINES
 from flexmarl.plugins import SettingsTable, load_code
 from flexmarl.records import Task
@@ -44,7 +44,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     before = set(sys.modules)
 
     def put(package: str, text: str, **offers: str) -> None:
-        folder = tmp_path / "site" / package
+        folder = tmp_path / "site-packages" / package
         info = folder / f"{package}-1.2.dist-info"
         info.mkdir(parents=True)
         (folder / f"{package}.py").write_text(text)
@@ -135,6 +135,14 @@ def test_an_installed_package_adds_an_estimator_that_is_imported_when_it_is_name
     assert type(chosen) is sys.modules["plugin_lazy"].Lazy
     with pytest.raises(ConfigError, match=r"credit\.estimator\.least_lead must be greater than or equal to 0, got -1"):
         config("credit.estimator={type: lead_lazy, least_lead: -1}")
+
+
+def test_a_failure_in_an_installed_plug_in_is_placed_in_its_own_line(install: Callable[..., None]) -> None:
+    text = "import json\n\n\ndef own(answer, reference):\n    return json.loads(answer)\n"
+    install("plugin_scorer", text, scorers="own_json = plugin_scorer:own")
+    with pytest.raises(ValueError, match="Expecting") as broken:
+        SCORERS["own_json"]("{", "")
+    assert place_of(broken.value) == "plugin_scorer.py:5"
 
 
 def test_a_package_that_cannot_be_imported_is_an_error_where_it_is_named_and_nowhere_else(
