@@ -18,7 +18,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.real_team.tasks import STORIES, operation_of, value
 from flexmarl.agents.team import Team, workflow
 from flexmarl.records import Task
 from flexmarl.tools import Calculator
@@ -29,6 +28,10 @@ SOLVED = 0.5
 """What the checker's own expression earns if it solves the problem: a verdict alone says little of why it was wrong."""
 WRONG_DIGIT = 0.25
 """Share of the wrong twins that miscopy a digit; the others take another operation."""
+
+
+OPERATIONS = "+-*"
+"""One of them is in every expression that solves a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,12 @@ async def solve_and_check(task: Task, team: Team) -> None:
 
 def solves(text: str, task: Task) -> bool:
     """True if the first word, the checker's own expression, has the value that the task asks for."""
-    return bool(text.strip()) and Calculator().compute(text.split()[0]).text == task.reference
+    return bool(text.strip()) and computed(text.split()[0]) == task.reference
+
+
+def computed(expression: str) -> str:
+    """The value of an expression, as the tool says it."""
+    return Calculator().compute(expression).text
 
 
 def verdict_of(text: str) -> str:
@@ -86,21 +94,21 @@ def twin(rng: random.Random, expression: str, work: Work, *, right: bool, hard: 
     """
     tried = mistaken(rng, expression) if right else expression
     called = bool(work.computed) or (hard and not right)
-    return Work([f"{tried}={value(tried)}"] if called else [], str(value(tried)))
+    return Work([f"{tried}={computed(tried)}"] if called else [], computed(tried))
 
 
 def mistaken(rng: random.Random, expression: str) -> str:
     """The expression with another operation, as most mistakes are, or with a wrong digit; it has another value."""
     while True:
         changed = (other_digit if rng.random() < WRONG_DIGIT else other_operation)(rng, expression)
-        if value(changed) != value(expression):
+        if computed(changed) != computed(expression):
             return changed
 
 
 def other_operation(rng: random.Random, expression: str) -> str:
     """The numbers with one of the other operations."""
-    operation = operation_of(expression)
-    return expression.replace(operation, rng.choice([sign for sign in STORIES if sign != operation]))
+    operation = next(sign for sign in OPERATIONS if sign in expression)
+    return expression.replace(operation, rng.choice([sign for sign in OPERATIONS if sign != operation]))
 
 
 def other_digit(rng: random.Random, expression: str) -> str:

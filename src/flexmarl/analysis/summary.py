@@ -256,7 +256,7 @@ def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
 def _cost(summary: Summary) -> RenderableType:
     """Time, tokens, policies and processes of the run, a line for each."""
     outside = summary.wall_s - sum(summary.time.values())
-    times = summary.time | ({"start and end": outside} if outside >= 1 else {})
+    times = {**summary.time, **({"start and end": outside} if outside >= 1 else {})}
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
     rows = {
         "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",

@@ -35,7 +35,9 @@ for config in sys.argv[1:]:
 def test_the_configs_of_an_example_are_right_on_a_laptop(example: str, todos: dict[str, str], tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     configs = [str(EXAMPLES / example / config) for config in todos]
-    done = subprocess.run([sys.executable, "-c", CHECK_EACH, *configs], env=environment, capture_output=True, text=True)
+    words = [sys.executable, "-c", CHECK_EACH, *configs]
+    # Elsewhere, so that no file of an example finds another one by the working directory: `flexmarl` does not, either.
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
     printed = done.stdout
     for config, todo in zip(configs, todos.values(), strict=True):
         said, found, printed = printed.partition(f"exit code 0 of {config}")
