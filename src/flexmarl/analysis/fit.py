@@ -5,7 +5,8 @@ Calls are fitted in fit_engines.py. Micro-batches are fitted here (`TrainerFit`)
     seconds of a micro-batch    (micro_batch_s + sample_s rows) x slowdown by others on the machine
 
 Loads, updates, publications, swaps, moves and starts are not fitted: their cost is the median of their times in the
-journal. No journal has the number of devices or their `busy_share`: these keep their defaults.
+journal. A trainer that was never swapped kept its devices, so that its swaps cost nothing. No journal has the number of
+devices or their `busy_share`: these keep their defaults.
 """
 
 from collections import Counter, defaultdict
@@ -172,4 +173,6 @@ def _updating(facts: Facts, policy: str) -> dict[str, float]:
             max(0.0, one.ended - one.began - loads[one.version]) for one in facts.publications if one.policy == policy
         ],
     } | {f"{name}_s": [swap.ended - swap.began for swap in found] for name, found in swaps.items()}
+    if seen["update_s"]:  # It was trained without a swap: its trainer kept the devices.
+        seen |= {name: [0.0] for name in ("resume_s", "suspend_s") if not seen[name]}
     return {name: rounded(median(values)) for name, values in seen.items() if values}

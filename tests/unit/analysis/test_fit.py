@@ -51,6 +51,7 @@ def test_trainer_costs_are_recovered() -> None:
         assert costs.trainer.micro_batch_s == pytest.approx(0.1, rel=0.01)
         assert costs.trainer.sample_s == pytest.approx(0.03, rel=0.01)
         assert costs.trainer.update_s == pytest.approx(0.5)
+        assert (costs.trainer.resume_s, costs.trainer.suspend_s) == (0, 0), "nothing was swapped"
         assert costs.trainer.publish_s == pytest.approx(0.7, abs=0.01)
         assert fit.quality[policy].micro_batch_error < 1e-6
 
