@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(flexmarl, config
 
 def test_a_run_is_not_resumed_with_other_settings(flexmarl, config):
     folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
-    (line,) = flexmarl("train", config, "seed=4", "--resume", folder, code=1)
+    (line,) = flexmarl("train", config, "seed=4", "--resume", folder, code=2)
     assert "settings: seed was 3, is 4; resume with" in line
 
 
