@@ -78,7 +78,7 @@ class Credited:
 
 
 class Crediting:
-    """Judges and credits groups. Between two groups it keeps no state except the memory of the estimators."""
+    """Judges and credits groups. It remembers the memory of the estimators, and the rows of the group judged last."""
 
     def __init__(
         self,
