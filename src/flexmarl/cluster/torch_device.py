@@ -6,6 +6,7 @@ which suit one large batch, not an engine and a trainer that must agree on every
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -74,19 +75,41 @@ def return_heap() -> None:
 
 @contextmanager
 def returning_heap(device: torch.device | str) -> Iterator[None]:
-    """On a CPU, returns freed pages after a block in which this process grew by 256 MiB or more.
+    """On a CPU, returns freed pages after a block if this process is 512 MiB or more above where it last was low.
 
     Each pass of a trainer leaves holes, into which the tensors of the next one do not fit.
     """
-    process, on_cpu = psutil.Process(), torch.device(device).type == "cpu"
-    before = process.memory_info().rss if on_cpu else 0
+    if torch.device(device).type != "cpu":
+        yield
+        return
+    _resident.note()
     yield
-    if on_cpu and process.memory_info().rss - before >= _WORTH_RETURNING:
+    if _resident.growth() >= _WORTH_RETURNING:
         return_heap()
+        _resident.low = psutil.Process().memory_info().rss
 
 
-_WORTH_RETURNING = 256 << 20
-"""Bytes. Of less, the system would ask nearly as much time for the pages that the next block needs again."""
+class _Resident:
+    """Resident memory of this process."""
+
+    def __init__(self) -> None:
+        self.low = sys.maxsize
+        """Bytes: the least since pages were last returned."""
+
+    def note(self) -> int:
+        """Bytes now."""
+        now = psutil.Process().memory_info().rss
+        self.low = min(self.low, now)
+        return now
+
+    def growth(self) -> int:
+        """Bytes above `low`."""
+        return self.note() - self.low
+
+
+_resident = _Resident()
+_WORTH_RETURNING = 512 << 20
+"""Bytes. What a small model frees in a step it needs again in the next: to ask the system for it took a fifth of one."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from flexmarl.cluster import torch_device
 from flexmarl.cluster.torch_device import _WORTH_RETURNING, free_unused, return_heap, returning_heap
 
 NUMBERS, TENSORS = 1 << 14, 2048
@@ -31,6 +32,7 @@ def test_what_small_tensors_leave_is_returned_though_one_of_them_stays(give_back
 @needs_glibc
 def test_a_block_that_made_the_process_grow_returns_what_it_has_freed() -> None:
     resident = psutil.Process().memory_info
+    return_heap()
     number = 2 * _WORTH_RETURNING // (4 * NUMBERS)
     before, freed = resident().rss, 0
     with returning_heap("cpu"):
@@ -40,3 +42,15 @@ def test_a_block_that_made_the_process_grow_returns_what_it_has_freed() -> None:
         freed = full - resident().rss
     assert full - before > _WORTH_RETURNING, "it grew"
     assert full - resident().rss > max(freed, _WORTH_RETURNING), "more than the heap returns by itself"
+
+
+@needs_glibc
+def test_what_a_small_model_frees_stays_for_its_next_step_but_growth_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = []
+    monkeypatch.setattr(torch_device, "return_heap", lambda: returned.append(psutil.Process().memory_info().rss))
+    monkeypatch.setattr(torch_device._resident, "low", psutil.Process().memory_info().rss)
+    kept = []
+    for _ in range(4):
+        with returning_heap("cpu"):
+            kept.append(torch.ones(_WORTH_RETURNING // 12))  # A third of what is worth it, every time.
+    assert len(returned) == 1, "after the third or fourth block"

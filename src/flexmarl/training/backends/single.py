@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.own_folder import require_space
-from flexmarl.cluster.torch_device import return_heap
+from flexmarl.cluster.torch_device import returning_heap
 from flexmarl.errors import CheckpointError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
 from flexmarl.records import (
@@ -311,21 +311,20 @@ class SingleProcessTrainer:
                 f"{self._where}: nothing to update from: {len(self._reports)} micro-batches, {divisors} and hence D = "
                 f"{total}; leave the policy at its version for this step"
             )
-        # A batch whose advantages are all 0 has gradient 0, and is still an update (momentum, weight decay).
-        gradients = self._cache.sums or self._updater.take_gradients()
-        torch._foreach_div_(gradients, self._settings.accumulation_scale * total)
-        try:
-            norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
-        except TrainingError as error:
-            self._failure = str(error) if unbounded(self._updater.parameters) else ""
-            raise
-        self._version = Version(self._version + 1)
-        update = self._report(total, norm, learning_rate)
-        self._cache.clear()
-        self._reports = {}
-        del gradients
-        if self._network.model.device.type == "cpu":
-            return_heap()
+        with returning_heap(self._network.model.device):
+            # A batch whose advantages are all 0 has gradient 0, and is still an update (momentum, weight decay).
+            gradients = self._cache.sums or self._updater.take_gradients()
+            torch._foreach_div_(gradients, self._settings.accumulation_scale * total)
+            try:
+                norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
+            except TrainingError as error:
+                self._failure = str(error) if unbounded(self._updater.parameters) else ""
+                raise
+            self._version = Version(self._version + 1)
+            update = self._report(total, norm, learning_rate)
+            self._cache.clear()
+            self._reports = {}
+            del gradients
         return update
 
     def _report(self, total: float, norm: float, learning_rate: float) -> UpdateReport:
