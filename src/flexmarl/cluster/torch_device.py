@@ -109,7 +109,7 @@ class _Resident:
 
 _resident = _Resident()
 _WORTH_RETURNING = 512 << 20
-"""Bytes. What a small model frees in a step it needs again in the next: to ask the system for it took a fifth of one."""
+"""Bytes. A small model needs what it frees again in the next step; asking the system for it took a fifth of a step."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
