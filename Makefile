@@ -26,6 +26,7 @@ install: $(VENV)/.installed  ## make .venv and install flexmarl with its locked 
 install-dev: $(VENV)/.installed-dev  ## the same with the tools for tests and checks
 
 $(VENV)/.installed: requirements.lock pyproject.toml
+	@echo "Installing PyTorch, Ray and all else into $(VENV): about 1.2 GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .

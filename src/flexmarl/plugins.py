@@ -281,7 +281,10 @@ def load_code(path: str | Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"code: {str(path)!r} is no Python file; give the path of a .py file")
+        raise ConfigError(
+            f"code: {str(path)!r} is no Python file; give the path of a .py file. A relative one starts from `base`, "
+            f"the folder of the config that was given, not of one that it extends"
+        )
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

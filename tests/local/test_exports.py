@@ -79,6 +79,14 @@ def test_the_form_is_chosen_when_exporting_and_adapter_on_base_equals_merged(ada
     torch.testing.assert_close(logits(Path(adapter)), logits(Path(merged)), rtol=1e-5, atol=1e-5)
 
 
+def test_what_another_export_wrote_is_not_written_over(adapted: Path, tmp_path: Path) -> None:
+    (path,) = flexmarl("export", adapted, tmp_path / "out", "--step", 1)
+    before = {file.name: file.read_bytes() for file in Path(path).iterdir()}
+    (said, *_) = flexmarl("export", adapted, tmp_path / "out", "--adapter", fails=ConfigError)
+    assert f"OUT: '{path}' exists already; use another folder, or remove it" in said
+    assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == before
+
+
 def test_the_model_card_has_tasks_figures_and_settings_and_no_secret(adapted: Path, tmp_path: Path) -> None:
     (path,) = flexmarl("export", adapted, tmp_path / "out", "--step", 2)
     card = (Path(path) / "README.md").read_text()

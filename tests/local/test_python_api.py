@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import flexmarl
+from flexmarl.analysis.conversations import open_conversations
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_events import CheckpointSaved, RunFailed, StepEnded, StepStarted, StopRequested
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.records import make_trajectory_id
 
 SHORT = {"evaluate.tasks": 2}
 DETERMINISTIC = {"deterministic": True, "cluster": {"backend": "inline", "threads": 1}, "evaluate.tasks": 0}
@@ -62,6 +65,13 @@ def test_a_run_has_the_figures_of_its_files(small_run, capsys):
     assert {turn["agent"] for turn in turns} == {"solver"}
     rewards = [turn["reward"] for turn in turns if turn["group"] < 4]
     assert sum(rewards) / len(rewards) == pytest.approx(run.metrics[1]["reward/solver"])
+    assert [turn["step"] for turn in turns] == [1] * 16 + [2] * 16
+    assert all(turn["prompt"].strip() and sum(turn["parts"].values()) == turn["reward"] for turn in turns)
+    with open_conversations(RunFolder(run.folder)) as conversations:
+        lines = {line.episode: line for line in conversations.lines()}
+    for turn in turns:
+        line = lines[make_trajectory_id(turn["group"], turn["episode"], turn["attempt"])]
+        assert (turn["task"], turn["step"]) == (line.task, line.step)
     assert list(run.turns_frame()["text"]) == [turn["text"] for turn in turns]
     assert [event.step for event in run.events() if isinstance(event, StepEnded)] == steps
     again = flexmarl.open_run(str(run.folder))

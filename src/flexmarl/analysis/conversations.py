@@ -239,6 +239,12 @@ class Conversations:
             found.setdefault(split_trajectory_id(episode), _Counts())
         return [self._line(*place, found[place]) for place in sorted(found)]
 
+    def step_of(self, group: int) -> int | None:
+        """Number of the step that trains the group, from 1, as on the line of the step; None in evaluations."""
+        admitted = self._admitted.get(group)
+        step = self._taken.get(group, admitted.step if admitted else -1)
+        return step + 1 if step >= 0 else None
+
     def read(self, line: EpisodeLine, reading: Reading) -> ShownEpisode:
         """Reads one episode with its texts."""
         rows = self._store.episode(*split_trajectory_id(line.episode))
@@ -253,7 +259,6 @@ class Conversations:
     def _line(self, group: int, index: int, attempt: int, counts: "_Counts") -> EpisodeLine:
         episode = EpisodeId(make_trajectory_id(group, index, attempt))
         admitted, end = self._admitted.get(group), self._ends.get(episode)
-        step = self._taken.get(group, admitted.step if admitted else -1)
         (status, reason), place = counts.status(), ""
         if isinstance(end, EpisodeFailed):
             status, reason, place = str(end.status), end.because, end.place
@@ -262,7 +267,7 @@ class Conversations:
         return EpisodeLine(
             episode=episode,
             task=counts.task or (admitted.task if admitted else ""),
-            step=step + 1 if step >= 0 else None,
+            step=self.step_of(group),
             purpose=counts.purpose,
             status=status,
             reason=reason,
@@ -372,7 +377,7 @@ def _turn(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         versions=tuple(VersionRun(start, Version(version)) for start, version in values.get("version_runs", ())),
         logprobs=_logprobs(row) if len(reply_ids) else None,
         reward=reward,
-        parts=parts or ({} if reward is None else {"outcome": reward}),
+        parts=parts_of(reward, parts),
         shaped=values.get("shaped", {}),
         signals=values.get("signals", {}),
         advantage=values.get("advantage"),
@@ -380,6 +385,11 @@ def _turn(row: Row, rows: Sequence[Row], prompts: Mapping[SampleId, IntArray], r
         tags=values.get("tags", {}),
         pruned="prompt_ids" not in values,
     )
+
+
+def parts_of(reward: float | None, parts: Mapping[str, float] | None) -> Mapping[str, float]:
+    """The parts that a row's reward adds up from, by name. A row whose only part is its outcome does not store them."""
+    return parts or ({} if reward is None else {"outcome": reward})
 
 
 def _prompt(

@@ -1,5 +1,6 @@
 """Run on a folder: what a run left, or has written so far, as Python objects."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.journal import check_format, read_run
 from flexmarl.events.metrics import read_metrics
 from flexmarl.events.run_folder import RunFolder
+from flexmarl.records import split_sample_id
 
 if TYPE_CHECKING:
     import pandas
@@ -60,22 +62,34 @@ class Run:
     def turns(self) -> list[dict[str, Any]]:
         """Returns every turn in the experience store, in the order of groups, episodes and hops.
 
-        Keys: `sample_id`, `agent`, `policy`, `version`, `group`, `episode`, `attempt`, `hop`, `state`, `reason` (of a
-        row that is not trained), `text`, `reward` and `advantage`; a value that the row lacks is None. Raises
+        Keys: `sample_id`, `task` (its id), `step` (from 1), `agent`, `policy`, `version`, `group`, `episode`,
+        `attempt`, `hop`, `state`, `reason` (of a row that is not trained), `prompt` and `text` (of the reply),
+        `reward`, `parts` (that it adds up from, by name) and `advantage`; a value that the row lacks is None. Raises
         StoreError if there is no store, as of a simulation or with `store.type: memory`.
         """
+        import numpy as np
+
+        from flexmarl.analysis.conversations import Conversations, parts_of
+        from flexmarl.assemble import decoder_of
         from flexmarl.experience.schema import quote
         from flexmarl.experience.store_file import read_store
 
         rows: list[dict[str, Any]] = []
         with read_store(self._files.store) as store:
+            step_of, decode = Conversations(self._files, store).step_of, decoder_of(self.settings)
             for agent in store.agents:
                 found = store.query(
                     f"SELECT sample_id, policy, policy_version AS version, group_id AS 'group', "
-                    f"episode_index AS episode, attempt, hop, state, reason, payload(text) AS text, reward, advantage "
-                    f"FROM {quote(agent)}"
+                    f"episode_index AS episode, attempt, hop, state, reason, payload(prompt_ids) AS prompt, "
+                    f"payload(text) AS text, reward, payload(parts) AS parts, advantage FROM {quote(agent)}"
                 )
-                rows += ({"agent": agent, **dict(zip(found.columns, row, strict=True))} for row in found.rows)
+                for cells in found.rows:
+                    row = dict(zip(found.columns, cells, strict=True))
+                    row["task"], row["step"] = split_sample_id(row["sample_id"])[0], step_of(row["group"])
+                    if row["prompt"] is not None:
+                        row["prompt"] = decode(row["policy"], np.array(json.loads(row["prompt"])))
+                    row["parts"] = parts_of(row["reward"], row["parts"] and json.loads(row["parts"]))
+                    rows.append({"agent": agent, **row})
         return sorted(rows, key=lambda row: (row["group"], row["episode"], row["attempt"], row["hop"]))
 
     def turns_frame(self) -> "pandas.DataFrame":

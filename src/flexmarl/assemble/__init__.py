@@ -13,6 +13,7 @@ settings ──► blueprint.py   folder, code, tasks, renderers, team    (no we
 from flexmarl.assemble.blueprint import (
     Blueprint,
     check_model,
+    decoder_of,
     draw_up,
     load_tokenizer,
     model_source,
@@ -43,6 +44,7 @@ __all__ = [
     "assemble_run",
     "cached_numbers",
     "check_model",
+    "decoder_of",
     "draw_up",
     "evaluate_once",
     "export_policies",

@@ -1,5 +1,6 @@
 """Makes from settings the parts of a run that need no weights: tasks, renderers, team. `flexmarl check` stops here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from string import printable
@@ -18,7 +19,7 @@ from flexmarl.errors import CheckpointError, ConfigError
 from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
-from flexmarl.records import PolicyName
+from flexmarl.records import IntArray, PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import check_model_files
 
@@ -152,6 +153,20 @@ def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBas
             f"its vocabulary is missing: save it there with `save_pretrained`"
         )
     return tokenizer
+
+
+def decoder_of(settings: RunSettings) -> Callable[[PolicyName, IntArray], str]:
+    """Text of ids by the policy's tokenizer, special tokens included. A tokenizer is loaded when first needed."""
+    tokenizers: dict[PolicyName, PreTrainedTokenizerBase] = {}
+
+    def decode(policy: PolicyName, ids: IntArray) -> str:
+        if policy not in tokenizers:
+            tokenizers[policy] = load_tokenizer(settings, policy)
+        text = tokenizers[policy].decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one sequence of ids, not several"
+        return text
+
+    return decode
 
 
 def check_model(settings: RunSettings, policy: str) -> None:

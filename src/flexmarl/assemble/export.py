@@ -50,11 +50,14 @@ def export_policies(
 ) -> list[Exported]:
     """Writes every trained policy of a checkpoint as a Hugging Face folder with a model card, `out/{policy}`.
 
-    `form` None: as `training.lora.export` of the policy says. Raises ConfigError, or CheckpointError.
+    `form` None: as `training.lora.export` of the policy says. Raises ConfigError, also if a folder `out/{policy}` holds
+    something; or CheckpointError.
     """
     refuse_simulated(settings)
     policies = sorted(map(PolicyName, settings.trained))
     for policy in policies:
+        if (taken := out / policy).exists() and not (taken.is_dir() and not any(taken.iterdir())):
+            raise ConfigError(f"OUT: '{taken}' exists already; use another folder, or remove it")
         if form == "adapter" and settings.policies[policy].training.lora is None:
             raise ConfigError(
                 f"--adapter: policies.{policy}.training.lora is null, so that it has none; export it with --merged"

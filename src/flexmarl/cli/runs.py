@@ -138,7 +138,8 @@ def _show_evaluation(evaluation: "Evaluation") -> None:
 
 def check(config: Config, overrides: Overrides = None) -> None:
     """Validate CONFIG and look at this machine. Exit code 2 if the config is wrong; a to-do is no error."""
-    findings, problems = examine.examine(load_run(config, overrides or ()))
+    settings = load_run(config, overrides or ())  # Before `examine` loads PyTorch: a misspelt key is told at once.
+    findings, problems = examine.examine(settings)
     table = Table(box=box.SIMPLE_HEAD, title=str(config))
     for column in ("", "subject", "found", "to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "subject")

@@ -32,7 +32,6 @@ from flexmarl.errors import ConfigError
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
-from flexmarl.records import IntArray, PolicyName
 
 CONSOLE = SafeConsole()
 LISTED, READ = 20, 3
@@ -123,17 +122,10 @@ def evaluation_folder(folder: RunFolder, which: str) -> Path:
 
 def reading_of(settings: RunSettings, *, full: bool) -> Reading:
     """Reads texts with the tokenizers of the run, which are loaded when they are first needed."""
-    tokenizers: dict[PolicyName, Any] = {}
-
-    def decode(policy: PolicyName, ids: IntArray) -> str:
-        if policy not in tokenizers:
-            tokenizers[policy] = assemble.load_tokenizer(settings, policy)
-        return tokenizers[policy].decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     told = {name: assemble.told_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
     syntaxes = {name: one.syntax for name, one in told.items() if one.syntax}
     renderers = {name: one.renderer for name, one in told.items()}
-    return Reading(decode=decode, syntaxes=syntaxes, renderers=renderers, full=full)
+    return Reading(decode=assemble.decoder_of(settings), syntaxes=syntaxes, renderers=renderers, full=full)
 
 
 def colours_of(agents: Sequence[str]) -> Mapping[str, str]:

@@ -105,6 +105,10 @@ def _shown(keys: Sequence[str], value: Any) -> str:
 
 def _hint(key: str, parent: Any) -> str:
     known = _known_keys(parent)
+    for name in known:
+        below = key.removeprefix(f"{name}_")
+        if below != key and below in _known_keys(_step(_members(parent)[0], name)):
+            return f"did you mean '{name}.{below}'?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
 

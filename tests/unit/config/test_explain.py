@@ -8,6 +8,7 @@ from tests.unit.config.configs import MINIMAL, refused
 @pytest.mark.parametrize(
     ("override", "line"),
     [
+        ("batch_groups=4", "batch_groups is not a setting (its value: 4); did you mean 'batch.groups'?"),
         ("batch.grups=4", "batch.grups is not a setting (its value: 4); did you mean 'groups'?"),
         ("batch.zzz=4", "batch.zzz is not a setting (its value: 4); known here: episodes, groups"),
         ("batch.groups=0", "batch.groups must be greater than or equal to 1, got 0"),

@@ -9,6 +9,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -69,6 +70,20 @@ def test_a_settings_class_refuses_unknown_keys_cannot_change_and_says_what_each_
 def test_settings_need_neither_torch_nor_transformers():
     code = "import sys, flexmarl.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_misspelt_key_is_told_before_torch_is_loaded(tmp_path: Path, command: str) -> None:
+    (tmp_path / "run.yaml").write_text("stepps: 2\n")
+    code = (
+        f"import sys; from flexmarl.cli import main; sys.argv = ['flexmarl', '{command}', 'run.yaml']\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert "stepps is not a setting (its value: 2); did you mean 'steps'?" in said.stderr
+    assert "AssertionError" not in said.stderr
 
 
 class Numbers(Settings):
