@@ -6,7 +6,8 @@ found       makes the signals of one call, from that call alone: a number in [0,
 
     tool_error          a tool call could not be read, named an unknown tool, had wrong arguments, or was refused by the
                         tool
-    bad_tool_calls      share of the message's tool calls that could not be read
+    bad_tool_calls      share of the message's tool calls that could not be read; a message that ends the reply has
+                        none: its calls count as dropped
     dropped_tool_calls  share of the message's tool calls that were not run: the budget was spent, or the text was cut
     tool_cost           sum of what its tools say that the message's tool calls cost, in a unit of their own
     format_error        the call ended the reply, but the agent's parser found no value, or the text holds a tool call

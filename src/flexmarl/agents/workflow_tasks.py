@@ -9,7 +9,7 @@ The coroutine of each task is driven through a `_Guarded` one:
 
     it calls sys.exit()     its task raises EpisodeError; asyncio would end the whole event loop
     it has been given up    it is never resumed again, even if it ignores CancelledError
-    it ends                 its creator knows of the calls that it knew of (ledger.py)
+    it ends                 its creator knows of the calls that it knew of (episode_log.py)
 
 As long as one such task lives, the loop makes its tasks through a `_Factory`, and then through its earlier factory.
 """

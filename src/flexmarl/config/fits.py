@@ -50,7 +50,7 @@ def overlap_misfits(
     *,
     deterministic: bool,
 ) -> Iterator[str]:
-    """Yields a sentence for each two settings that exclude each other. `training` has the trained policies."""
+    """Yields sentences about settings that exclude each other; at least one if any do. `training`: trained policies."""
     yield from _memory_has_an_order(mode, credit)
     yield from _rows_can_be_ready(mode, credit)
     yield from _rows_can_stream(mode, credit, training, deterministic=deterministic)

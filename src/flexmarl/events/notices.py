@@ -50,7 +50,10 @@ class EpisodeBroke(Notice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJudged(Notice):
-    """The filter looked at a finished group. Groups that it drops are judged too."""
+    """A finished group was judged, by the filter if there is one. It does not say whether the group is kept.
+
+    A group without a trained turn, or without the greedy play that credit needs, is dropped before, without a notice.
+    """
 
     group: GroupId
     """The group."""

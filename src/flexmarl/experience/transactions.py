@@ -174,9 +174,10 @@ class Tables:
         return dropped
 
     def prune_one_group(self, db: sqlite3.Connection, before_group: GroupId, budget_bytes: int) -> int | None:
-        """Prunes the oldest group that is not pruned yet, and returns how many of its rows were pruned.
+        """Deletes the payloads (texts, lists, tensors) of the oldest group's ended rows. Returns the number of rows.
 
-        Returns None if the store fits `budget_bytes`, or if no group before `before_group` is left.
+        The rows keep their numbers and states. The group is the oldest that was not pruned yet. Returns None if the
+        store fits `budget_bytes`, or if no group before `before_group` is left.
         """
         ((group,),) = db.execute("SELECT before_group FROM pruned")
         if group >= before_group or used_bytes(db) <= budget_bytes:

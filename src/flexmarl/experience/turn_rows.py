@@ -164,9 +164,10 @@ def turn_from_row(row: Row) -> Turn:
 
 
 def sample_from_row(row: Row) -> Sample:
-    """Reads a row as training sees it. Raises StoreError if its turn, reward, advantage or weight is missing.
+    """Reads a row as training sees it. Raises StoreError if a column that it needs is missing.
 
-    A row of a credit group that is not complete has a score in place of advantage and weight.
+    It needs the turn, `reward`, `advantage`, `weight` and `episode_tokens`. A row whose credit group is not complete
+    has `score` and `open_group` in place of the last three: the sample's `advantage` is then the score.
     """
     if "open_group" in row.values and "advantage" not in row.values:
         score, group = _value(row, "score"), _value(row, "open_group")

@@ -235,8 +235,8 @@ def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move
     """The fewest moves to the allocation whose busiest instances have the least to do.
 
     `work` is the seconds of serving that a step needs from each policy. Every policy keeps an instance. There are no
-    moves if a policy has no live instance, or if the busiest instances have at most WORTH_MOVING times as much to do
-    now.
+    moves if a policy has no live instance, or if the busiest instances now have at most WORTH_MOVING times as much to
+    do as they would have in that allocation.
     """
     seconds = {policy: work.get(policy, 0.0) for policy in loads}
     held = {policy: len(load.instances) for policy, load in loads.items()}

@@ -47,7 +47,10 @@ class Balancer:
         events.listen(StepPlayed, self._step_played)
 
     async def watch(self) -> None:
-        """Looks at the queues and moves instances, until it is cancelled."""
+        """Moves instances until it is cancelled: by the queues, unless `rule` is none, and at the end of a rollout.
+
+        At the end of a rollout they move to the start allocation of the next step.
+        """
         self._configured = {policy: len(given) for policy, given in self._pool.given.items()}
         async with asyncio.TaskGroup() as tasks:
             if self._settings.rule != "none":

@@ -29,7 +29,11 @@ async def _keep(group: GroupRecord, episode: Episode) -> None:
 
 
 class Rollout:
-    """Plays groups. Calls `emit` with each one when all its episodes have ended; a slow `emit` delays new groups."""
+    """Plays groups, and calls `emit` once with each one; a slow `emit` delays new groups.
+
+    A group without a finished episode is played again first, if admission allows it. `emit` gets it after its last
+    attempt, also if the group failed or was stopped.
+    """
 
     def __init__(
         self,

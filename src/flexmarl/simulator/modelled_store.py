@@ -105,7 +105,10 @@ class SimulatedStore:
             self._move(row, place)
 
     async def release(self, *, holder: str | None = None, cache: str | None = None) -> list[SampleId]:
-        """Returns to READY the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache."""
+        """Makes READY again the CLAIMED rows of a lost holder, or exactly the ACCUMULATED rows of a lost cache.
+
+        Returns their ids. Raises StoreError unless exactly one of `holder` and `cache` is given.
+        """
         self._check_open()
         check_released(holder, cache)
         lost = [

@@ -35,7 +35,7 @@ class _Drop:
 
 
 class TrainingSession:
-    """One policy's trainer in the pipeline. A step calls `accumulate` during collection, then `finish` and `leave`.
+    """One policy's trainer in the pipeline. A step calls `accumulate`, `close_step`, `finish`, then `leave`.
 
     The session holds devices while micro-batches are due. Once the step is closed, it keeps them until it leaves. So
     sessions that share devices must not wait for one another between `close_step` and `leave`.

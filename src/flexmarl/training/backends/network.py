@@ -158,7 +158,7 @@ def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class Reference(Protocol):
-    """Access to the reference policy inside a block, in which nothing may be trained."""
+    """Gives the reference policy for a block: `with reference.model() as model`. Nothing may be trained inside it."""
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
