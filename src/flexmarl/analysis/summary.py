@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flexmarl.analysis.curve import draw_curve
-from flexmarl.analysis.timeline import render_timeline
+from flexmarl.analysis.timeline import CommandTimes, render_timeline
 from flexmarl.analysis.troubles import Troubles, trouble_rows
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
@@ -41,6 +41,8 @@ class History:
     """How many of the lost processes were replaced."""
     earlier_s: float = 0.0
     """Seconds that all commands before the last one took."""
+    start_s: float = 0.0
+    """Seconds that all commands took to start Ray and the workers."""
     missing: set[WorkerId] = field(default_factory=set)
     """Processes of the last command that were lost and are not replaced so far."""
     troubles: Troubles = field(default_factory=Troubles)
@@ -49,11 +51,12 @@ class History:
 
 def history_of(events: Iterable[Event]) -> History:
     """Reads the history from the events that `read_run` yields."""
-    history, command, latest = History(), 1, 0.0
+    history, commands = History(), CommandTimes()
     for event in events:
-        if event.command != command:
-            command = event.command
-            history.processes, history.missing, history.earlier_s = {}, set(), latest
+        if commands.follow(event):
+            history.processes, history.missing, history.earlier_s = {}, set(), commands.began
+        if start := commands.start(event):
+            history.start_s += start[1] - start[0]
         match event:
             case ProcessStarted():
                 history.processes[event.process] = {"pid": event.pid, "node": event.node}
@@ -65,7 +68,6 @@ def history_of(events: Iterable[Event]) -> History:
             case InstanceReplaced():
                 _replace(history, WorkerId.engine(event.replaces))
         history.troubles.note(event)
-        latest = max(latest, event.t)
     return history
 
 
@@ -97,7 +99,7 @@ class Summary:
     wall_s: float
     """Seconds of all commands, if the caller gave those of the last one. Otherwise the sum over the steps."""
     time: Figures
-    """Seconds by phase, over all steps; phases may overlap."""
+    """Seconds by phase, over all commands. `start` is until Ray and the workers are ready. Phases may overlap."""
     steps: int
     tokens: int
     """Tokens sampled in training rollouts."""
@@ -143,7 +145,8 @@ def summarise(
             if name.startswith("version/")
         },
         wall_s=round(totals.get("time/step_s", 0.0) if wall_s is None else history.earlier_s + wall_s, 3),
-        time={
+        time=({"start": round(history.start_s, 3)} if history.start_s else {})
+        | {
             name.removeprefix("time/").removesuffix("_s"): round(totals[name], 3)
             for name in totals
             if name.startswith("time/") and name != "time/step_s"
@@ -256,7 +259,7 @@ def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
 def _cost(summary: Summary) -> RenderableType:
     """Time, tokens, policies and processes of the run, a line for each."""
     outside = summary.wall_s - sum(summary.time.values())
-    times = {**summary.time, **({"start and end": outside} if outside >= 1 else {})}
+    times = {**summary.time, **({"other": outside} if outside >= 1 else {})}
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
     rows = {
         "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",

@@ -2,7 +2,7 @@
 
 Open timeline.json in ui.perfetto.dev:
 
-    controller        counters; decisions as marks; a lane for steps, for rollout, for each other phase
+    controller        counters; decisions as marks; a lane for the start, for steps, for rollout, for each other phase
     trainer/solver    a lane for micro-batches, one for updates
     engine/solver/0   as many lanes of calls as ran at once
 
@@ -28,12 +28,14 @@ import re
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexmarl.events.event import Event, Timed, to_json
 from flexmarl.events.group_events import GroupReady
 from flexmarl.events.journal import read_run
+from flexmarl.events.overlap import Interval
 from flexmarl.events.run_events import ProcessStarted, RunStarted
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import QueueCounts
@@ -97,8 +99,11 @@ def render_timeline(run_dir: Path) -> Path:
 
 def trace_events(events: Iterable[Event]) -> Iterator[TraceEvent]:
     """Yields the trace events of a journal's events, which are on one clock. Times are whole microseconds."""
-    rows, untrained = TimelineRows(), Untrained()
+    rows, untrained, commands = TimelineRows(), Untrained(), CommandTimes()
     for event in events:
+        commands.follow(event)
+        if start := commands.start(event):
+            yield rows.span(CONTROLLER, "start", start, {})
         if isinstance(event, ProcessStarted):
             rows.started(event)
         if isinstance(event, Timed):
@@ -131,11 +136,14 @@ class TimelineRows:
 
     def slice(self, event: Timed) -> TraceEvent:
         """A complete event, from `began` to `ended`, in a free lane of its process. Times are microseconds."""
-        process, name = event.process, _name(event)
-        began, ended = _us(event.began), _us(event.ended)
+        return self.span(event.process, _name(event), (event.began, event.ended), _arguments(event))
+
+    def span(self, process: WorkerId, name: str, interval: Interval, arguments: Mapping[str, Any]) -> TraceEvent:
+        """A complete event in a free lane of its process. The interval is in seconds."""
+        began, ended = map(_us, interval)
         lane = self._lanes.setdefault((process, name), Lanes()).place(began, ended)
         where = {"pid": self._process(process), "tid": self._thread(process, name, lane)}
-        return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": _arguments(event)}
+        return {"name": name, "ph": "X", "ts": began, "dur": ended - began, **where, "args": dict(arguments)}
 
     def mark(self, event: Event) -> TraceEvent:
         """An instant event, on the decision row of the controller."""
@@ -166,6 +174,31 @@ class TimelineRows:
         if lane not in self._threads:
             self._threads[lane] = next(self._numbers)
         return self._threads[lane]
+
+
+@dataclass(slots=True)
+class CommandTimes:
+    """Follows the commands of a run through the events that `read_run` yields."""
+
+    began: float = 0.0
+    """The moment at which the present command began, which is the end of the one before it."""
+    _number: int = 1
+    _latest: float = 0.0
+
+    def follow(self, event: Event) -> bool:
+        """Takes the next event. Returns True if it is the first one of a later command."""
+        begins = event.command != self._number
+        if begins:
+            self._number, self.began = event.command, self._latest
+        self._latest = max(self._latest, event.t)
+        return begins
+
+    def start(self, event: Event) -> Interval | None:
+        """Returns the start of the present command if the event ends it, and if it took any time.
+
+        `RunStarted` ends it: then Ray, engines and trainers are ready.
+        """
+        return (self.began, event.t) if isinstance(event, RunStarted) and event.t > self.began else None
 
 
 class Untrained:

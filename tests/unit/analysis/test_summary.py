@@ -93,9 +93,9 @@ def test_the_table_says_the_same_at_a_glance(tmp_path):
     play(tmp_path)
     summary = render_summary(tmp_path, wall_s=45.25)
     text = shown(summary)
-    assert "start and end" not in text, "the phases of this run overlap"
+    assert "other" not in text, "the phases of this run overlap"
     longer = shown(replace(summary, wall_s=sum(summary.time.values()) + 34))
-    assert "start and end 0:34" in " ".join(longer.split())
+    assert "other 0:34" in " ".join(longer.split())
     for part in (
         "success", "+0.400", "20 steps, 100,000 tokens in 0:45", "solver v20, verifier v20",
         "80% of training hidden behind rollout", "wakes 1.2 ms late on average, 20 ms at most",
@@ -128,6 +128,19 @@ def test_a_run_that_failed_has_its_pictures_and_no_summary(tmp_path):
 def test_a_run_that_never_began_has_no_pictures(tmp_path):
     render_pictures(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_start_of_every_command_is_a_phase_of_the_run(tmp_path):
+    play(tmp_path)
+    (tmp_path / "journal.jsonl").unlink()
+    for pid, start_s in ((10, 36.0), (20, 4.0)):
+        write_command(tmp_path / "journal.jsonl", steps=1, first_pid=pid, start_s=start_s)
+    summary = render_summary(tmp_path, wall_s=8.0)
+    assert summary.time == {"start": 40.0, "evaluate": 2.0, "rollout": 30.0, "train": 20.0}
+    assert "in 0:48 (start 0:40, evaluate 0:02," in " ".join(shown(summary).split())
+    events = json.loads(RunFolder(tmp_path).timeline.read_text())["traceEvents"]
+    starts = [event for event in events if event["name"] == "start"]
+    assert [(event["ts"] / 1e6, event["dur"] / 1e6) for event in starts] == [(0.0, 36.0), (36.0 + STEP_S, 4.0)]
 
 
 def test_without_a_clock_of_the_command_the_steps_add_up(tmp_path):

@@ -33,20 +33,22 @@ def events_on(path: Path, clock) -> Events:
     return events
 
 
-def write_command(path: Path, *, steps: int, first_pid: int, lost: bool = False) -> float:
+def write_command(path: Path, *, steps: int, first_pid: int, lost: bool = False, start_s: float = 0.0) -> float:
     """One command of a run: a solver and a verifier with an engine and a trainer each; returns what it took.
 
-    Rollout takes the first three quarters of each step; training begins halfway through and ends with the step.
+    Its workers are ready after `start_s`. Rollout takes the first three quarters of each step; training begins halfway
+    through and ends with the step.
     """
     hand = Hand()
     events = events_on(path, hand)
+    hand.time = start_s
     events.emit(STARTED)
     for number, process in enumerate(
         ("controller", "engine/solver/0", "engine/verifier/0", "trainer/solver", "trainer/verifier")
     ):
         events.emit(ProcessStarted(process=WorkerId.parse(process), pid=first_pid + number, node="10.0.0.1"))
     for step in range(steps):
-        start = step * STEP_S
+        start = start_s + step * STEP_S
         for ended, event in sorted(_step(start, step), key=lambda entry: entry[0]):
             hand.time = ended
             events.emit(event)
