@@ -241,14 +241,14 @@ def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run
     assert figures["success, before"]["differences"][1]["how"] in ("t, paired over 2 tasks", "no spread in 2 tasks")
     assert figures["failed episodes"]["differences"][1]["how"] == "Newcombe, not paired"
     assert {
-        "reward of solver by episode, after - before",
+        "reward of solver, after - before",
         "seconds per step",
         "staleness of a token, in updates",
     } <= set(figures)
     for figure in figures.values():
         for found in (*figure["values"], *figure["differences"][1:]):
             assert found["low"] is None or found["low"] <= found["value"] <= found["high"]
-    assert "reward of solver, after" not in figures, "one row per figure"
+    assert sum("reward of solver, after" in name for name in figures) == 2, "a row for the figure, one for its change"
     assert [found["value"] for found in figures["steps"]["values"]] == [1, 2]
     assert "steps" not in compared["settings"], "a resumed run may have done others than its first command was to do"
     assert compared["settings"]["seed"][1] == 4
@@ -257,6 +257,15 @@ def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run
     assert any(line.split()[:1] == ["seed"] for line in differing)
     assert "better" not in shown
     assert "95% interval" in shown
+
+
+def test_the_summary_has_intervals_of_the_figures_of_its_evaluations(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    for when in ("before", "after"):
+        assert summary["held_out"][when]["tasks"] == 2
+        assert summary["eval"][when]
+        for name, value in summary["eval"][when].items():
+            assert summary["intervals"][name][when]["value"] == pytest.approx(value)
 
 
 def test_a_folder_that_is_no_run_and_a_run_without_rows_are_errors_of_one_sentence(run: Path, tmp_path: Path) -> None:

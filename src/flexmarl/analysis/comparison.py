@@ -1,6 +1,6 @@
 """Figures of runs side by side, read from their folders: each with an interval, and its difference to the first run's.
 
-kept evaluations ──► success, rewards         by episode; differences task by task where the tasks are the same
+kept evaluations ──► success, rewards         differences task by task where the tasks are the same
 metrics.jsonl    ──► tokens, failures         by step
 journal.jsonl    ──► seconds of steps, staleness; results of evaluations that were not kept
 
@@ -28,10 +28,10 @@ from flexmarl.records import EpisodeStatus
 ROUNDING = 1e-12
 """A difference of at most this part of the largest number is one of rounding. A sum of a thousand float64 is off by
 less: each addition rounds at 1.1e-16 of the sum."""
+REWARD = "reward/"
+"""Begins the name of an agent's reward among the figures of an evaluation."""
 OF_THE_RUN = ("name", "out", "steps")
 """Settings that say nothing about what a run does, or, as `steps` of a resumed run, less than a figure does."""
-BY_EPISODE = " by episode"
-"""Marks means over episodes. Where only the journal has an evaluation, its means are over turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +181,11 @@ def read_figures(folder: RunFolder, tasks: Any = None) -> RunFigures:
     figures: dict[str, Measured] = {}
     events = [*read_run(folder.journal)] if folder.journal.exists() else []
     evaluations = [event for event in events if isinstance(event, Evaluated)]
-    for when, kept in _kept(folder).items():
-        for name, measured in evaluation_figures(kept).items():
-            figures[f"{name}, {when}"] = measured
     for when in ("before", "after"):
         of = [event for event in evaluations if event.when == when]
-        for name, measured in _results(of[-1].evaluation).items() if of else ():
-            if f"{name}{BY_EPISODE}, {when}" not in figures:
-                figures.setdefault(f"{name}, {when}", measured)
+        for name, measured in held_out_figures(folder, of[-1]).items() if of else ():
+            if name == "success" or name.startswith(REWARD):
+                figures[f"{name.replace(REWARD, 'reward of ')}, {when}"] = measured
     ordered = {name: figures[name] for name in sorted(figures, key=_order)}
     for name in [name for name in ordered if name.endswith(", before")]:
         stem = name.removesuffix(", before")
@@ -203,45 +200,51 @@ def _order(name: str) -> tuple[bool, str, int]:
     return (not stem.startswith("success"), stem, ("before", "after", "after - before").index(when))
 
 
-def _kept(folder: RunFolder) -> dict[str, Path]:
-    """The kept evaluations before and after training."""
-    kept: dict[str, Path] = {}
-    for path in folder.evaluations_of_steps():
+def held_out_figures(folder: RunFolder, evaluated: Evaluated) -> dict[str, Measured]:
+    """Every figure of one evaluation of a run: what the workflow reported, and the rewards as `reward/AGENT`.
+
+    They are from its episodes if these are kept, otherwise the means that the journal has.
+    """
+    for path in reversed(folder.evaluations_of_steps()):
         journal = RunFolder(path).journal
         ends = [event for event in read_run(journal) if isinstance(event, Evaluated)] if journal.exists() else []
-        for end in ends:  # None if the run was killed while it was played.
-            kept[end.when] = path
-    return {when: kept[when] for when in ("before", "after") if when in kept}
+        # There is no end if the run was killed while it was played.
+        if ends and (ends[-1].when, ends[-1].step) == (evaluated.when, evaluated.step):
+            return evaluation_figures(path)
+    return _results(evaluated.evaluation)
 
 
 def evaluation_figures(path: Path) -> dict[str, Measured]:
-    """Success, and the mean reward of each agent, by episode. A failed episode has success 0, and no reward."""
+    """Figures of a kept evaluation. A failed episode has success 0 and nothing else. Rewards are means over turns."""
     with open_conversations(RunFolder(path)) as conversations:
         lines = conversations.lines()
-    values: dict[str, tuple[list[float], list[str]]] = defaultdict(lambda: ([], []))
+    values: dict[str, list[tuple[float, int, str]]] = defaultdict(list)
     for line in lines:
-        numbers = {f"reward of {agent}{BY_EPISODE}": reward for agent, reward in line.rewards.items()}
-        if line.status == EpisodeStatus.FINISHED:
-            numbers |= {"success": line.metrics["success"]} if "success" in line.metrics else {}
-        else:
-            numbers = {"success": 0.0}
-        for name, number in numbers.items():
-            values[name][0].append(number)
-            values[name][1].append(line.task)
-    return {name: Measured(tuple(of), "episodes", tuple(tasks)) for name, (of, tasks) in values.items()}
+        if line.status != EpisodeStatus.FINISHED:
+            values["success"].append((0.0, 1, line.task))
+            continue
+        for name, number in line.metrics.items():
+            values[name].append((number, 1, line.task))
+        for agent, reward in line.rewards.items():
+            turns = line.rewarded[agent]
+            values[f"{REWARD}{agent}"].append((reward * turns, turns, line.task))
+    figures: dict[str, Measured] = {}
+    for name, of in values.items():
+        sums, counts, tasks = zip(*of, strict=True)
+        figures[name] = Measured(intervals.ratio_values(sums, counts), "episodes", tasks)
+    return figures
 
 
 def _results(evaluation: Mapping[str, Any]) -> dict[str, Measured]:
     """The means that the journal has of an evaluation."""
-    episodes, found = evaluation["episodes"], dict[str, Measured]()
+    episodes = evaluation["episodes"]
+    found = {name: _bare(value) for name, value in evaluation["metrics"].items()}
+    found |= {f"{REWARD}{agent}": _bare(reward) for agent, reward in evaluation["rewards"].items()}
     if (success := evaluation["metrics"].get("success")) is not None:
         # A mean of zeros and ones is a whole number of successes. Any other has no interval.
         whole = abs(success * episodes - round(success * episodes)) < 1e-6
-        of = intervals.share(round(success * episodes), episodes) if whole else _bare(success)
-        found["success"] = Measured((), "episodes", known=of)
-    for agent, reward in evaluation["rewards"].items():
-        found[f"reward of {agent}"] = Measured((), "episodes", known=_bare(reward))
-    return found
+        found["success"] = intervals.share(round(success * episodes), episodes) if whole else _bare(success)
+    return {name: Measured((), "episodes", known=of) for name, of in found.items()}
 
 
 def _bare(value: float) -> Estimate:

@@ -67,6 +67,8 @@ class EpisodeLine:
     """Figures that the workflow reported; `success` is the team's score."""
     rewards: Mapping[AgentName, float] = field(default_factory=dict)
     """Mean reward of each agent over its turns; agents without a reward are absent."""
+    rewarded: Mapping[AgentName, int] = field(default_factory=dict)
+    """Number of turns that got these rewards."""
     turns: Mapping[AgentName, int] = field(default_factory=dict)
     """Number of rows of each agent: its turns, and its calls without an answer."""
     states: Mapping[RowState, int] = field(default_factory=dict)
@@ -274,6 +276,7 @@ class Conversations:
             place=place,
             metrics=end.metrics if isinstance(end, EpisodeFinished) else {},
             rewards=counts.rewards,
+            rewarded={agent: number for agent, (_, number) in counts.sums.items() if number},
             turns=counts.turns,
             states=counts.states,
             pruned=counts.pruned,

@@ -29,6 +29,15 @@ class Estimate:
     """The method, and how many numbers it is from."""
 
 
+def bounds(of: Estimate, shown: str = "{:.3g}") -> str:
+    """The interval as a text; "" if there is none. `shown` is the format of a number.
+
+    >>> bounds(Estimate(0.25, 0.125, 0.5, "Wilson, 64 episodes"))
+    '[0.125, 0.5]'
+    """
+    return "" if of.low is None or of.high is None else f"[{shown.format(of.low)}, {shown.format(of.high)}]"
+
+
 def share(successes: float, n: int) -> Estimate:
     """Wilson's interval of the share of `successes` among n >= 1 episodes."""
     p = successes / n
@@ -73,6 +82,22 @@ def paired_shares_differ(before: Sequence[float], after: Sequence[float]) -> Est
     value = (won - lost) / n
     low, high = max(-1.0, min(value, middle - half)), min(1.0, max(value, middle + half))
     return Estimate(value, low, high, f"Agresti-Min, paired over {n} tasks")
+
+
+def ratio_values(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
+    """Values whose mean is the ratio `sum(sums) / sum(counts)`, and whose spread is that of the ratio.
+
+    They are its linearised values (Cochran, Sampling Techniques, 1977, 6.4). All counts are at least 1. If they are
+    equal, the values are the ratios themselves. An episode's rewards and the number of its turns give the mean of a
+    turn:
+
+    >>> ratio_values([1.0, 1.0], [1, 3])
+    (0.75, 0.25)
+    """
+    if len(set(counts)) == 1:
+        return tuple(total / count for total, count in zip(sums, counts, strict=True))
+    ratio, mean_count = math.fsum(sums) / sum(counts), fmean(counts)
+    return tuple(ratio + (total - ratio * count) / mean_count for total, count in zip(sums, counts, strict=True))
 
 
 def means_differ(before: Sequence[float], after: Sequence[float]) -> Estimate:

@@ -10,19 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from flexmarl.analysis.comparison import Measured, difference, held_out_figures
 from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import CommandTimes, render_timeline
-from flexmarl.analysis.troubles import Troubles, trouble_rows
+from flexmarl.analysis.troubles import Troubles
+from flexmarl.errors import FlexmarlError
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
 from flexmarl.events.metrics import read_metrics
-from flexmarl.events.progress import duration
-from flexmarl.events.run_events import ProcessStarted, WorkerLost
+from flexmarl.events.run_events import Evaluated, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.events.serving_events import InstanceLost, InstanceReplaced
@@ -45,6 +41,8 @@ class History:
     """Seconds that all commands took to start Ray and the workers."""
     missing: set[WorkerId] = field(default_factory=set)
     """Processes of the last command that were lost and are not replaced so far."""
+    evaluations: dict[int, Evaluated] = field(default_factory=dict)
+    """The newest evaluation after each number of steps."""
     troubles: Troubles = field(default_factory=Troubles)
     """Failures, filtered groups and alarms of all commands."""
 
@@ -65,6 +63,8 @@ def history_of(events: Iterable[Event]) -> History:
                 _lose(history, event.process)
             case InstanceLost():
                 _lose(history, WorkerId.engine(event.instance))
+            case Evaluated():
+                history.evaluations[event.step] = event
             case InstanceReplaced():
                 _replace(history, WorkerId.engine(event.replaces))
         history.troubles.note(event)
@@ -117,6 +117,11 @@ class Summary:
     """Failed episodes, filtered groups and skipped updates by reason, the last evaluation's failures, and alarms."""
     failures: str = ""
     """Path of the folder with the first failure of each kind; empty if none was kept."""
+    held_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """`before` and `after`: the number of `episodes` of these evaluations, and of `tasks` if the episodes were kept."""
+    intervals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By figure of the evaluations, `before`, `after` and `change`: its `value`, `low` and `high`, and `how` the
+    interval was found. `low` and `high` are null where the episodes were not kept."""
 
 
 def summarise(
@@ -126,8 +131,12 @@ def summarise(
     timeline: str = "",
     failures: str = "",
     wall_s: float | None = None,
+    held_out: Sequence["HeldOut"] = (),
 ) -> Summary:
-    """Computes the summary from the metrics of each step and the history. `wall_s`: seconds of the last command."""
+    """Computes the summary from the metrics of each step and the history.
+
+    `wall_s`: seconds of the last command. `held_out`: the first and the last evaluation.
+    """
     evals = [_evaluated(values) for values in steps.values()]
     evals = [values for values in evals if values] or [{}]
     totals: dict[str, float] = {}
@@ -161,7 +170,50 @@ def summarise(
         timeline=timeline,
         troubles=history.troubles.as_json(totals),
         failures=failures,
+        held_out={when: one.counts for when, one in zip(("before", "after"), held_out, strict=False)},
+        intervals=_intervals(held_out),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One evaluation, as the numbers that its figures are means of."""
+
+    episodes: int
+    figures: Mapping[str, Measured]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of episodes, and of tasks if it is known."""
+        tasks = {task for measured in self.figures.values() for task in measured.tasks}
+        return {"episodes": self.episodes} | ({"tasks": len(tasks)} if tasks else {})
+
+
+def read_held_out(folder: RunFolder, history: History) -> list[HeldOut]:
+    """Reads the first and the last evaluation of a run; nothing if it has none, or if what was kept cannot be read."""
+    if not history.evaluations:
+        return []
+    ends = [history.evaluations[step] for step in (min(history.evaluations), max(history.evaluations))]
+    try:
+        return [HeldOut(end.evaluation["episodes"], held_out_figures(folder, end)) for end in ends]
+    except FlexmarlError:  # Its episodes may be of an older format. A run does not fail at its end because of that.
+        return []
+
+
+def _intervals(held_out: Sequence[HeldOut]) -> dict[str, dict[str, Any]]:
+    """By figure, its estimates before and after, and that of its change."""
+    if not held_out:
+        return {}
+    before, after = (one.figures for one in held_out)
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(before.keys() & after.keys()):
+        estimates = {
+            "before": before[name].interval(),
+            "after": after[name].interval(),
+            "change": difference(before[name], after[name], same_tasks=True),
+        }
+        found[name] = {when: asdict(estimate) for when, estimate in estimates.items()}
+    return found
 
 
 def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
@@ -171,12 +223,14 @@ def render_summary(run_dir: Path, *, wall_s: float | None = None) -> Summary:
     """
     folder = RunFolder(run_dir)
     render_pictures(run_dir)
+    history = history_of(read_run(folder.journal))
     summary = summarise(
         read_metrics(folder.metrics),
-        history_of(read_run(folder.journal)),
+        history,
         timeline=str(folder.timeline),
         failures=str(folder.failures) if folder.failures.is_dir() else "",
         wall_s=wall_s,
+        held_out=read_held_out(folder, history),
     )
     folder.summary.write_text(json_text(asdict(summary), figures=True, indent=2) + "\n", encoding="utf-8")
     return summary
@@ -189,23 +243,6 @@ def render_pictures(run_dir: Path) -> None:
         draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
     if folder.journal.exists():
         render_timeline(run_dir)
-
-
-def summary_table(summary: Summary) -> RenderableType:
-    """The summary as a table: each figure before, after and the change; then time, processes and other costs."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for column in ("before", "after", "change"):
-        table.add_column(column, justify="right")
-    before, after = summary.eval["before"], summary.eval["after"]
-    for name in sorted({*before, *after}, key=lambda name: (name != "success", name)):
-        if not name.startswith(("reward/", "agent/")):
-            _add_row(table, name, before.get(name), after.get(name), bold=name == "success")
-    table.add_section()
-    for agent, figures in summary.agents.items():
-        for name in [key.removesuffix("_before") for key in figures if key.endswith("_before")]:
-            _add_row(table, f"{agent}: {name}", figures[f"{name}_before"], figures[f"{name}_after"])
-    return Group(table, _cost(summary))
 
 
 def _evaluated(values: Figures) -> dict[str, float]:
@@ -236,12 +273,6 @@ def _agents(steps: Mapping[int, Figures], evals: Sequence[Figures]) -> dict[str,
     return agents
 
 
-def _add_row(table: Table, name: str, before: float | None, after: float | None, *, bold: bool = False) -> None:
-    change = "" if before is None or after is None else f"{after - before:+.3f}"
-    cells = ["" if value is None else f"{value:.3f}" for value in (before, after)]
-    table.add_row(name.replace("_", " "), *cells, change, style="bold" if bold else "")
-
-
 def _mean_over(steps: Mapping[int, Figures], name: str, *, weight: str) -> float | None:
     weighted = [(values[name], values[weight]) for values in steps.values() if name in values]
     total = sum(weight for _, weight in weighted)
@@ -254,37 +285,3 @@ def _lag(steps: Mapping[int, Figures]) -> dict[str, float]:
         return {}
     worst = max(values.get("lag/event_loop_max_ms", 0.0) for values in steps.values())
     return {"mean_ms": round(mean, 2), "max_ms": round(worst, 2)}
-
-
-def _cost(summary: Summary) -> RenderableType:
-    """Time, tokens, policies and processes of the run, a line for each."""
-    outside = summary.wall_s - sum(summary.time.values())
-    times = {**summary.time, **({"other": outside} if outside >= 1 else {})}
-    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
-    rows = {
-        "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",
-        "policies": ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items()),
-    }
-    if summary.training_hidden is not None:
-        rows["overlap"] = f"{summary.training_hidden:.0%} of training hidden behind rollout"
-    if lag := summary.event_loop_lag:
-        rows["event loop"] = f"wakes {lag['mean_ms']:.1f} ms late on average, {lag['max_ms']:.0f} ms at most"
-    if summary.processes:
-        rows["processes"] = _processes(summary)
-    rows |= trouble_rows(summary.troubles)
-    if summary.failures:
-        rows["tracebacks"] = f"the first of each kind: {summary.failures}"
-    if summary.timeline:
-        rows["timeline"] = f"open in ui.perfetto.dev: {summary.timeline}"
-    table = Table.grid(padding=(0, 2))
-    for name, text in rows.items():
-        table.add_row(Text(f"  {name}", "dim"), Text(text, overflow="fold"))
-    return table
-
-
-def _processes(summary: Summary) -> str:
-    nodes = {process["node"] for process in summary.processes.values()}
-    count = f"{len(summary.processes)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
-    lost = f", {summary.processes_lost} lost, {summary.processes_replaced} replaced" if summary.processes_lost else ""
-    names = ", ".join(f"{name} {process['pid']}" for name, process in summary.processes.items())
-    return f"{count}{lost}: {names}"

@@ -1,16 +1,27 @@
-"""Tables of simulation reports on rich: one run, several side by side, or a sweep with one run per row."""
+"""Tables on rich: the end of a training run; simulation reports, one, several side by side, or a sweep by row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 
+from flexmarl.analysis.comparison import REWARD
 from flexmarl.analysis.figures import SimulationReport
+from flexmarl.analysis.intervals import Estimate, bounds
+from flexmarl.analysis.summary import Summary
 from flexmarl.analysis.timeline import natural
+from flexmarl.analysis.troubles import trouble_rows
+from flexmarl.events.progress import duration
 
 MOST_QUEUES = 8
 """Most queues that are shown, longest first. A hundred policies would hide all other figures."""
+
+
+AGENT = "agent/"
+"""Begins the name of a figure of one agent among the figures of an evaluation, other than its reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +159,94 @@ def _compared(figure: Figure, report: SimulationReport, first: SimulationReport 
         return ""
     base = figure.value(first) if first and figure.compared else None
     return f"{figure.shown(value)}  {value / base:.2f}x" if base else figure.shown(value)
+
+
+def summary_table(summary: Summary) -> RenderableType:
+    """The summary as a table: each figure before, after and the change; then time, processes and other costs."""
+    return Group(_FigureTable(summary), _cost(summary))
+
+
+@dataclass(frozen=True, slots=True)
+class _FigureTable:
+    """Each figure before, after and the change, with intervals: beside the figures if the screen is wide enough."""
+
+    summary: Summary
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        beside = _before_and_after(self.summary, " ")
+        fits = console.measure(beside, options=options.update(width=10_000)).maximum <= options.max_width
+        yield beside if fits else _before_and_after(self.summary, "\n")
+        if any(bounds(Estimate(**one)) for of in self.summary.intervals.values() for one in of.values()):
+            yield Text("  [low, high]: 95% interval. A change whose interval holds 0 may be chance.\n", "dim")
+
+
+def _before_and_after(summary: Summary, between: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for column in ("before", "after", "change"):
+        table.add_column("\n".join((column, *_played(summary.held_out.get(column, {})))), justify="right")
+
+    def add_row(label: str, name: str, before: float | None, after: float | None) -> None:
+        change = None if before is None or after is None else after - before
+        of = summary.intervals.get(name, {})
+        cells = [
+            "" if value is None else f"{value:{shown}}{between}{bounds(Estimate(**of[when]), '{:.3f}') if of else ''}"
+            for when, value, shown in (
+                ("before", before, ".3f"),
+                ("after", after, ".3f"),
+                ("change", change, "+.3f"),
+            )
+        ]
+        bold = "bold" if name == "success" else ""
+        table.add_row(label.replace("_", " "), *map(str.rstrip, cells), style=bold)
+
+    before, after = summary.eval["before"], summary.eval["after"]
+    for name in sorted({*before, *after}, key=lambda name: (name != "success", name)):
+        if not name.startswith((REWARD, AGENT)):
+            add_row(name, name, before.get(name), after.get(name))
+    table.add_section()
+    for agent, figures in summary.agents.items():
+        for name in [key.removesuffix("_before") for key in figures if key.endswith("_before")]:
+            path = f"{REWARD}{agent}" if name == "reward" else f"{AGENT}{agent}/{name}"
+            add_row(f"{agent}: {name}", path, figures[f"{name}_before"], figures[f"{name}_after"])
+    return table
+
+
+def _played(counts: Mapping[str, int]) -> list[str]:
+    """The number of held-out tasks, or of episodes if the tasks are not known."""
+    kind = "tasks" if "tasks" in counts else "episodes"
+    return [f"{counts[kind]} {kind}"] if counts else []
+
+
+def _cost(summary: Summary) -> RenderableType:
+    """Time, tokens, policies and processes of the run, a line for each."""
+    outside = summary.wall_s - sum(summary.time.values())
+    times = {**summary.time, **({"other": outside} if outside >= 1 else {})}
+    phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
+    rows = {
+        "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",
+        "policies": ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items()),
+    }
+    if summary.training_hidden is not None:
+        rows["overlap"] = f"{summary.training_hidden:.0%} of training hidden behind rollout"
+    if lag := summary.event_loop_lag:
+        rows["event loop"] = f"wakes {lag['mean_ms']:.1f} ms late on average, {lag['max_ms']:.0f} ms at most"
+    if summary.processes:
+        rows["processes"] = _processes(summary)
+    rows |= trouble_rows(summary.troubles)
+    if summary.failures:
+        rows["tracebacks"] = f"the first of each kind: {summary.failures}"
+    if summary.timeline:
+        rows["timeline"] = f"open in ui.perfetto.dev: {summary.timeline}"
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(Text(f"  {name}", "dim"), Text(text, overflow="fold"))
+    return table
+
+
+def _processes(summary: Summary) -> str:
+    nodes = {process["node"] for process in summary.processes.values()}
+    count = f"{len(summary.processes)} on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
+    lost = f", {summary.processes_lost} lost, {summary.processes_replaced} replaced" if summary.processes_lost else ""
+    names = ", ".join(f"{name} {process['pid']}" for name, process in summary.processes.items())
+    return f"{count}{lost}: {names}"

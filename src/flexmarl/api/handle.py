@@ -41,10 +41,13 @@ class Run:
     @property
     def summary(self) -> "Summary":
         """Figures of the whole run: those of summary.json, or of what there is so far if the run did not end well."""
-        from flexmarl.analysis.summary import history_of, summarise
+        from flexmarl.analysis.summary import history_of, read_held_out, summarise
         from flexmarl.assemble.commands import finished
 
-        return finished(self._files) or summarise(self._figures, history_of(self.events()))
+        if done := finished(self._files):
+            return done
+        history = history_of(self.events())
+        return summarise(self._figures, history, held_out=read_held_out(self._files, history))
 
     @property
     def metrics(self) -> list[dict[str, float]]:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
-from flexmarl.analysis.summary import Summary, render_pictures, render_summary, summary_table
+from flexmarl.analysis.summary import Summary, render_pictures, render_summary
+from flexmarl.analysis.tables import summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.export import with_starts

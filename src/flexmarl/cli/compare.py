@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from flexmarl.analysis.comparison import ComparedFigure, compare_runs, differing_settings, read_figures
-from flexmarl.analysis.intervals import Estimate
+from flexmarl.analysis.intervals import Estimate, bounds
 from flexmarl.api.handle import load_run_folder
 from flexmarl.cli.terminal import print_text
 from flexmarl.errors import ConfigError
@@ -112,7 +112,5 @@ def written(interval: Estimate | None, *, signed: bool = False, between: str = "
     if interval is None:
         return ""
     shown = "{:+.3g}" if signed and interval.value else "{:.3g}"
-    bounds = (
-        "" if interval.low is None or interval.high is None else f"{between}[{interval.low:.3g}, {interval.high:.3g}]"
-    )
-    return f"{shown.format(interval.value)}{bounds}"
+    of = bounds(interval)
+    return f"{shown.format(interval.value)}{between if of else ''}{of}"

@@ -69,7 +69,16 @@ def test_equal_values_and_single_ones_give_no_interval() -> None:
         assert (intervals.mean(values, "steps").low, intervals.means_differ(values, values).high) == (None, None)
 
 
-@pytest.mark.parametrize("kind", ["share", "mean", "shares", "paired", "means"])
+@given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=1, max_size=30))
+def test_the_values_of_a_ratio_have_it_as_their_mean(drawn: list[tuple[float, int]]) -> None:
+    sums, counts = zip(*drawn, strict=True)
+    values = intervals.ratio_values(sums, counts)
+    assert math.fsum(values) / len(values) == pytest.approx(math.fsum(sums) / sum(counts), abs=1e-9)
+    if len(set(counts)) == 1:
+        assert values == tuple(total / counts[0] for total in sums)
+
+
+@pytest.mark.parametrize("kind", ["share", "mean", "shares", "paired", "means", "ratio"])
 def test_about_95_of_100_intervals_hold_the_true_figure(kind: str) -> None:
     draw, held, rounds = random.Random(7), 0, 2000
     for _ in range(rounds):
@@ -84,6 +93,11 @@ def test_about_95_of_100_intervals_hold_the_true_figure(kind: str) -> None:
             hard = [draw.random() for _ in range(60)]  # Tasks of their own difficulty, the same for both runs.
             two = [[float(draw.random() < min(1.0, h + more)) for h in hard] for more in (0.0, 0.1)]
             held += holds(intervals.paired_shares_differ(*two), 0.1 - 0.1**2 / 2)
+        elif kind == "ratio":  # Episodes of 1, 2 or 3 turns, whose rewards add up to 2.
+            counts = [draw.randint(1, 3) for _ in range(60)]
+            sums = [count * draw.gauss(2 / count, 1) for count in counts]
+            values = intervals.ratio_values(sums, counts)
+            held += holds(intervals.mean(values, "episodes"), (2 + 2 + 2) / (1 + 2 + 3))
         else:
             two = [[draw.gauss(mean, mean) for _ in range(6)] for mean in (1, 3)]
             held += holds(intervals.means_differ(*two), 2)

@@ -1,7 +1,7 @@
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +12,14 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from flexmarl.analysis.curve import panels_of, smooth, spread
-from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise, summary_table
+from flexmarl.analysis.intervals import share, shares_differ
+from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise
+from flexmarl.analysis.tables import summary_table
 from flexmarl.events.metrics import JsonlSink, read_metrics
+from flexmarl.events.run_events import Evaluated
 from flexmarl.events.run_folder import RunFolder
-from tests.unit.events.runs import STEP_S, write_command
+from flexmarl.records import CONTROLLER
+from tests.unit.events.runs import STEP_S, events_on, write_command
 
 
 def play(folder: Path, steps: int = 20) -> None:
@@ -55,10 +59,64 @@ def play(folder: Path, steps: int = 20) -> None:
     sink.close()
 
 
-def shown(summary: Summary) -> str:
+def shown(summary: Summary, width: int = 100) -> str:
     out = io.StringIO()
-    Console(file=out, width=100).print(summary_table(summary))
+    Console(file=out, width=width).print(summary_table(summary))
     return out.getvalue()
+
+
+def evaluate(journal: Path, when: str, step: int, success: float, episodes: int) -> None:
+    """Adds an evaluation to a journal, whose reward has no interval: its episodes are not kept."""
+    found = {"episodes": episodes, "failed": 0, "metrics": {"success": success}, "rewards": {"solver": 0.5}}
+    found["failures"] = {}
+    events_on(journal, lambda: 100.0).emit(
+        Evaluated(process=CONTROLLER, began=99.0, when=when, step=step, evaluation=found)
+    )
+
+
+def test_the_table_has_the_number_of_tasks_and_intervals(tmp_path):
+    play(tmp_path)
+    for when, step, success in (("before", 0, 0.4), ("between", 10, 0.0), ("after", 20, 0.8)):
+        evaluate(tmp_path / "journal.jsonl", when, step, success, 40)
+    found = render_summary(tmp_path)
+    assert found.held_out == {"before": {"episodes": 40}, "after": {"episodes": 40}}
+    before, after = share(16, 40), share(32, 40)
+    assert found.intervals["success"] == {
+        "before": asdict(before), "after": asdict(after), "change": asdict(shares_differ(before, after)),
+    }  # fmt: skip
+    written = json.loads(RunFolder(tmp_path).summary.read_text())
+    for summary in (found, Summary(**written)):  # The second one is printed if a run is resumed that has ended.
+        text = shown(summary)
+        assert text.count("40 episodes") == 2
+        (success,) = (line.split() for line in text.splitlines() if line.startswith("  success"))
+        for word in (f"[{before.low:.3f},", f"{before.high:.3f}]", f"[{after.low:.3f},"):
+            assert word in success
+        assert "A change whose interval holds 0 may be chance" in text
+        (reward,) = (line for line in text.splitlines() if line.startswith("  solver: reward"))
+        assert "[" not in reward, "its episodes are not kept"
+
+
+def test_a_narrow_screen_has_the_intervals_below_the_figures(tmp_path):
+    play(tmp_path)
+    for when, step, success in (("before", 0, 0.4), ("after", 20, 0.8)):
+        evaluate(tmp_path / "journal.jsonl", when, step, success, 40)
+    lines = shown(render_summary(tmp_path), width=70).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("  success"))
+    before, after = share(16, 40), share(32, 40)
+    found = [f"[{of.low:.3f}, {of.high:.3f}]" for of in (before, after, shares_differ(before, after))]
+    assert lines[place].split() == ["success", "0.400", "0.800", "+0.400"]
+    assert lines[place + 1].split() == " ".join(found).split()
+
+
+def test_kept_evaluations_that_cannot_be_read_do_not_fail_the_run_at_its_end(tmp_path):
+    play(tmp_path)
+    evaluate(tmp_path / "journal.jsonl", "before", 0, 0.5, 32)
+    old = tmp_path / "evaluations" / "step-0"
+    old.mkdir(parents=True)
+    (old / "journal.jsonl").write_text('{"t":0.0,"event":"run_started"}\n')
+    summary = render_summary(tmp_path)
+    assert (summary.held_out, summary.intervals) == ({}, {})
+    assert "95% interval" not in shown(summary)
 
 
 def test_the_summary_says_before_after_and_what_it_took(tmp_path):
@@ -85,7 +143,8 @@ def test_the_summary_says_before_after_and_what_it_took(tmp_path):
     assert json.loads(RunFolder(tmp_path).timeline.read_text())["traceEvents"]
     assert set(written) == {
         "eval", "agents", "policies", "wall_s", "time", "steps", "tokens", "processes", "processes_lost",
-        "processes_replaced", "training_hidden", "event_loop_lag", "timeline", "troubles", "failures",
+        "processes_replaced", "training_hidden", "event_loop_lag", "timeline", "troubles", "failures", "held_out",
+        "intervals",
     }  # fmt: skip
 
 
