@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -81,12 +81,14 @@ class ProgressView:
     """The part of the last completed step that is not trained on."""
     before: int = 0
     """Steps that earlier commands of the run completed."""
+    over: bool = False
+    """True if the run has ended, well or not. Then `phase` is its last one, and nothing runs or waits any more."""
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that remain at this command's average pace so far; None before its first step is completed."""
+        """Seconds that remain at this command's average pace so far; None before its first step, and at the end."""
         done = self.step - self.before
-        return self.elapsed_s / done * (self.steps - self.step) if done > 0 else None
+        return self.elapsed_s / done * (self.steps - self.step) if done > 0 and not self.over else None
 
 
 class Progress(Protocol):
@@ -105,7 +107,7 @@ class Progress(Protocol):
         ...
 
     def stop(self) -> None:
-        """Draws the last view and releases the terminal. A second call does nothing."""
+        """Draws the last view, as one of a run that is over, and releases the terminal. A second call does nothing."""
         ...
 
 
@@ -184,8 +186,9 @@ class LiveProgress:
         self._console.print(text, markup=False, highlight=False)
 
     def stop(self) -> None:
-        """Leaves the last view on screen."""
+        """Leaves the last view on screen, which says that the run is over."""
         if self._live is not None:
+            self._view = self._view and replace(self._view, over=True)
             self._draw()
             self._live.stop()
             self._live = None
@@ -242,13 +245,15 @@ def screen(name: str, view: ProgressView) -> RenderableType:
     success.append(f"   {view.tokens_per_s:,.0f} tokens/s   ", "dim")
     if view.training_hidden is not None:
         success.append(f"{view.training_hidden:.0%} of training hidden   ", "dim")
-    success.append(view.phase, "cyan")
+    success.append(f"the run is over, its last phase: {view.phase}" if view.over else view.phase, "cyan")
     policies = sorted({*view.versions, *view.running, *view.queued})
+    calls = {} if view.over else {"running": view.running, "queued": view.queued}
+    columns: Mapping[str, Mapping[str, int]] = {"version": view.versions, **calls}
     tables = [
         _table(("agent", "reward"), ([agent, f"{reward:.3f}"] for agent, reward in view.rewards.items())),
         _table(
-            ("policy", "version", "running", "queued"),
-            ([p, *(str(column.get(p, 0)) for column in (view.versions, view.running, view.queued))] for p in policies),
+            ("policy", *columns),
+            ([policy, *(str(column.get(policy, 0)) for column in columns.values())] for policy in policies),
         ),
         _table(
             ("time", "share of step"),

@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -120,6 +121,19 @@ def test_the_last_view_is_left_on_screen_even_if_it_was_not_due():
     assert "the very last" not in out.getvalue()
     progress.stop()
     assert "the very last" in out.getvalue()
+
+
+def test_the_last_view_says_that_the_run_is_over_and_that_nothing_runs_or_waits():
+    console, out = terminal()
+    progress = LiveProgress(console, lambda: 0.0)
+    progress.start("run", 8)
+    progress.update(view(3, phase="evaluating after training"))
+    frames = len(out.getvalue())
+    progress.stop()
+    last = out.getvalue()[frames:]
+    assert "the run is over, its last phase: evaluating after training" in last
+    assert re.search(r"solver +3\b", last), "versions stay"
+    assert not {"running", "queued", "left", "48"} & set(last.split())
 
 
 def test_nothing_is_known_before_the_first_step():
