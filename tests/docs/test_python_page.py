@@ -71,5 +71,6 @@ def test_the_notebook_runs_in_jupyter(examples: Path, monkeypatch: pytest.Monkey
     printed = "".join(output.get("text", "") for output in said)
     assert "trained groups" in printed
     assert "step 2/2" in printed
+    assert "\x1b" not in printed, "a saved notebook has no frames of a live panel"
     assert said[-2]["data"]["text/plain"] == "3", "a resumed run"
     assert len(list((folder / "runs").iterdir())) == 1

@@ -42,6 +42,15 @@ class SafeConsole(Console):
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(markup=False, highlight=False, quiet=quiet, force_jupyter=False)
 
+    @property
+    def is_terminal(self) -> bool:
+        """True if the output can move its cursor. Rich takes a file for a terminal that FORCE_COLOR asks to colour.
+
+        Notebook kernels set FORCE_COLOR, so that each frame of a live panel would stay in the saved notebook.
+        """
+        said = self._environ.get("TTY_COMPATIBLE") == "1"
+        return super().is_terminal and (said or getattr(self.file, "isatty", bool)())
+
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
             part if part.control else Segment(printable(part.text), part.style) for part in buffer

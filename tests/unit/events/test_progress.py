@@ -9,6 +9,7 @@ from flexmarl.events.progress import (
     LiveProgress,
     NullProgress,
     ProgressView,
+    SafeConsole,
     bar,
     duration,
     line,
@@ -94,6 +95,20 @@ def test_a_terminal_shows_everything():
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(progress_on(terminal()[0], lambda: 0.0), LineProgress)
+
+
+def test_a_notebook_gets_lines_though_its_kernel_asks_for_colours(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = SafeConsole()
+    with console.status("starting"):
+        progress = progress_on(console, lambda: 0.0)
+        assert isinstance(progress, LineProgress)
+        progress.start("math_team", 8)
+        progress.update(view(1))
+        progress.stop()
+    assert "step 1/8" in capsys.readouterr().out
+    console.print("before", style="bold")
+    assert capsys.readouterr().out == "before\n"
 
 
 def test_the_screen_is_drawn_at_most_twice_a_second_and_at_every_step():
