@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from flexmarl.analysis.curve import INK, PALETTE, STYLE
 from flexmarl.analysis.facts import Facts
@@ -24,6 +24,7 @@ from flexmarl.events.overlap import Interval, intersection, seconds, union
 MOST_LINES = 8
 """Most areas in a picture. If there are more policies, the smaller ones are added up and drawn in grey."""
 OTHERS = "all others"
+FEWEST_TICKS, MOST_TICKS = 3, 9
 COLUMNS = 600
 """Number of moments at which a picture is drawn. More would not show at its width in pixels."""
 ROLLOUT, VISIBLE, REST = PALETTE[0], PALETTE[1], "#c9ccd3"
@@ -34,8 +35,13 @@ Curve = tuple[Sequence[float], Sequence[float]]
 
 def draw_run(facts: Facts, path: Path, title: str) -> None:
     """Writes the picture of a run to `path` as PNG; writes nothing if no step has ended."""
-    if not facts.steps:
-        return
+    if facts.steps:
+        with matplotlib.rc_context(STYLE | {"axes.axisbelow": True}):
+            picture(facts, title).savefig(path)
+
+
+def picture(facts: Facts, title: str) -> Figure:
+    """The picture of a run in which at least one step has ended."""
     with matplotlib.rc_context(STYLE | {"axes.axisbelow": True}):
         figure = _figure((11.0, 9.2), title)
         grid = figure.add_gridspec(3, 2, height_ratios=(1.0, 1.15, 1.0))
@@ -43,7 +49,7 @@ def draw_run(facts: Facts, path: Path, title: str) -> None:
         _draw_pools(figure.add_subplot(grid[1, :]), facts)
         _draw_steps(figure.add_subplot(grid[2, 0]), facts)
         _draw_lengths(figure.add_subplot(grid[2, 1]), facts)
-        figure.savefig(path)
+        return figure
 
 
 def draw_sweep(key: str, rows: Mapping[str, Mapping[str, SimulationReport]], path: Path) -> None:
@@ -76,6 +82,22 @@ def level(intervals: Iterable[Interval], moments: Sequence[float]) -> list[int]:
     return [bisect_right(begins, moment) - bisect_right(ends, moment) for moment in moments]
 
 
+def plain_ticks(low: int, high: int) -> list[int]:
+    """A few whole numbers from `low` to `high`, for a logarithmic axis; both are at least 1.
+
+    >>> plain_ticks(3, 400), plain_ticks(2, 30_000), plain_ticks(3, 4)
+    ([5, 10, 20, 50, 100, 200], [3, 10, 30, 100, 300, 1000, 3000, 10000, 30000], [3, 4])
+    """
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * 10**power for power in range(len(str(high))) for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= MOST_TICKS:
+            break
+    if len(ticks) < FEWEST_TICKS:  # Less than a decade.
+        ticks = [round(tick) for tick in MaxNLocator(MOST_TICKS // 2, integer=True).tick_values(low, high)]
+    return sorted({tick for tick in ticks if low <= tick <= high})
+
+
 def _figure(size: tuple[float, float], title: str) -> Figure:
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -94,9 +116,14 @@ def _draw_queues(axes: Axes, facts: Facts) -> None:
         queued = facts.queue_counts[place].queued if place >= 0 else {}
         for policy in policies:
             waiting[policy].append(queued.get(policy, 0))
-    _areas(axes, moments, waiting, began)
+    any_waited = any(map(any, waiting.values()))
+    _areas(axes, moments, waiting if any_waited else {}, began)
     axes.set_ylim(bottom=0)
     _head(axes, "Calls that wait for a slot, by policy", facts, began)
+    if not any_waited:
+        axes.set_yticks([])
+        remark = "no call waited" if facts.queue_counts else "the queues were not counted"
+        axes.text(0.5, 0.5, remark, transform=axes.transAxes, ha="center", va="center")
 
 
 def _draw_pools(axes: Axes, facts: Facts) -> None:
@@ -123,7 +150,7 @@ def _draw_steps(axes: Axes, facts: Facts) -> None:
     """Draws a bar for each step: rollout, visible training, the rest; and hidden training as a line."""
     playing = facts.playing
     working = union(interval for busy in facts.training().values() for interval in busy)
-    numbers = [step.step for step in facts.steps]
+    numbers = [step.step + 1 for step in facts.steps]
     whole = [[(step.began, step.ended)] for step in facts.steps]
     rollout = [seconds(intersection(step, playing)) for step in whole]
     trained = [seconds(intersection(step, working)) for step in whole]
@@ -135,7 +162,7 @@ def _draw_steps(axes: Axes, facts: Facts) -> None:
         axes.bar(numbers, values, bottom=below, color=colour, width=0.8, label=name)
         below = [a + b for a, b in zip(below, values, strict=True)]
     axes.plot(numbers, hidden, color=INK, marker="o", markersize=3, linewidth=1, label="training, hidden")
-    axes.set_title("Seconds of each step", loc="left", fontsize=9.5)
+    axes.set_title("Seconds of each step, by its number", loc="left", fontsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set_ylim(0, max(below) * 1.25)
     axes.legend(frameon=False, fontsize=7.5, ncols=4, loc="upper left", handlelength=1.2, columnspacing=1.2)
@@ -146,16 +173,17 @@ def _draw_lengths(axes: Axes, facts: Facts) -> None:
     tokens: defaultdict[str, int] = defaultdict(int)
     for call in facts.calls:
         tokens[call.trajectory] += call.sampled_tokens
-    for name, values, colour in (
-        ("a call", [call.sampled_tokens for call in facts.calls], PALETTE[0]),
-        ("a trajectory", list(tokens.values()), PALETTE[1]),
-    ):
+    axes.set_xscale("log")
+    lengths = {"a call": [call.sampled_tokens for call in facts.calls], "a trajectory": [*tokens.values()]}
+    for (name, values), colour in zip(lengths.items(), PALETTE, strict=False):
         values = sorted(max(1, value) for value in values)
         if values:
             shares = [(rank + 1) / len(values) for rank in range(len(values))]
             axes.step(values, shares, where="post", color=colour, linewidth=1.5, label=name)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
+    drawn = [max(1, value) for values in lengths.values() for value in values]
+    axes.set_xticks(plain_ticks(min(drawn), max(drawn)) if drawn else [])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(0, 1.02)
     axes.set_title("Share that sampled at most so many tokens", loc="left", fontsize=9.5)
     axes.legend(frameon=False, fontsize=7.5, loc="lower right")
