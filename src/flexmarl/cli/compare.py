@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from flexmarl.analysis.comparison import ComparedFigure, compare_runs, differing_settings, read_figures
@@ -17,6 +18,8 @@ from flexmarl.errors import ConfigError
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.safe_json import json_text, plain
 
+UNBOUNDED = 10_000
+"""Columns of a screen on which every table fits."""
 MOST_SETTINGS, MOST_LETTERS = 20, 40
 """Settings that are shown, and letters of a value."""
 
@@ -48,9 +51,7 @@ def compare(
     console = SafeConsole()
     for number, figure in enumerate(figures, start=1):
         console.print(f"{number}: {figure.name}", soft_wrap=True)
-    table, notes = comparison(compared, len(runs))
-    if console.measure(table).maximum > console.width:
-        table, notes = comparison(compared, len(runs), between="\n")
+    table, notes = fitting(compared, len(runs), console)
     console.print(table)
     console.print("[low, high]: 95% interval. One that holds 0 says that the difference may be chance.")
     for mark, how in notes.items():
@@ -60,28 +61,39 @@ def compare(
         console.print(of_settings(differing, len(runs)))
 
 
-def comparison(compared: list[ComparedFigure], runs: int, between: str = " ") -> tuple[Table, dict[str, str]]:
+def fitting(compared: list[ComparedFigure], runs: int, console: Console) -> tuple[Table, dict[str, str]]:
+    """Returns `comparison`, the narrow one if the other does not fit on the screen."""
+    table, notes = comparison(compared, runs)
+    unbounded = console.options.update(width=UNBOUNDED)
+    fits = console.measure(table, options=unbounded).maximum <= console.width
+    return (table, notes) if fits else comparison(compared, runs, narrow=True)
+
+
+def comparison(compared: list[ComparedFigure], runs: int, *, narrow: bool = False) -> tuple[Table, dict[str, str]]:
     """Returns a row for each figure: its value in every run, and the differences to the first run.
 
-    Also the notes by mark: how the intervals of a row were found. `between` stands between a figure and its interval.
+    Also the notes by mark: how the intervals of a row were found. `narrow`: an interval stands below its figure.
     """
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=not narrow, pad_edge=not narrow, collapse_padding=narrow)
+    between = "\n" if narrow else " "
     table.add_column("", overflow="fold")
     for number in range(1, runs + 1):
         table.add_column(str(number), justify="right", overflow="fold")
     for number in range(2, runs + 1):
         table.add_column(f"{number} - 1", justify="right", overflow="fold")
-    table.add_column("", style="dim", overflow="fold")
+    if not narrow:
+        table.add_column("", style="dim", overflow="fold")
     marks: dict[str, str] = {}
     for figure in compared:
         found = [one for one in (*figure.values, *figure.differences[1:]) if one is not None]
         how = "; ".join(dict.fromkeys(one.how for one in reversed(found) if one.how))
         mark = marks.setdefault(how, f"({len(marks) + 1})") if how else ""
+        name = f"{figure.name.replace(', ', f',{between}', 1)} {mark}".rstrip() if narrow else figure.name
         table.add_row(
-            figure.name,
+            name,
             *(written(value, between=between) for value in figure.values),
             *(written(value, signed=True, between=between) for value in figure.differences[1:]),
-            mark,
+            *(() if narrow else (mark,)),
         )
     return table, {mark: how for how, mark in marks.items()}
 

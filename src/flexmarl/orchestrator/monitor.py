@@ -77,7 +77,7 @@ class Monitor:
         self._look_lag_ms = 0.0
         self._started = asyncio.get_running_loop().time()
         events.listen(StepStarted, lambda begun: self._begin(begun.step, "rollout and training"))
-        events.listen(EvaluationStarted, lambda begun: self._begin(begun.step, f"evaluating {begun.when} training"))
+        events.listen(EvaluationStarted, lambda begun: self._begin(begun.step, f"evaluating {_when(begun)}"))
         events.listen(GroupPlayed, self._group_played)
         events.listen(Evaluated, self._evaluated)
         events.listen(FiguresWritten, self._figures_written)
@@ -117,8 +117,7 @@ class Monitor:
             shown = ": success -"
         reasons = f" ({in_words(found['failures'])})" if found["failures"] else ""
         counts = f"{found['episodes']} held-out episodes, {found['failed']} failed{reasons}"
-        when = f"after step {evaluated.step}" if evaluated.when == "between" else f"{evaluated.when} training"
-        self._progress.note(f"evaluation {when}, {counts}{shown}")
+        self._progress.note(f"evaluation {_when(evaluated)}, {counts}{shown}")
 
     def _figures_written(self, figures: FiguresWritten) -> None:
         """Shows a step as done, together with its figures."""
@@ -186,6 +185,12 @@ class Monitor:
             before=self._before,
         )
         self._progress.update(view)
+
+
+def _when(evaluation: EvaluationStarted | Evaluated) -> str:
+    """When it is played, in words: `before training`, `after step 2`, `after training`."""
+    between = evaluation.when == "between"
+    return f"after step {evaluation.step}" if between else f"{evaluation.when} training"
 
 
 def _by_policy(counts: Mapping[InstanceId, int]) -> dict[str, int]:

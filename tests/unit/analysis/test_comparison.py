@@ -4,12 +4,13 @@ import io
 import math
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from flexmarl.analysis.comparison import Measured, RunFigures, compare_runs, difference, differing_settings
-from flexmarl.cli.compare import comparison
+from flexmarl.cli.compare import comparison, fitting
 
 TASKS = tuple(f"sum-{number}" for number in range(8))
 VALUES = st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8)
@@ -32,18 +33,33 @@ def test_a_difference_that_is_none_of_rounding_stays(values: list[float], more: 
     assert math.isclose(found.value, more, rel_tol=1e-6)
 
 
-def test_a_figure_takes_at_most_three_lines_of_80_columns_and_the_methods_are_notes() -> None:
+def test_a_figure_takes_two_lines_of_80_columns_and_the_methods_are_notes() -> None:
     names = ("success, after - before", "tokens per turn, first tenth of the steps", "seconds per step")
     first, second = (measured([0.123456 * (number + task) for task in range(8)]) for number in (1, 2))
     runs = [RunFigures(name, dict.fromkeys(names, of)) for name, of in (("one", first), ("two", second))]
-    table, notes = comparison(compare_runs(runs), 2, between="\n")
+    table, notes = comparison(compare_runs(runs), 2, narrow=True)
     screen = io.StringIO()
     Console(file=screen, width=80).print(table)
     lines = [line for line in screen.getvalue().splitlines() if line.strip()]
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 2 + 2 + 3 + 2
+    assert len(lines) == 2 + 2 + 2 + 2
     assert list(notes) == ["(1)"]
     assert "paired over 8 tasks" in notes["(1)"]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_interval_is_broken_on_a_screen_of_80_columns(width: int) -> None:
+    names = ("success, after - before", "reward of adviser, after - before")
+    first, second = (measured([0.123456 * (number + task % 3) for task in range(8)]) for number in (1, 2))
+    runs = [RunFigures(name, dict.fromkeys(names, of)) for name, of in (("one", first), ("two", second))]
+    screen = io.StringIO()
+    console = Console(file=screen, width=width)
+    table, _ = fitting(compare_runs(runs), 2, console)
+    console.print(table)
+    lines = screen.getvalue().splitlines()
+    assert all(line.count("[") == line.count("]") for line in lines)
+    assert sum("[" in line for line in lines) == len(names)
+    assert any(name in line for line in lines for name in names) == (width > 80)
 
 
 def test_settings_of_one_run_alone_differ_too() -> None:

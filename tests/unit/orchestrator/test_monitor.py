@@ -241,8 +241,10 @@ def test_an_evaluation_is_noted_on_the_screen_and_its_figures_belong_to_the_step
         found = Evaluation(
             versions={SOLVER: Version(3)}, episodes=8, failed=1, metrics={"success": 0.5}, rewards={SOLVER: 0.25}
         )
+        events.emit(EvaluationStarted(when="between", step=3))
         events.emit(Evaluated(process=CONTROLLER, began=0.0, when="between", step=3, evaluation=asdict(found)))
         settle(events, 3)
+        assert screen.views[-1].phase == "evaluating after step 3"
         assert screen.notes == ["evaluation after step 3, 8 held-out episodes, 1 failed: success 0.500"]
         assert (values["eval/team/success"], values["eval/reward/solver"]) == (0.5, 0.25)
 
