@@ -146,7 +146,9 @@ def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBas
         ids = tokenizer(printable).input_ids
     except Exception as error:  # Whatever a file of the user's or the hub leads to; often many lines.
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{key}: no tokenizer from '{source}': {why[0]}") from error
+        local = Path(source).is_dir()
+        instead = "" if local else "; without the hub, give the folder of a model, as `save_pretrained` writes it"
+        raise ConfigError(f"{key}: no tokenizer from '{source}': {why[0]}{instead}") from error
     if not ids:
         raise ConfigError(
             f"{key}: the tokenizer of '{source}' knows {len(tokenizer)} tokens and turns letters and digits into none; "

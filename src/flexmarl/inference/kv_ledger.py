@@ -1,7 +1,8 @@
 """Decides which blocks of keys and values each request and each kept conversation holds.
 
 A block has room for the keys and values of `size` tokens in every layer. A request takes blocks as it grows. The next
-call of a conversation shares the full blocks of the prefix that both have; a block in which the prefix ends is copied.
+call of a conversation shares the full blocks of the prefix that both have, as does a request with the prompt of another
+one that runs; a block in which the prefix ends is copied.
 
     free --take--> one holder --share--> several holders --release--> one holder --release--> free
                    (may write)           (all only read)
@@ -21,7 +22,7 @@ from flexmarl.records import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens of a conversation whose keys and values are kept, and the blocks that hold them."""
+    """Tokens whose keys and values are there, of a conversation or a running request, and the blocks that hold them."""
 
     ids: IntArray
     blocks: Sequence[int] = ()
@@ -119,13 +120,17 @@ class KvLedger:
         found = self._kept.find(conversation, ids)
         return found[1] if found else 0
 
-    def grant(self, conversation: str | None, ids: IntArray, positions: int, *, spare: int = 0) -> Grant | None:
+    def grant(
+        self, conversation: str | None, ids: IntArray, positions: int, *, spare: int = 0, running: Kept | None = None
+    ) -> Grant | None:
         """Blocks for `positions` positions of a request with these tokens; None if fewer than `spare` would be left.
 
-        Tokens that the conversation's kept blocks cover are not computed again.
+        Tokens that the conversation's kept blocks cover, or those of a request that is `running`, are not computed
+        again.
         """
-        found = self._kept.find(conversation, ids)
-        kept, reused = found or (Kept(ids), 0)
+        kept, reused = self._kept.find(conversation, ids) or (Kept(ids), 0)
+        if running is not None and (shared_now := common_prefix(running.ids, ids[:-1])) > reused:
+            kept, reused = running, shared_now
         full = reused // self.size
         shared = list(kept.blocks[: self.blocks_for(reused)])
         self._holders.update(shared)

@@ -66,6 +66,8 @@ class ModelledEngine:
         self._calls: dict[str, ModelledCall] = {}
         self._waiting: OrderedDict[str, ModelledCall] = OrderedDict()
         self._kept = _prefix_memory(costs)
+        self._prompts: dict[bytes, ModelledCall] = {}
+        """The newest call in the batch with each prompt, if prompt tokens take time."""
         self._loads = Loads(version)
         self._timer: asyncio.TimerHandle | None = None
         self._busy_since: float | None = None
@@ -148,6 +150,7 @@ class ModelledEngine:
         self._loads.add(self._batch.steps, version)
         self.version = version
         self._kept.clear()
+        self._prompts.clear()
         self._go_on()
         return held
 
@@ -231,6 +234,9 @@ class ModelledEngine:
             prompt = call.request.prompt_ids
             found = self._kept.find(call.request.conversation, prompt)
             call.reused = found[1] if found else 0
+            if self.costs.prefill_token_s and self.costs.kept_prefixes:
+                call.reused = len(prompt) - 1 if prompt.tobytes() in self._prompts else call.reused
+                self._prompts[prompt.tobytes()] = call
             call.place = batch.join(
                 call, tokens=len(call.ids), prompt_tokens=len(prompt), prefill_tokens=len(prompt) - call.reused
             )
@@ -287,6 +293,9 @@ class ModelledEngine:
     def _forget(self, call: ModelledCall) -> None:
         """Marks a call as over and frees its request id."""
         call.over = True
+        prompt = call.request.prompt_ids.tobytes() if self._prompts else b""
+        if self._prompts.get(prompt) is call:
+            del self._prompts[prompt]
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
 

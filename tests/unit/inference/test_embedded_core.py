@@ -122,10 +122,81 @@ def test_logprobs_are_exact_after_prefix_reuse():
     branch = request("branch", [*range(15), 60, 60], seed=3, max_tokens=12, conversation="c")
     other = request("other", longer, seed=2, max_tokens=12)
     answers = run(core, [second, branch, other])
-    # The last sampled token was never fed, so 20 + 9 positions were kept.
-    assert {name: answers[name].reused_tokens for name in answers} == {"second": 29, "branch": 15, "other": 0}
+    # The last sampled token was never fed, so 20 + 9 positions were kept. The other one has the prompt of the second.
+    assert {name: answers[name].reused_tokens for name in answers} == {"second": 29, "branch": 15, "other": 32}
     assert worst(tiny.qwen3(), [second, branch, other], answers)[0] < TOLERANCE
     assert answers["second"].response_ids.tolist() == answers["other"].response_ids.tolist()
+
+
+@law(max_examples=25, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    copies=st.integers(2, 6),
+    block=st.sampled_from([1, 4, 16]),
+    slots=st.integers(2, 12),
+    budget=st.integers(0, 40),
+    later=st.integers(0, 5),
+)
+def test_requests_with_one_prompt_compute_it_once_and_their_logprobs_are_exact(
+    prompts, copies, block, slots, budget, later
+):
+    # A few blocks more than the longest request takes, so that some are preempted.
+    gib = (2 + -(-40 // block) + budget) * block * 2 * 2 * 2 * 8 * 4 / (1 << 30)
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=slots, kv_block=block, kv_gib=gib, kept_prefixes=0))
+    requests = [
+        request(f"{index}/{copy}", [index * 3 + 1, *range(length)], seed=10 * index + copy, max_tokens=2 + 3 * copy)
+        for index, length in enumerate(prompts)
+        for copy in range(copies)
+    ]
+    done = []
+    for number, one in enumerate(requests):
+        assert core.add(one) is None
+        if number % (later + 1) == later:
+            done += core.step()
+    answers = {answer.request_id: answer for answer in done} | run(core)
+    assert worst(tiny.qwen3(), requests, answers)[0] < TOLERANCE
+    assert all(len(answers[one.request_id].response_ids) == one.sampling.max_tokens for one in requests)
+    assert core._ledger.free == core.kv_blocks, "no block is lost"
+    assert not core._prompts
+
+
+def test_a_group_joins_a_step_after_its_first_request_and_computes_one_token_each():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=9))
+    group = [request(index, range(20), seed=index, max_tokens=5) for index in range(8)]
+    for one in [*group[:7], request("other", [3, 4], max_tokens=5), group[7]]:
+        core.add(one)
+    core.step()
+    assert core.use().running == 2, "the first of the group, and another prompt that overtakes the rest"
+    core.step()
+    assert core.use().running == 9
+    answers = run(core)
+    assert [answers[one.request_id].reused_tokens for one in group] == [0] + [19] * 7
+    late = run(core, [request("late", range(20))])["late"]
+    assert late.reused_tokens == 0, "nobody has the prompt any more"
+
+
+def test_prompts_of_requests_that_end_at_once_wait_for_one_step_only():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=8))
+    for index in range(8):
+        core.add(request(index, range(20), max_tokens=1))
+    assert [len(core.step()) for _ in range(2)] == [1, 7]
+
+
+@pytest.mark.parametrize("end", ["load", "sleep", "reuse", "deterministic"])
+def test_a_prompt_is_not_shared_across_weights_and_not_without_reuse(end):
+    settings = tiny.settings(slots=4, prefix_reuse=end != "reuse")
+    core = EngineCore(tiny.qwen3(0), settings, deterministic=end == "deterministic")
+    core.add(request("first", range(20), max_tokens=9))
+    core.step()
+    if end == "load":
+        core.load(Version(1), tiny.qwen3(1).state_dict())
+    elif end == "sleep":
+        core.sleep()
+        core.wake()
+    second = request("second", range(20), max_tokens=3)
+    answer = run(core, [second])["second"]
+    assert answer.reused_tokens == 0
+    assert worst(tiny.qwen3(1 if end == "load" else 0), [second], {"second": answer})[0] < TOLERANCE
 
 
 def test_conversations_beyond_the_kept_rows_are_computed_anew_and_right():
@@ -191,7 +262,9 @@ def test_a_weight_load_drops_kept_prefixes_and_keeps_none_of_mixed_versions():
     core.step()
     core.load(Version(0), tiny.qwen3(1).state_dict())
     run(core)
-    seconds = [request(f"{name}2", range(12), conversation=name) for name in "ab"]
+    seconds = [
+        request(f"{name}2", [*range(10), *end], conversation=name) for name, end in (("a", (10, 11)), ("b", (9,)))
+    ]
     answers = run(core, seconds)
     assert [answers[f"{name}2"].reused_tokens for name in "ab"] == [0, 0]
     assert worst(tiny.qwen3(1), seconds, answers)[0] < TOLERANCE
@@ -368,8 +441,8 @@ def test_a_stop_string_that_began_at_another_instance_ends_the_response():
 
 def test_the_load_counts_slots_queue_and_tokens_to_come():
     core = EngineCore(tiny.qwen3(), tiny.settings(slots=2), version=Version(3))
-    for name in "abc":
-        core.add(request(name, max_tokens=10))
+    for index, name in enumerate("abc"):
+        core.add(request(name, [index, 1, 2], max_tokens=10))
     core.step()
     use = core.use()
     assert (use.running, use.queued, use.queued_tokens, use.generated_tokens, use.version) == (2, 1, 28, 2, 3)

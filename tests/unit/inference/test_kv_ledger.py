@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as law
 from hypothesis import strategies as st
 
-from flexmarl.inference.kv_ledger import Kept, KeptPrefixes, KvLedger
+from flexmarl.inference.kv_ledger import Kept, KeptPrefixes, KvLedger, common_prefix
 
 
 def ids(*values):
@@ -80,7 +80,7 @@ def test_without_a_limit_above_zero_nothing_is_kept():
 class Plain:
     """A plain model of memory: what each block holds, token by token, and who believes to hold which tokens."""
 
-    def __init__(self, number: int, size: int, limit: int) -> None:
+    def __init__(self, number: int, size: int, limit: int, *, lending: bool) -> None:
         self.size, self.number = size, number
         self.kept = KeptPrefixes(limit)
         self.ledger = KvLedger(number, size, self.kept, first=2)
@@ -88,6 +88,7 @@ class Plain:
         self.running: list[tuple[str | None, list[int], list[int]]] = []
         self.waiting: list[tuple[str | None, list[int]]] = []
         self.preempted = self.forked = self.copied = 0
+        self.lending = lending
 
     def write(self, blocks: list[int], position: int, token: int) -> None:
         block = blocks[position // self.size]
@@ -97,7 +98,12 @@ class Plain:
     def start(self) -> bool:
         """Grants the first that waits its blocks, if there are enough."""
         conversation, tokens = self.waiting[0]
-        grant = self.ledger.grant(conversation, ids(*tokens), len(tokens), spare=len(self.running))
+        # Any request that runs may lend its prefix, not only one with the same prompt.
+        running = [Kept(ids(*held), tuple(blocks)) for _, held, blocks in self.running]
+        best = max(running, key=lambda one: common_prefix(one.ids, ids(*tokens)), default=None)
+        grant = self.ledger.grant(
+            conversation, ids(*tokens), len(tokens), spare=len(self.running), running=best if self.lending else None
+        )
         if grant is None:
             return False
         self.waiting.pop(0)
@@ -152,14 +158,16 @@ moves = st.tuples(
 
 
 @law(max_examples=300, deadline=None)
-@given(st.lists(moves, max_size=60), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3))
-def test_in_any_schedule_no_block_is_lost_or_written_by_two_and_each_reads_what_it_wrote(plan, number, size, limit):
-    play(plan, number, size, limit)
+@given(st.lists(moves, max_size=60), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3), st.booleans())
+def test_in_any_schedule_no_block_is_lost_or_written_by_two_and_each_reads_what_it_wrote(
+    plan, number, size, limit, lending
+):
+    play(plan, number, size, limit, lending=lending)
 
 
-def play(plan, number, size, limit) -> Plain:
+def play(plan, number, size, limit, *, lending=False) -> Plain:
     """Requests come, grow, fork conversations, end, are aborted and preempted, and weights are swapped."""
-    world = Plain(number, size, limit)
+    world = Plain(number, size, limit, lending=lending)
     for kind, value in plan:
         if kind == "ask":
             # Prompts of a conversation begin alike, so that they share; a tenth of them differ from the first token.

@@ -151,6 +151,16 @@ def test_what_a_conversation_has_said_is_not_computed_again() -> None:
     assert bench.at == {"a": 5.0, "b": 13.0}
 
 
+def test_a_prompt_that_another_call_has_is_computed_once() -> None:
+    bench = Bench(SECOND.model_copy(update={"prefill_token_s": 1.0}))
+    together(bench.ask(request("a", 3, prompt=4)), bench.ask(request("b", 3, prompt=4)))
+    assert [bench.answers[name].reused_tokens for name in "ab"] == [0, 3]
+    assert bench.at == {"a": 8.0, "b": 8.0}, "five seconds of prompts, three of steps"
+    alone = Bench(SECOND.model_copy(update={"prefill_token_s": 1.0, "kept_prefixes": 0}))
+    together(alone.ask(request("a", 3, prompt=4)), alone.ask(request("b", 3, prompt=4)))
+    assert alone.at == {"a": 11.0, "b": 11.0}
+
+
 def test_the_way_takes_time_too() -> None:
     bench = Bench(SECOND.model_copy(update={"call_s": 0.5}))
     together(bench.ask(request("a", 2), request("b", 1)), later(0.25, lambda: bench.engine.abort(["b"])))

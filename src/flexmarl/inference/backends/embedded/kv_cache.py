@@ -204,10 +204,13 @@ class BlockCache(Cache):
         shape = (2, number, self._key_heads, self._block, self._head_size)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copies a block in all layers."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks in all layers, each (source, target); what was in a source before is what its target gets."""
+        if not pairs:
+            return
+        sources, targets = (list(blocks) for blocks in zip(*pairs, strict=True))
         for pool in self._pools:
-            pool[:, target] = pool[:, source]
+            pool[:, targets] = pool[:, sources]
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes blocks that hold non-finite numbers, and forgets what was read of them."""
