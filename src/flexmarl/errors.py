@@ -204,10 +204,11 @@ def is_unicode(text: str) -> bool:
 
 
 @contextmanager
-def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
+def boundary(kind: type[FlexmarlError], doing: str, *, users_code: bool = False) -> Iterator[None]:
     """Turns any foreign exception inside the block into `kind`, saying what was being done.
 
-    A FlexmarlError and cancellation pass unchanged. An exception group counts as its cause (`cause_of`).
+    A FlexmarlError and cancellation pass unchanged. An exception group counts as its cause (`cause_of`). Where
+    `users_code` is called, the text ends with the file and line that raised it.
 
     >>> with boundary(EpisodeError, "scoring task 7"):
     ...     int("four")
@@ -223,4 +224,5 @@ def boundary(kind: type[FlexmarlError], doing: str) -> Iterator[None]:
         cause = cause_of(error)
         if isinstance(cause, FlexmarlError):
             raise cause from error
-        raise kind(f"{doing}: {described(cause)}") from error
+        place = place_of(cause) if users_code else ""
+        raise kind(f"{doing}: {described(cause)}{place and f' ({place})'}") from error

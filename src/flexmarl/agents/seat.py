@@ -23,11 +23,7 @@ from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move, unread
 from flexmarl.agents.tool_use import ToolUse, use_tools
 from flexmarl.errors import EpisodeError
-from flexmarl.records import (
-    FinishReason,
-    Scalar,
-    Turn,
-)
+from flexmarl.records import FinishReason, Scalar, Turn
 from flexmarl.tools import Found, ToolCall
 from flexmarl.tools.arguments import BadArguments, fitted
 

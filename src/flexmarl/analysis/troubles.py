@@ -77,6 +77,7 @@ class Troubles:
             "episodes": int(totals.get("rollout/episodes", 0)),
             "failed": int(totals.get("rollout/failed_episodes", 0)),
             "failures": self.failures,
+            "stopped": int(totals.get("rollout/stopped_episodes", 0)),
             "groups": int(totals.get("rollout/groups", 0)),
             "filtered": dict(self.filtered.most_common()),
             "skipped": dict(self.skipped.most_common()),
@@ -115,6 +116,8 @@ def trouble_rows(troubles: Mapping[str, Any]) -> dict[str, str]:
     if troubles["failed"] or troubles["failures"]:
         reasons = in_words(troubles["failures"], 5)
         rows["failed"] = f"{troubles['failed']} of {troubles['episodes']} episodes: {reasons}"
+    if stopped := troubles.get("stopped"):
+        rows["stopped"] = f"{stopped} episodes that played when their group came too late, or when the run was done"
     if troubles["filtered"]:
         reasons = in_words(troubles["filtered"], 6)
         rows["filtered"] = f"{sum(troubles['filtered'].values())} of {troubles['groups']} groups: {reasons}"

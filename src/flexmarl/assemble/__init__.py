@@ -21,13 +21,7 @@ from flexmarl.assemble.blueprint import (
     seat_team,
     told_of,
 )
-from flexmarl.assemble.commands import (
-    TrainCommand,
-    assemble_run,
-    evaluate_once,
-    newest_checkpoint,
-    resume_hint,
-)
+from flexmarl.assemble.commands import TrainCommand, assemble_run, evaluate_once, newest_checkpoint, resume_hint
 from flexmarl.assemble.ending import Supervisor
 from flexmarl.assemble.export import Exported, export_policies, push
 from flexmarl.assemble.simulation import simulate

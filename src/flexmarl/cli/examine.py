@@ -7,7 +7,7 @@ the looks that need its subject are skipped.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -19,6 +19,8 @@ from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble import open_tasks, seat_team
 from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
+from flexmarl.credit import CreditSettings
+from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.rows import credit_rows, tags_for
 from flexmarl.errors import ConfigError, CreditError, EngineError, MissingExtra
 from flexmarl.events.machine import this_machine
@@ -111,10 +113,10 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
         for name, policy in settings.policies.items()
     }
     group, episodes = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, Episode]()
-    for reply in [reply for reply in (task.reference, "I do not know.") if reply]:
+    for index, reply in enumerate(reply for reply in (task.reference, "I do not know.") if reply):
         generate = _scripted(renderer_of, max_lens, reply, longest)
         player = Player(team=team, generate=generate, run_seed=settings.seed, timeout_s=timeout_s)
-        episodes[reply] = asyncio.run(player.play(group, 0))
+        episodes[reply] = asyncio.run(player.play(group, index))
     failed = {reply: _reason(episode) for reply, episode in episodes.items() if not episode.finished}
     if len(failed) == len(episodes):
         raise ConfigError(
@@ -125,6 +127,7 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
     yield Finding("a task", f"'{task.input_id}' was played with scripted replies{fails}")
     played = replace(group, episodes=tuple(episodes.values()))
     _check_tags(settings, played)
+    _check_credit(settings.credit, credit_rows(played, trained))
     yield from _figures(settings, played)
 
 
@@ -143,6 +146,20 @@ def _check_tags(settings: RunSettings, played: GroupRecord) -> None:
                 row.tag(tag)
             except CreditError as error:
                 raise ConfigError(f"credit.{where}.key: {error}") from None
+
+
+def _check_credit(credit: CreditSettings, rows: Sequence[CreditRow]) -> None:
+    """Raises ConfigError if a term or an estimator of the user's own raises an error on these rows.
+
+    What flexmarl itself refuses says nothing here: a run has more episodes, and rows with values or a baseline.
+    """
+    try:
+        shaped = credit.shape(rows)
+        if not credit.uses:
+            credit.credit(shaped)
+    except CreditError as error:
+        if error.__cause__ is not None:
+            raise ConfigError(str(error)) from error
 
 
 def _figures(settings: RunSettings, played: GroupRecord) -> Iterator[Finding]:

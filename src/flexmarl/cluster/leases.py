@@ -21,15 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flexmarl.cluster.own_folder import locked, open_folder, opened, own_folder
-from flexmarl.cluster.remains import (
-    RECORD,
-    Leases,
-    end_processes,
-    live_processes,
-    release,
-    shared_memory,
-    started_at,
-)
+from flexmarl.cluster.remains import RECORD, Leases, end_processes, live_processes, release, shared_memory, started_at
 
 # A socket's path may have 107 characters: the root's, 9 of the run's folder, and up to 70 that Ray adds.
 LONGEST_ROOT = 28

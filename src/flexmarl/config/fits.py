@@ -12,13 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.credit.interface import GroupKey
 from flexmarl.credit.settings import CreditSettings, divides_by_mean
-from flexmarl.orchestrator.settings import (
-    CheckpointSettings,
-    EvaluateSettings,
-    Mode,
-    PipelineSettings,
-    StopSettings,
-)
+from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings, Mode, PipelineSettings, StopSettings
 from flexmarl.records import AgentName
 from flexmarl.training.settings import TrainingSettings
 

@@ -15,6 +15,7 @@ from flexmarl.credit.order import ByAgent, Scope, counted, equal_shares, estimat
 from flexmarl.credit.rows import Group
 from flexmarl.credit.shaping import AnyTerm, Terms, shape
 from flexmarl.credit.shaping.shape import InvalidAction
+from flexmarl.errors import CreditError, boundary
 from flexmarl.records import AgentName, CreditLine, FinishReason, SampleId
 from flexmarl.settings import Settings
 
@@ -168,7 +169,10 @@ class CreditSettings(Settings):
 
     def credit(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages and weights of the shaped rows. `needs` says which rows one call must be given."""
-        credit = estimated(rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline)
+        with boundary(CreditError, " and ".join(f"credit.{key}" for key in self.estimators), users_code=True):
+            credit = estimated(
+                rows, memory, estimator=self._estimators, untrained_in_baseline=self.untrained_in_baseline
+            )
         if self.whiten is not None:
             credit = whiten(credit, rows, self.whiten)
         if self.invalid_action:

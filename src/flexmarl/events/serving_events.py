@@ -9,14 +9,7 @@ from typing import ClassVar
 
 from flexmarl.events.event import Event, Timed
 from flexmarl.records.episode import FinishReason, Purpose
-from flexmarl.records.ids import (
-    GroupId,
-    InstanceId,
-    PolicyName,
-    Version,
-    split_sample_id,
-    split_trajectory_id,
-)
+from flexmarl.records.ids import GroupId, InstanceId, PolicyName, Version, split_sample_id, split_trajectory_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

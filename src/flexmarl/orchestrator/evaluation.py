@@ -20,17 +20,7 @@ from flexmarl.events.run_events import Evaluated
 from flexmarl.events.untrained import counted
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import (
-    CONTROLLER,
-    AgentName,
-    Episode,
-    GroupId,
-    GroupRecord,
-    PolicyName,
-    Purpose,
-    Task,
-    Version,
-)
+from flexmarl.records import CONTROLLER, AgentName, Episode, GroupId, GroupRecord, PolicyName, Purpose, Task, Version
 from flexmarl.rollout.player import Player
 
 Name = TypeVar("Name", bound=str)

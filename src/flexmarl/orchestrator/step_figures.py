@@ -85,20 +85,24 @@ class Figures:
         """Counts the episodes of a group, even if it is not trained on later."""
         group, metrics = played.group, self._metrics
         metrics.add("rollout/groups")
-        metrics.add("rollout/episodes", len(group.episodes))
-        metrics.add("rollout/failed_episodes", len(group.episodes) - len(group.finished))
+        ended = [episode for episode in group.episodes if not episode.stopped]
+        metrics.add("rollout/episodes", len(ended))
+        metrics.add("rollout/failed_episodes", len(ended) - len(group.finished))
+        if stopped := len(group.episodes) - len(ended):
+            metrics.add("rollout/stopped_episodes", stopped)
         for episode in group.episodes:
             tokens = _num_tokens(episode)
             self._played_lengths.append(tokens)
             metrics.add("rollout/tokens", tokens)
             metrics.add("rollout/turns", len(episode.turns))
-            if not episode.finished:
+            if not episode.finished and not episode.stopped:
                 self._failures.append(episode.failure or Failure(kind=episode.status))
             for turn in episode.turns:
                 metrics.mean(f"cut/{turn.agent}", turn.finish is FinishReason.LENGTH)
                 for signal in ("bad_tool_calls", "dropped_tool_calls"):
                     if share := episode.signals.get(turn.sample_id, {}).get(signal):
                         metrics.add(f"{signal}/{turn.agent}", share > 0)
+        for episode in ended:
             metrics.mean("rollout/episode_s", episode.duration_s)
             for name, value in mean_metrics([episode]).items():
                 metrics.mean(_path(name), value)

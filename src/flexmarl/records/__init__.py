@@ -4,6 +4,7 @@ from flexmarl.records.batch import CreditedTurn, CreditLine, Divisors, LossRepor
 from flexmarl.records.episode import (
     LARGEST_REWARD,
     LONGEST_LABEL,
+    STOPPED,
     AnyTurn,
     Episode,
     EpisodeStatus,
@@ -50,6 +51,7 @@ from flexmarl.records.lifecycle import (
 )
 
 __all__ = [
+    "STOPPED",
     "AgentName",
     "AnyTurn",
     "CONTROLLER",

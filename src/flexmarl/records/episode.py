@@ -237,6 +237,10 @@ class EpisodeStatus(StrEnum):
     TIMED_OUT = "timed_out"
 
 
+STOPPED = "stopped"
+"""Kind of the failure of an episode whose group the run stopped while it played."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why an episode was not finished. Failures of one kind at one place are counted together.
@@ -246,7 +250,7 @@ class Failure:
     """
 
     kind: str
-    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `cancelled` or `stopped`."""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `cancelled` or STOPPED."""
     text: str = ""
     """The exception's text, one line of at most LONGEST_LABEL characters. It may differ between failures of a kind."""
     place: str = ""
@@ -289,6 +293,11 @@ class Episode:
     def finished(self) -> bool:
         """True if training may use the episode."""
         return self.status is EpisodeStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run stopped it while it played: its last step was done, or its group was late."""
+        return self.failure is not None and self.failure.kind == STOPPED
 
     @property
     def reason_and_place(self) -> str:

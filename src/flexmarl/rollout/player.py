@@ -24,6 +24,7 @@ from flexmarl.events.notices import EpisodeBroke
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.records import (
     LONGEST_LABEL,
+    STOPPED,
     Episode,
     EpisodeStatus,
     Failure,
@@ -196,7 +197,7 @@ class Player:
             raise
         await calls.end()
         if late:
-            failure = Failure(kind="stopped" if stop.because else "timed_out", text=_one_line(late), place=place)
+            failure = Failure(kind=STOPPED if stop.because else "timed_out", text=_one_line(late), place=place)
             return _Ended(EpisodeStatus.TIMED_OUT, late, failure)
         return ending_of(workflow, f"workflow on task {context.task.input_id}")
 

@@ -11,15 +11,7 @@ import numpy as np
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import (
-    EngineUse,
-    FinishReason,
-    FloatArray,
-    Generation,
-    GenerationRequest,
-    IntArray,
-    Version,
-)
+from flexmarl.records import EngineUse, FinishReason, FloatArray, Generation, GenerationRequest, IntArray, Version
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.replies import Responder
 from flexmarl.testing.engine_checks import check_frozen_engine, check_inference_engine

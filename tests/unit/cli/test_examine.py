@@ -11,6 +11,8 @@ from flexmarl import cli
 from flexmarl.cli.examine import examine
 from flexmarl.cli.needs import Finding
 from flexmarl.config import load_run
+from flexmarl.credit.estimators import ESTIMATORS
+from flexmarl.credit.shaping import SHAPING
 from flexmarl.records.scorers import SCORERS
 
 UNCORRECTED = ["policies.one.training.correction={type: none}"]
@@ -50,11 +52,21 @@ def test_train_says_what_has_a_price_before_it_begins(small_run: Path, monkeypat
 
 
 @pytest.fixture(autouse=True, scope="module")
-def scorers_of_this_file_alone() -> Iterator[None]:
-    """A file of code is imported once in a process, so its scorers stay until the last test of this file."""
-    before = dict(SCORERS._entries)
+def plug_ins_of_this_file_alone() -> Iterator[None]:
+    """A file of code is imported once in a process, so what it registers stays until the last test of this file."""
+    tables = (SCORERS, SHAPING, ESTIMATORS)
+    before = [dict(table._entries) for table in tables]
     yield
-    SCORERS._entries = before
+    for table, entries in zip(tables, before, strict=True):
+        table._entries = entries
+
+
+@pytest.fixture(scope="module")
+def own_credit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a term and an estimator that raise."""
+    file = tmp_path_factory.mktemp("own") / "own_credit.py"
+    file.write_text(OWN_CREDIT)
+    return file
 
 
 BROKEN = """
@@ -160,6 +172,53 @@ def test_a_key_that_names_a_tag_which_no_call_carries_is_a_problem(small_run: Pa
     assert problem.startswith("credit.estimator.key: unknown tag 'env_stp'")
     assert "env_step" in problem
     assert examined_with(small_run, "examined_reports", key("env_step"))[1] == []
+
+
+OWN_CREDIT = """
+from typing import Literal
+
+from flexmarl.credit import estimator, term
+from flexmarl.credit.estimators.group_relative import GroupRelative
+from flexmarl.credit.shaping.base import AddedTerm
+
+
+@term
+class Squared(AddedTerm):
+    type: Literal["own_squared"] = "own_squared"
+
+    def added(self, rows):
+        return {row.sample_id: row.nothing for row in rows}
+
+
+@estimator
+class Divided(GroupRelative):
+    type: Literal["own_divided"] = "own_divided"
+
+    def estimate(self, rows, memory={}):
+        return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "because"),
+    [
+        (
+            "credit.shaping=[{type: own_squared}]",
+            "credit.shaping[0] (own_squared): AttributeError: 'CreditRow' object has no attribute 'nothing' "
+            "(own_credit.py:14)",
+        ),
+        (
+            "credit.estimator={type: own_divided}",
+            "credit.estimator: ZeroDivisionError: division by zero (own_credit.py:22)",
+        ),
+    ],
+)
+def test_a_term_or_an_estimator_that_raises_is_named_with_file_and_line(
+    small_run: Path, own_credit: Path, override: str, because: str
+) -> None:
+    files = f"code=[{small_run.parent / 'examined.py'}, {own_credit}]"
+    _, problems = examined_with(small_run, "examined_reports", override, files)
+    assert problems == [because]
 
 
 def test_a_prompt_that_is_too_long_for_the_engine_is_a_problem_that_gives_both_numbers(small_run: Path) -> None:

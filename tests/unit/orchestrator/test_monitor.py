@@ -16,6 +16,7 @@ from flexmarl.events.metrics import Metrics, tokens_per_s
 from flexmarl.events.notices import (
     EpisodesTaken,
     EvaluationStarted,
+    FiguresWritten,
     GroupJudged,
     GroupPlayed,
     StepSettled,
@@ -32,7 +33,18 @@ from flexmarl.orchestrator.evaluation import Evaluation, rewards_of
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.orchestrator.step_figures import Figures
-from flexmarl.records import CONTROLLER, AgentName, EngineUse, FilterReason, GroupId, PolicyName, Version, WorkerId
+from flexmarl.records import (
+    CONTROLLER,
+    STOPPED,
+    AgentName,
+    EngineUse,
+    Failure,
+    FilterReason,
+    GroupId,
+    PolicyName,
+    Version,
+    WorkerId,
+)
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.training.interface import UpdateReport
@@ -196,6 +208,28 @@ def test_failed_episodes_are_counted_and_are_no_success():
         assert values["rollout/tokens"] == 8
         assert values["reward/solver"] == 0.5
         assert values["team/success"] == 0.0
+
+    run_virtual(scenario())
+
+
+def test_an_episode_that_the_run_stopped_is_neither_played_nor_failed():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        written = []
+        events.listen(FiguresWritten, written.append)
+        group = group_of(0, [1.0, None, None, 1.0])
+        failed, stopped, *_ = (episode for episode in group.episodes if not episode.finished)
+        failed = replace(failed, failure=Failure(kind="ValueError", text="boom"))
+        stopped = replace(stopped, failure=Failure(kind=STOPPED, text="the run's last step was done"))
+        group = replace(group, episodes=(*group.finished, failed, stopped))
+        group = replace(group, episodes=tuple(replace(one, metrics={"success": 1.0}) for one in group.episodes))
+        events.emit(GroupPlayed(group=group))
+        settle(events, 1)
+        assert values["rollout/episodes"] == 3
+        assert values["rollout/failed_episodes"] == values["rollout/stopped_episodes"] == 1
+        assert values["team/success"] == pytest.approx(2 / 3), "without the one that was stopped"
+        assert dict(written[0].untrained.failed) == {"ValueError: boom": 1}
 
     run_virtual(scenario())
 

@@ -27,6 +27,7 @@ from pydantic import Field
 from flexmarl.credit.interface import Credit, CreditRow
 from flexmarl.credit.shaping.base import AddedTerm, AnyTerm, OutcomeTerm, given
 from flexmarl.credit.shaping.outcomes import RewardToGo
+from flexmarl.errors import CreditError, boundary
 from flexmarl.records import AgentName
 from flexmarl.settings import Settings
 
@@ -102,9 +103,10 @@ def shape(rows: Sequence[CreditRow], terms: Sequence[AnyTerm]) -> Sequence[Credi
     """The rows of one task with their final rewards. A row without a reward does not change."""
     rewarded = sorted((row for row in rows if row.reward is not None), key=lambda row: (row.episode, row.hop))
     sums = {row.sample_id: _Sum(row, given(row)) for row in rewarded}
-    for term in terms:
+    for index, term in enumerate(terms):
         seen = [sums[row.sample_id].row_now() for row in rewarded] if isinstance(term, RewardToGo) else rewarded
-        changes = term.outcomes(seen) if isinstance(term, OutcomeTerm) else term.added(seen)
+        with boundary(CreditError, f"credit.shaping[{index}] ({term.name})", users_code=True):
+            changes = term.outcomes(seen) if isinstance(term, OutcomeTerm) else term.added(seen)
         for sample_id, value in changes.items():
             if term.is_for(sums[sample_id].row.agent):
                 sums[sample_id].take(term, value)

@@ -28,13 +28,7 @@ from flexmarl.cluster.torch_device import deterministic_kernels, place, returnin
 from flexmarl.errors import ConfigError, boundary
 from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
-from flexmarl.training.backends.causal_lm import (
-    DTYPES,
-    precision,
-    prepare_for_training,
-    unbounded,
-    unique_tensors,
-)
+from flexmarl.training.backends.causal_lm import DTYPES, precision, prepare_for_training, unbounded, unique_tensors
 from flexmarl.training.backends.forward import Pass, TokenOutputs, ValueHead, plan, run
 from flexmarl.training.backends.logprobs import head_form
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS

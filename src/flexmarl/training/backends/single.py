@@ -154,7 +154,8 @@ class SingleProcessTrainer:
         skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
         weighted = [pair for pair in zip(batch.samples, weights.tolist(), strict=True) if pair[1]]
         trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].has_gradient or not skip_zero)]
-        with boundary(TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"):
+        doing = f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"
+        with boundary(TrainingError, doing, users_code=True):
             await self._run(self._updater.take_gradients)
             sums = [
                 await self._run(self._backward.add, trained, together, self._version)

@@ -11,14 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from flexmarl.errors import EngineError
-from flexmarl.objects.interface import (
-    Checksum,
-    PublishedAdapter,
-    TensorTree,
-    checksum,
-    confirms,
-    names_checksum,
-)
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, checksum, confirms, names_checksum
 from flexmarl.objects.settings import Verify
 
 
