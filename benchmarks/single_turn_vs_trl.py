@@ -79,7 +79,7 @@ def worlds(threads: int) -> dict[str, World]:
 
 def flexmarl_steps(folder: Path, steps: int, world: World) -> list[float]:
     """Seconds of each measured step of a run."""
-    engine = {"type": "embedded", "slots": world.slots, "max_len": 64, "prefix_reuse": False, "threads": 1}
+    engine = {"type": "embedded", "slots": world.slots, "max_len": 64, "threads": 1}
     training = {"optimizer": {"learning_rate": 1e-3}, "micro_batch": world.slots}
     settings = {
         "name": "bench",

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -257,6 +258,16 @@ def test_every_figure_of_two_runs_has_an_interval_and_equal_tasks_are_paired(run
     assert any(line.split()[:1] == ["seed"] for line in differing)
     assert "better" not in shown
     assert "95% interval" in shown
+
+
+def test_runs_are_compared_whose_code_cannot_be_imported(run: Path, small_run: Path, tmp_path: Path) -> None:
+    """Two copies of a team register the same names, and the code of an old run may be gone."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    written = (run / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(re.sub(r"^base: .*$", "base: /nowhere", written, flags=re.MULTILINE))
+    compared: dict[str, Any] = json.loads(said("compare", run, copy, "--json"))
+    assert compared["settings"] == {"base": [str(small_run.parent), "/nowhere"]}
 
 
 def test_the_summary_has_intervals_of_the_figures_of_its_evaluations(run: Path) -> None:

@@ -117,7 +117,13 @@ def _pandas(method: str) -> Any:
 
 
 def load_run_folder(path: Path, overrides: Overrides = ()) -> tuple[RunSettings, RunFolder]:
-    """Returns the settings and the folder of a trained run.
+    """Returns the settings of a trained run, whose code is imported, and its folder. Raises as `run_folder` does."""
+    folder = run_folder(path)
+    return load_run(folder.config, overrides), folder
+
+
+def run_folder(path: Path) -> RunFolder:
+    """Returns the folder of a run, and imports none of its code.
 
     Raises ConfigError if `path` is no run folder, FlexmarlError if the run is of another format.
     """
@@ -125,4 +131,4 @@ def load_run_folder(path: Path, overrides: Overrides = ()) -> tuple[RunSettings,
     if not folder.config.is_file():
         raise ConfigError(f"'{path}' is no run folder: it has no config.yaml; give the path that `train` printed last")
     check_format(folder.journal)
-    return load_run(folder.config, overrides), folder
+    return folder

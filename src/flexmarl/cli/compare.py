@@ -12,11 +12,13 @@ from rich.table import Table
 
 from flexmarl.analysis.comparison import ComparedFigure, compare_runs, differing_settings, read_figures
 from flexmarl.analysis.intervals import Estimate, bounds
-from flexmarl.api.handle import load_run_folder
+from flexmarl.api.handle import run_folder
 from flexmarl.cli.terminal import print_text
+from flexmarl.config.load import read_yaml
 from flexmarl.errors import ConfigError
 from flexmarl.events.progress import SafeConsole
-from flexmarl.events.safe_json import json_text, plain
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import json_text
 
 UNBOUNDED = 10_000
 """Columns of a screen on which every table fits."""
@@ -34,12 +36,13 @@ def compare(
     """
     if len(runs) < 2:
         raise ConfigError(f"compare takes two run folders or more, got {len(runs)}")
-    folders = [load_run_folder(path) for path in runs]
-    figures = [read_figures(folder, settings.tasks.model_dump(mode="json")) for settings, folder in folders]
+    # As they were written, so that no code is imported: two copies of a team register the same names.
+    settings = [read_yaml(run_folder(path).config) for path in runs]
+    figures = [read_figures(RunFolder(path), of["tasks"]) for path, of in zip(runs, settings, strict=True)]
     compared = compare_runs(figures)
     if not compared:
         raise ConfigError("these runs have no figure yet: no step and no evaluation of theirs has ended")
-    differing = differing_settings([plain(settings) for settings, _ in folders])
+    differing = differing_settings(settings)
     if as_json:
         values = {
             "runs": [str(path) for path in runs],
