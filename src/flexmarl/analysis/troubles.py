@@ -116,6 +116,9 @@ def trouble_rows(troubles: Mapping[str, Any]) -> dict[str, str]:
     if troubles["failed"] or troubles["failures"]:
         reasons = in_words(troubles["failures"], 5)
         rows["failed"] = f"{troubles['failed']} of {troubles['episodes']} episodes: {reasons}"
+    if (evaluation := troubles["evaluation"]) and evaluation["failed"]:
+        reasons = in_words(evaluation["failures"], 5)
+        rows["last evaluation"] = f"{evaluation['failed']} of {evaluation['episodes']} episodes failed: {reasons}"
     if stopped := troubles.get("stopped"):
         rows["stopped"] = f"{stopped} episodes that played when their group came too late, or when the run was done"
     if troubles["filtered"]:

@@ -15,6 +15,7 @@ from flexmarl.analysis.curve import panels_of, smooth, spread
 from flexmarl.analysis.intervals import share, shares_differ
 from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise
 from flexmarl.analysis.tables import summary_table
+from flexmarl.analysis.troubles import Troubles, trouble_rows
 from flexmarl.events.metrics import JsonlSink, read_metrics
 from flexmarl.events.run_events import Evaluated
 from flexmarl.events.run_folder import RunFolder
@@ -261,3 +262,12 @@ def test_labels_keep_their_distance_and_their_order(places):
 def test_smoothing_leaves_constants_and_lengths_alone():
     assert smooth([0.25] * 100) == [0.25] * 100
     assert smooth([]) == []
+
+
+def test_episodes_that_failed_in_the_last_evaluation_or_were_stopped_have_rows():
+    troubles = Troubles().as_json({"rollout/episodes": 8.0, "rollout/stopped_episodes": 3.0})
+    assert trouble_rows(troubles) == {
+        "stopped": "3 episodes that played when their group came too late, or when the run was done"
+    }
+    failed = troubles | {"evaluation": {"episodes": 8, "failed": 6, "failures": {"ValueError: boom (team.py:61)": 6}}}
+    assert trouble_rows(failed)["last evaluation"] == "6 of 8 episodes failed: ValueError: boom (team.py:61)"
