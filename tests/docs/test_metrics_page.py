@@ -66,6 +66,12 @@ SIMULATED = (
     "simulation.replies={default: {type: lengths, mean: 4}}",
 )
 """Only a run with separate devices for engines and trainers says how much training was hidden."""
+STOPPING = (
+    "mode=async",
+    "rollout={inter_query: 1, intra_query: 1}",
+    "simulation.costs={default: {trainer: {update_s: 0, publish_s: 0, sample_s: 0, resume_s: 0, suspend_s: 0}}}",
+)
+"""Groups still play when the last step is done."""
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +90,10 @@ def written(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> frozen
         run = assemble_run(load_run(folder / small_run.name, [*SMALL, *overrides, f"out={folder / 'runs'}"]))
         run.train(Console(quiet=True))
         names.update(*read_metrics(run.folder / "metrics.jsonl").values())
-    simulated = simulate(load_run(folder / small_run.name, [*SMALL, *SIMULATED, f"out={folder / 'runs'}"]))
-    names.update(*read_metrics(simulated / "metrics.jsonl").values())
+    for overrides in ((), STOPPING):
+        words = [*SMALL, *SIMULATED, *overrides, f"out={folder / 'runs'}"]
+        simulated = simulate(load_run(folder / small_run.name, words))
+        names.update(*read_metrics(simulated / "metrics.jsonl").values())
     return frozenset(names)
 
 

@@ -182,6 +182,19 @@ def test_prompts_of_requests_that_end_at_once_wait_for_one_step_only():
     assert [len(core.step()) for _ in range(2)] == [1, 7]
 
 
+def test_a_request_that_waits_for_its_prompt_keeps_its_place_in_the_line():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=2))
+    for name, prompt, tokens in (("first", 7, 9), ("same", 7, 9), ("short", 8, 1), ("last", 9, 9)):
+        core.add(request(name, [prompt] * 20, max_tokens=tokens))
+    assert [answer.request_id for answer in core.step()] == ["short"]
+    core.step()
+    assert {answer.request_id: len(answer.response_ids) for answer in core.abort()} == {
+        "first": 2,
+        "same": 1,
+        "last": 0,
+    }
+
+
 @pytest.mark.parametrize("end", ["load", "sleep", "reuse", "deterministic"])
 def test_a_prompt_is_not_shared_across_weights_and_not_without_reuse(end):
     settings = tiny.settings(slots=4, prefix_reuse=end != "reuse")

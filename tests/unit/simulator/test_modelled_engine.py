@@ -153,9 +153,10 @@ def test_what_a_conversation_has_said_is_not_computed_again() -> None:
 
 def test_a_prompt_that_another_call_has_is_computed_once() -> None:
     bench = Bench(SECOND.model_copy(update={"prefill_token_s": 1.0}))
-    together(bench.ask(request("a", 3, prompt=4)), bench.ask(request("b", 3, prompt=4)))
-    assert [bench.answers[name].reused_tokens for name in "ab"] == [0, 3]
-    assert bench.at == {"a": 8.0, "b": 8.0}, "five seconds of prompts, three of steps"
+    asked = {name: request(name, 3, prompt=4) for name in "abc"}
+    together(bench.ask(asked["a"]), bench.ask(asked["b"]), bench.ask(asked["c"], after=20.0))
+    assert [bench.answers[name].reused_tokens for name in "abc"] == [0, 3, 0], "nobody has it any more when c comes"
+    assert bench.at == {"a": 8.0, "b": 8.0, "c": 27.0}, "five seconds of prompts, three of steps; then four and three"
     alone = Bench(SECOND.model_copy(update={"prefill_token_s": 1.0, "kept_prefixes": 0}))
     together(alone.ask(request("a", 3, prompt=4)), alone.ask(request("b", 3, prompt=4)))
     assert alone.at == {"a": 11.0, "b": 11.0}
