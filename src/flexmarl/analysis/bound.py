@@ -70,13 +70,7 @@ def mean_bound(bounds: Sequence[Bound]) -> Bound | None:
 
 
 def bounds_of(
-    facts: Facts,
-    costs: Costs,
-    *,
-    instances: int,
-    trainers_at_once: int | None,
-    trained: Iterable[str],
-    ahead: bool,
+    facts: Facts, costs: Costs, *, instances: int, trainers_at_once: int | None, trained: Iterable[str], ahead: bool
 ) -> list[Bound]:
     """The bound of each step of a synchronous run. With `ahead` steps overlap: only the `mean_bound` of all holds."""
     calls: defaultdict[int, list[Called]] = defaultdict(list)

@@ -7,6 +7,8 @@ from string import printable
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from flexmarl.agents import ChatRenderer, TeamSpec
@@ -15,7 +17,7 @@ from flexmarl.agents.telling import Told, told_of_tools
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.run_settings import FromRun
-from flexmarl.errors import CheckpointError, ConfigError
+from flexmarl.errors import CheckpointError, ConfigError, described
 from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
@@ -23,6 +25,8 @@ from flexmarl.records import IntArray, PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint
 from flexmarl.training.backends.causal_lm import check_model_files
 
+HUB_ANSWER_S = 10.0
+"""Seconds that the Hugging Face hub may take to answer."""
 TOKENIZER_FILE = "tokenizer_config.json"
 """Files that every `save_pretrained` of a tokenizer writes."""
 
@@ -146,9 +150,7 @@ def load_tokenizer(settings: RunSettings, policy: str) -> PreTrainedTokenizerBas
         ids = tokenizer(printable).input_ids
     except Exception as error:  # Whatever a file of the user's or the hub leads to; often many lines.
         why = str(error).strip().splitlines() or [type(error).__name__]
-        local = Path(source).is_dir()
-        instead = "" if local else "; without the hub, give the folder of a model, as `save_pretrained` writes it"
-        raise ConfigError(f"{key}: no tokenizer from '{source}': {why[0]}{instead}") from error
+        raise ConfigError(f"{key}: no tokenizer from '{source}': {why[0]}") from error
     if not ids:
         raise ConfigError(
             f"{key}: the tokenizer of '{source}' knows {len(tokenizer)} tokens and turns letters and digits into none; "
@@ -174,6 +176,8 @@ def decoder_of(settings: RunSettings) -> Callable[[PolicyName, IntArray], str]:
 def check_model(settings: RunSettings, policy: str) -> None:
     """Raises ConfigError if a policy's files are not one whole model with its tokenizer; reads no weight."""
     source, key = model_source(settings, policy), f"policies.{policy}.model"
+    if not Path(source).is_dir():
+        _ask_hub(source, key)
     try:
         model = check_model_files(source)
     except ConfigError as error:
@@ -185,6 +189,24 @@ def check_model(settings: RunSettings, policy: str) -> None:
             f"{key}: the tokenizer of '{source}' has {tokens} tokens, the model only {rows}; save the tokenizer that "
             f"belongs to the model"
         )
+
+
+def _ask_hub(source: str, key: str) -> None:
+    """Raises ConfigError if the hub has to be asked for a model and does not answer.
+
+    It asks once. Transformers would ask for every file again and again, for a minute.
+    """
+    if isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return
+    try:
+        HfApi().model_info(source, timeout=HUB_ANSWER_S)
+    except HfHubHTTPError:
+        return  # It answers. What is wrong is told where the model is loaded.
+    except Exception as error:  # The network's or the proxy's, which have no common type.
+        raise ConfigError(
+            f"{key}: the Hugging Face hub does not answer ({described(error)}), and '{source}' is not in its cache; "
+            f"give the folder of a model, as `save_pretrained` writes it"
+        ) from error
 
 
 def settings_of_run(settings: RunSettings, start: FromRun, key: str) -> tuple[RunSettings, RunFolder]:

@@ -64,11 +64,7 @@ class TrainCommand:
         return self._folder.path
 
     def train(
-        self,
-        console: Console,
-        log: Callable[[Event], None] | None = None,
-        *,
-        supervisor: Supervisor | None = None,
+        self, console: Console, log: Callable[[Event], None] | None = None, *, supervisor: Supervisor | None = None
     ) -> Summary:
         """Trains to the last step; returns the summary, which is also printed and in the folder.
 

@@ -135,11 +135,7 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 
 async def _simulate(
-    blueprint: Blueprint,
-    folder: RunFolder,
-    show: Show,
-    disturbance: Disturbance | None,
-    supervisor: Supervisor | None,
+    blueprint: Blueprint, folder: RunFolder, show: Show, disturbance: Disturbance | None, supervisor: Supervisor | None
 ) -> None:
     clock, settings = asyncio.get_running_loop().time, blueprint.settings
     async with AsyncExitStack() as stack:

@@ -219,11 +219,7 @@ class Appraisal:
     """Fills in the credit rows of policies whose settings ask for it. Other rows stay unchanged."""
 
     def __init__(
-        self,
-        *,
-        trainers: Mapping[PolicyName, Trainer],
-        training: Mapping[PolicyName, TrainingSettings],
-        events: Events,
+        self, *, trainers: Mapping[PolicyName, Trainer], training: Mapping[PolicyName, TrainingSettings], events: Events
     ) -> None:
         """`training` must have an entry for every policy of `trainers`."""
         self._trainers = {policy: trainers[policy] for policy in trainers if training[policy].needs_appraisal}

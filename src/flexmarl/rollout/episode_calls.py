@@ -170,13 +170,7 @@ class Lockstep:
             self._advance()
 
     async def _call(
-        self,
-        episode: object,
-        generate: Generate,
-        request: GenerationRequest,
-        /,
-        *,
-        interrupted: Interrupted = forget,
+        self, episode: object, generate: Generate, request: GenerationRequest, /, *, interrupted: Interrupted = forget
     ) -> Generation:
         call = _Call(episode, request.policy)
         self._waiting.append(call)

@@ -130,11 +130,7 @@ MakeTrainer = Callable[[ObjectStore, RowReader], Trainer | Awaitable[Trainer]]
 
 
 async def check_trainer(
-    make_trainer: MakeTrainer,
-    batches: Sequence[MicroBatch],
-    folder: Path,
-    *,
-    streams: bool = True,
+    make_trainer: MakeTrainer, batches: Sequence[MicroBatch], folder: Path, *, streams: bool = True
 ) -> None:
     """Asserts the contract of `Trainer` with `batches`: two or more micro-batches of one policy, sampled at version 0.
 

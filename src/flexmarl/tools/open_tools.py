@@ -20,9 +20,7 @@ class OpenTools:
     """The tools of one episode. Outside a `block`, each is open only for as long as it is lent."""
 
     def __init__(
-        self,
-        deadline: Callable[[], float] = lambda: math.inf,
-        running: AbstractAsyncContextManager[Any] | None = None,
+        self, deadline: Callable[[], float] = lambda: math.inf, running: AbstractAsyncContextManager[Any] | None = None
     ) -> None:
         """`deadline`: time of the event loop at which the episode ends at the latest, as far as is known now.
 

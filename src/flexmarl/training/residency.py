@@ -62,11 +62,7 @@ class Residency:
     """
 
     def __init__(
-        self,
-        groups: Mapping[PolicyName, ProcessGroup],
-        settings: ProcessGroupSettings,
-        *,
-        events: Events | None = None,
+        self, groups: Mapping[PolicyName, ProcessGroup], settings: ProcessGroupSettings, *, events: Events | None = None
     ) -> None:
         """At first all policies are off devices. Every swap that has ended is emitted to `events`."""
         self._groups, self._settings = groups, settings

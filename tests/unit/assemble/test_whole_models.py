@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from flexmarl.assemble import draw_up
+from flexmarl.assemble import blueprint, draw_up
 from flexmarl.cli.examine import examine
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
@@ -151,3 +152,31 @@ def test_what_is_loaded_is_what_the_file_holds(small_run):
     held, loaded = load_file(model / "model.safetensors"), load_model(model).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
     assert isinstance(load_model(model), type(AutoModelForCausalLM.from_pretrained(model)))
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_unless_the_model_is_in_its_cache(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def no_answer(_: HfApi, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("Name or service not known")
+
+    def loaded(_: str) -> None:
+        raise ConfigError("it is loaded")
+
+    monkeypatch.setattr(HfApi, "model_info", no_answer)
+    monkeypatch.setattr(blueprint, "check_model_files", loaded)
+    chosen = load_run(small_run, ["policies.one.model=own/model"])
+    with pytest.raises(ConfigError) as refused:
+        blueprint.check_model(chosen, "one")
+    assert str(refused.value) == (
+        "policies.one.model: the Hugging Face hub does not answer (ConnectionError: Name or service not known), and "
+        "'own/model' is not in its cache; give the folder of a model, as `save_pretrained` writes it"
+    )
+    assert asked == [("own/model", blueprint.HUB_ANSWER_S)]
+    monkeypatch.setattr(blueprint, "try_to_load_from_cache", lambda *_: "config.json")
+    with pytest.raises(ConfigError, match="it is loaded"):
+        blueprint.check_model(chosen, "one")
+    assert len(asked) == 1

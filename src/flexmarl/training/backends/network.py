@@ -181,13 +181,7 @@ class Network:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: TrainingSettings,
-        *,
-        device: str,
-        seed: int,
-        deterministic: bool = False,
+        self, model: PreTrainedModel, settings: TrainingSettings, *, device: str, seed: int, deterministic: bool = False
     ) -> None:
         """`seed` sets the first weights of a new adapter. With `deterministic`, equal passes give equal bits."""
         self.model = model
