@@ -147,7 +147,10 @@ def test_checkpointed_activations_are_the_inputs_of_layers_and_one_layer_of_all(
 def test_the_largest_part_comes_first_and_the_setting_that_it_names_lowers_it() -> None:
     policy = policy_of({"max_tokens_per_forward": 65536}, slots=2, max_len=64)
     size = counted(policy)
-    first, *_ = parts(run_of(policy), {"solver": size})
+    found = parts(run_of(policy), {"solver": size})
+    assert [part.num_bytes for part in found] == sorted((part.num_bytes for part in found), reverse=True)
+    # This process, whose libraries are counted, also holds what other tests have left: gigabytes at times.
+    first, *_ = (part for part in found if part.name != "libraries")
     assert (first.name, first.setting) == ("a pass", "training.max_tokens_per_forward")
     fewer = policy.training.model_copy(update={"max_tokens_per_forward": 32768})
     assert pass_of(fewer, size).num_bytes < 0.6 * first.num_bytes
