@@ -114,42 +114,18 @@ PROFILES: Mapping[str, CostSettings] = {
     "paper_14b": CostSettings(
         origin=_PAPER.format(size="14B"),
         engine=EngineCosts(
-            slots=5,
-            decode_s=0.010,
-            decode_request_s=0.002,
-            prefill_steps=15,
-            move_s=2.5,
-            devices=4,
-            busy_share=0.72,
+            slots=5, decode_s=0.010, decode_request_s=0.002, prefill_steps=15, move_s=2.5, devices=4, busy_share=0.72
         ),
-        trainer=TrainerCosts(
-            sample_s=5.0 / 16,
-            update_s=1.0,
-            publish_s=1.0,
-            resume_s=3.7,
-            suspend_s=1.8,
-            devices=16,
-        ),
+        trainer=TrainerCosts(sample_s=5.0 / 16, update_s=1.0, publish_s=1.0, resume_s=3.7, suspend_s=1.8, devices=16),
     ),
     # 32B: decoding, update and publication take 1.3 times, training 2.2 times as long as 14B.
     "paper_32b": CostSettings(
         origin=_PAPER.format(size="32B"),
         engine=EngineCosts(
-            slots=5,
-            decode_s=0.013,
-            decode_request_s=0.0026,
-            prefill_steps=15,
-            move_s=2.5,
-            devices=8,
-            busy_share=0.72,
+            slots=5, decode_s=0.013, decode_request_s=0.0026, prefill_steps=15, move_s=2.5, devices=8, busy_share=0.72
         ),
         trainer=TrainerCosts(
-            sample_s=2.2 * 5.0 / 16,
-            update_s=1.3,
-            publish_s=1.3,
-            resume_s=7.2,
-            suspend_s=3.8,
-            devices=16,
+            sample_s=2.2 * 5.0 / 16, update_s=1.3, publish_s=1.3, resume_s=7.2, suspend_s=3.8, devices=16
         ),
     ),
     "tiny_cpu": CostSettings(

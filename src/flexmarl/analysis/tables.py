@@ -191,11 +191,7 @@ def _before_and_after(summary: Summary, between: str) -> Table:
         of = summary.intervals.get(name, {})
         cells = [
             "" if value is None else f"{value:{shown}}{between}{bounds(Estimate(**of[when]), '{:.3f}') if of else ''}"
-            for when, value, shown in (
-                ("before", before, ".3f"),
-                ("after", after, ".3f"),
-                ("change", change, "+.3f"),
-            )
+            for when, value, shown in (("before", before, ".3f"), ("after", after, ".3f"), ("change", change, "+.3f"))
         ]
         bold = "bold" if name == "success" else ""
         table.add_row(label.replace("_", " "), *map(str.rstrip, cells), style=bold)

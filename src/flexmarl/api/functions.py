@@ -20,14 +20,18 @@ from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.event import Notice
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
+from flexmarl.imports import Lazy
 
 # The modules below import torch, which takes seconds: they are loaded by the first call that needs them.
 if TYPE_CHECKING:
+    from flexmarl import assemble
     from flexmarl.assemble import Supervisor
     from flexmarl.assemble.commands import EvaluatedOnce
     from flexmarl.assemble.export import Form
     from flexmarl.orchestrator.checkpoint import Which
     from flexmarl.orchestrator.evaluation import Evaluation
+else:
+    assemble = Lazy("flexmarl.assemble")
 
 Source = RunSettings | Path | str
 """Settings, or the path of a YAML file."""
@@ -69,7 +73,7 @@ def train(
     the run can be continued.
     """
     _refuse_loop("train")
-    return _train(source, resume, _supervisor(on), show)
+    return _train(source, resume, assemble.Supervisor(on), show)
 
 
 async def train_async(
@@ -84,13 +88,11 @@ async def train_async(
 
 
 def _train(source: Source, resume: Run | Path | str | None, supervisor: "Supervisor", show: bool) -> Run:
-    from flexmarl.assemble import assemble_run
-
     settings, folder = _settings(source), resume.folder if isinstance(resume, Run) else resume
     for caution in cautions(settings):
         warnings.warn(str(caution), stacklevel=3)
     with _alone("train"):
-        command = assemble_run(settings, resume_from=None if folder is None else Path(folder).expanduser())
+        command = assemble.assemble_run(settings, resume_from=None if folder is None else Path(folder).expanduser())
         command.train(SafeConsole(quiet=not show), supervisor=supervisor)
         return Run(command.folder)
 
@@ -115,19 +117,14 @@ async def evaluate_async(
 
 
 def evaluate_and_keep(
-    source: Run | Source,
-    overrides: Overrides = (),
-    which: "Which" = "newest",
-    supervisor: "Supervisor | None" = None,
+    source: Run | Source, overrides: Overrides = (), which: "Which" = "newest", supervisor: "Supervisor | None" = None
 ) -> "EvaluatedOnce":
     """Evaluates. Returns also what was played, the folder that keeps it, if it could, and a failure of each kind."""
-    from flexmarl.assemble import evaluate_once
-
     settings, run = _played(source, overrides)
     if run is None and which != "newest":
         raise ConfigError(f"'{source}' has no checkpoint to choose (best, or a step); give the folder of a run")
     with _alone("evaluate"):
-        return evaluate_once(settings, run, which=which, supervisor=supervisor)
+        return assemble.evaluate_once(settings, run, which=which, supervisor=supervisor)
 
 
 def _played(source: Run | Source, overrides: Overrides) -> tuple[RunSettings, RunFolder | None]:
@@ -173,11 +170,12 @@ async def export_async(
 
 
 def _export(run: Run | Path | str, out: Path | str, which: "Which", form: "Form | None") -> list[Path]:
-    from flexmarl.assemble import export_policies
-
     settings, folder = load_run_folder(run.folder if isinstance(run, Run) else Path(run).expanduser())
     with _alone("export"):
-        return [one.path for one in export_policies(settings, folder, Path(out).expanduser(), which=which, form=form)]
+        return [
+            one.path
+            for one in assemble.export_policies(settings, folder, Path(out).expanduser(), which=which, form=form)
+        ]
 
 
 def simulate(source: Source, *, on: Callbacks | None = None, show: bool = True) -> Run:
@@ -186,7 +184,7 @@ def simulate(source: Source, *, on: Callbacks | None = None, show: bool = True) 
     `on` and `show` are those of `train`. Raises ConfigError for what has no model, such as an agent without replies.
     """
     _refuse_loop("simulate")
-    return _simulate(source, _supervisor(on), show)
+    return _simulate(source, assemble.Supervisor(on), show)
 
 
 async def simulate_async(source: Source, *, on: Callbacks | None = None, show: bool = True) -> Run:
@@ -242,19 +240,13 @@ def _refuse_loop(function: str) -> None:
     )
 
 
-def _supervisor(on: Callbacks | None = None) -> "Supervisor":
-    from flexmarl.assemble import Supervisor
-
-    return Supervisor(on)
-
-
 async def _in_thread(work: "Callable[[Supervisor], T]", on: Callbacks | None = None) -> T:
     """Runs `work` in a thread of its own. A cancelled caller stops it, and gets its CancelledError when it has ended,
     with the notes of the error that ended the work.
 
     The thread has the caller's context, by which a notebook knows the cell that a line is printed for.
     """
-    supervisor, outcome = _supervisor(on), Future[T]()
+    supervisor, outcome = assemble.Supervisor(on), Future[T]()
 
     def working() -> None:
         try:

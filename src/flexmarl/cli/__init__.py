@@ -55,17 +55,19 @@ def main() -> None:
     try:
         with safe_streams():
             _run_command()
-    except SystemExit as end:
-        leave_stuck_threads(threads, end.code if isinstance(end.code, int) else int(bool(end.code)))
-        raise
-    except BaseException:
-        leave_stuck_threads(threads, 1)
+    except BaseException as end:
+        code = end.code if isinstance(end, SystemExit) else 1
+        leave_stuck_threads(threads, code if isinstance(code, int) else int(bool(code)))
         raise
 
 
 def _run_command() -> None:
     try:
         app()
+    except SystemExit as end:
+        if end.__context__ is not None and isinstance(end.__context__.__cause__, KeyboardInterrupt):
+            print_text("flexmarl: stopped", err=True)  # Typer ended a command that does not say so itself.
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except asyncio.CancelledError:

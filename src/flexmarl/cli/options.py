@@ -1,28 +1,13 @@
 """Arguments that several commands share, and modules that import torch, loaded when a command first uses them."""
 
 import os
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexmarl.events.log import LogLevel
-
-
-class Lazy:
-    """Stands for a module, and imports it when one of its names is used.
-
-    Not importlib's LazyLoader: that leaves an unloaded module in `sys.modules`, and torch looks into all of them while
-    it loads.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
-
+from flexmarl.imports import Lazy
 
 if TYPE_CHECKING:
     from flexmarl import assemble

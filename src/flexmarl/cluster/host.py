@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexmarl.imports import collected_later
+
 NICENESS = 5
 """Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
 training where the machine has other work."""
@@ -85,7 +87,7 @@ class Host:
 
     async def make_hosted(self, make: bytes) -> bytes:
         """Makes the hosted object: calls the first of the packed arguments with the others."""
-        return await replied(lambda: self._make(*pickle.loads(make)[0]))
+        return await replied(lambda: self._make(make))
 
     async def call_method(self, method: str, arguments: bytes) -> bytes:
         """Answers a call of a method, async or not."""
@@ -107,8 +109,10 @@ class Host:
         except Exception:  # An item cannot be copied: its stream fails, and the others go on.
             return pickle.dumps(([self._copyable(each) for each in collected], None, ""), protocol=5)
 
-    def _make(self, make: Callable[..., Any], *args: Any) -> None:
-        self.hosted = make(*args)
+    def _make(self, make: bytes) -> None:
+        with collected_later():  # Unpickling imports torch.
+            function, *args = pickle.loads(make)[0]
+        self.hosted = function(*args)
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return getattr(self.hosted, method)(*args, **kwargs)

@@ -100,7 +100,7 @@ class RunLeases:
 def start_warden(folder: Path) -> subprocess.Popen[bytes]:
     """Starts the process that waits for our end. It has its own session: no Ctrl-C or kill of our group reaches it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "flexmarl.cluster.warden", str(folder)],
+        [sys.executable, "-m", "flexmarl.cluster.remains", str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -238,3 +239,17 @@ def same_process(pid: int, started: float) -> psutil.Process | None:
         process = psutil.Process(pid)
         return process if process.uids().real == os.getuid() else None
     return None
+
+
+def guard(folder: Path) -> None:
+    """Runs as the warden, a process of its own for each run: removes what the controller left, however that ended.
+
+    It waits for the end of its stdin, whose other end the controller holds: the kernel closes a dead process's pipes.
+    """
+    sys.stdin.buffer.read()
+    if folder.exists():  # After a normal end it is gone already.
+        release(folder)
+
+
+if __name__ == "__main__":
+    guard(Path(sys.argv[1]))

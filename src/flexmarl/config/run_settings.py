@@ -29,7 +29,7 @@ from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.settings import Settings
 from flexmarl.simulator.settings import SimulationSettings
-from flexmarl.tasks.settings import TaskSettings
+from flexmarl.tasks import TaskSettings
 from flexmarl.training.corrections import TruncatedImportanceSampling
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
 

@@ -1,10 +1,14 @@
 """Sources of tasks. In: generators, files, datasets. Out: tasks by position, and environments to play them in."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from flexmarl.records.scorers import SCORERS, scorer
 from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
-from flexmarl.tasks.generator import TaskGenerator, task_generator
+from flexmarl.tasks.generator import GeneratorTasks, TaskGenerator, task_generator
 from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource, check_disjoint
-from flexmarl.tasks.settings import TaskSettings
+from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks
 
 __all__ = [
     "Environment",
@@ -21,3 +25,6 @@ __all__ = [
     "scorer",
     "task_generator",
 ]
+
+TaskSettings = Annotated[GeneratorTasks | JsonlTasks | HuggingFaceTasks, Field(discriminator="type")]
+"""Settings of a source, chosen by `type`. `open(seed=..., base=...)` opens it; relative paths start from `base`."""

@@ -48,3 +48,29 @@ def test_the_traceback_of_a_bug_has_no_secret() -> None:
 def test_an_error_that_is_not_ours_is_not_printed_as_a_line() -> None:
     with pytest.raises(ValueError, match="boom"):
         cli.print_error(ValueError("boom"))
+
+
+INTERRUPTED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class Interrupt(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["flexmarl", "check", {config!r}]
+from flexmarl.__main__ import main
+
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["flexmarl.cli", "flexmarl.assemble"])
+def test_ctrl_c_while_modules_are_loaded_is_one_line(module: str) -> None:
+    code = INTERRUPTED.format(module=module, config="examples/math_team/cpu.yaml")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "flexmarl: stopped\n")
