@@ -35,7 +35,7 @@ import numpy as np
 from common import report
 
 from flexmarl.analysis.facts import read_facts
-from flexmarl.assemble import simulate
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import RunSettings
 from flexmarl.events.group_events import GroupAdmitted, GroupExpired
 from flexmarl.events.journal import read_run

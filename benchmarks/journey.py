@@ -42,7 +42,7 @@ from common import parser, report
 from rich.console import Console
 
 import flexmarl
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 
 PACKAGE = str(Path(next(iter(flexmarl.__path__))).resolve())

@@ -36,7 +36,7 @@ from flexmarl.analysis.bound import bounds_of, mean_bound
 from flexmarl.analysis.costs import costs_of
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, report_of
-from flexmarl.assemble import simulate
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import RunSettings, load_run
 from flexmarl.events.journal import read_run
 from flexmarl.events.overlap import seconds

@@ -29,7 +29,7 @@ from character_model import save_character_model
 from common import parser, report
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.journal import read_journal
 from flexmarl.events.metrics import read_metrics

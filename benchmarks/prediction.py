@@ -21,7 +21,8 @@ from common import parser, report
 from rich.console import Console
 
 from flexmarl.analysis.facts import read_facts
-from flexmarl.assemble import assemble_run, simulate
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.assemble.simulation import simulate
 from flexmarl.cli.simulations import as_overrides, fitted
 from flexmarl.config import load_run
 from flexmarl.events.journal import read_run

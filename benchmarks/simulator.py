@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from common import parser, report
 
-from flexmarl.assemble import simulate
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import load_run
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
 

@@ -32,7 +32,7 @@ from paper_tables import Played, Run, play
 from pipeline import CODE, VARIANTS, WARM_UP, settings_of
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
 

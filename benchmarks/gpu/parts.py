@@ -190,7 +190,7 @@ def learning(device: str, short: bool) -> Figures:
     needs_device(device)
     from rich.console import Console
 
-    from flexmarl.assemble import assemble_run
+    from flexmarl.assemble.commands import assemble_run
     from flexmarl.config import load_run
 
     steps, tasks = (1, 16) if short else (16, 256)

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from benchmarks.common import config_of_135m
-from flexmarl.assemble import cached_numbers
 from flexmarl.assemble.needed_memory import BYTES, TRAINER_BYTES, pass_of, size_of
 from flexmarl.config import load_run
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
+from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
 from flexmarl.training.settings import LoraSettings
 from tests.docs.pages import ROOT
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run, simulate
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
 from tests.docs.pages import prose

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from flexmarl.assemble import assemble_run
-from flexmarl.assemble.commands import TrainCommand
+from flexmarl.assemble.commands import TrainCommand, assemble_run
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 

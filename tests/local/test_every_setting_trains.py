@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.training.corrections import CorrectionSettings
 from flexmarl.training.losses import LOSSES

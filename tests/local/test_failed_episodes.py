@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
-from flexmarl.assemble import resume_hint
+from flexmarl.assemble.commands import resume_hint
 from flexmarl.errors import CreditError, EngineError
 from flexmarl.events.failures import read_failures
 from flexmarl.events.group_events import EpisodeFailed

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flexmarl.assemble import assemble_run, load_tokenizer
+from flexmarl.assemble.blueprint import load_tokenizer
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.cli import app
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError, FlexmarlError

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flexmarl.assemble import Supervisor, assemble_run
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.assemble.ending import Supervisor
 from flexmarl.cli.terminal import READER_CLOSED
 from flexmarl.config import load_run
 from flexmarl.events.journal import read_journal

@@ -23,7 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flexmarl import cli
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.run_events import ProcessStarted, Resumed, RunFailed, StepEnded, StepStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from flexmarl import cli
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from tests.ray.child_run import Left, assert_same
 

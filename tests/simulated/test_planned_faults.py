@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flexmarl.analysis.costs import EngineCosts
-from flexmarl.assemble import simulate
+from flexmarl.assemble.simulation import simulate
 from flexmarl.cli import app
 from flexmarl.config import RunSettings, load_run
 from flexmarl.errors import ConfigError

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flexmarl.assemble import assemble_run, simulate
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import load_run
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder

@@ -24,14 +24,16 @@ from flexmarl.imports import Lazy
 
 # The modules below import torch, which takes seconds: they are loaded by the first call that needs them.
 if TYPE_CHECKING:
-    from flexmarl import assemble
-    from flexmarl.assemble import Supervisor
+    from flexmarl.assemble import commands, ending, simulation
+    from flexmarl.assemble import export as exports
     from flexmarl.assemble.commands import EvaluatedOnce
+    from flexmarl.assemble.ending import Supervisor
     from flexmarl.assemble.export import Form
     from flexmarl.orchestrator.checkpoint import Which
     from flexmarl.orchestrator.evaluation import Evaluation
 else:
-    assemble = Lazy("flexmarl.assemble")
+    commands, ending = Lazy("flexmarl.assemble.commands"), Lazy("flexmarl.assemble.ending")
+    exports, simulation = Lazy("flexmarl.assemble.export"), Lazy("flexmarl.assemble.simulation")
 
 Source = RunSettings | Path | str
 """Settings, or the path of a YAML file."""
@@ -73,7 +75,7 @@ def train(
     the run can be continued.
     """
     _refuse_loop("train")
-    return _train(source, resume, assemble.Supervisor(on), show)
+    return _train(source, resume, ending.Supervisor(on), show)
 
 
 async def train_async(
@@ -92,7 +94,7 @@ def _train(source: Source, resume: Run | Path | str | None, supervisor: "Supervi
     for caution in cautions(settings):
         warnings.warn(str(caution), stacklevel=3)
     with _alone("train"):
-        command = assemble.assemble_run(settings, resume_from=None if folder is None else Path(folder).expanduser())
+        command = commands.assemble_run(settings, resume_from=None if folder is None else Path(folder).expanduser())
         command.train(SafeConsole(quiet=not show), supervisor=supervisor)
         return Run(command.folder)
 
@@ -124,7 +126,7 @@ def evaluate_and_keep(
     if run is None and which != "newest":
         raise ConfigError(f"'{source}' has no checkpoint to choose (best, or a step); give the folder of a run")
     with _alone("evaluate"):
-        return assemble.evaluate_once(settings, run, which=which, supervisor=supervisor)
+        return commands.evaluate_once(settings, run, which=which, supervisor=supervisor)
 
 
 def _played(source: Run | Source, overrides: Overrides) -> tuple[RunSettings, RunFolder | None]:
@@ -174,7 +176,7 @@ def _export(run: Run | Path | str, out: Path | str, which: "Which", form: "Form 
     with _alone("export"):
         return [
             one.path
-            for one in assemble.export_policies(settings, folder, Path(out).expanduser(), which=which, form=form)
+            for one in exports.export_policies(settings, folder, Path(out).expanduser(), which=which, form=form)
         ]
 
 
@@ -184,7 +186,7 @@ def simulate(source: Source, *, on: Callbacks | None = None, show: bool = True) 
     `on` and `show` are those of `train`. Raises ConfigError for what has no model, such as an agent without replies.
     """
     _refuse_loop("simulate")
-    return _simulate(source, assemble.Supervisor(on), show)
+    return _simulate(source, ending.Supervisor(on), show)
 
 
 async def simulate_async(source: Source, *, on: Callbacks | None = None, show: bool = True) -> Run:
@@ -193,11 +195,9 @@ async def simulate_async(source: Source, *, on: Callbacks | None = None, show: b
 
 
 def _simulate(source: Source, supervisor: "Supervisor", show: bool) -> Run:
-    from flexmarl import assemble
-
     settings, console = _settings(source), SafeConsole(quiet=not show)
     with _alone("simulate"):
-        return Run(assemble.simulate(settings, show=console.print, supervisor=supervisor))
+        return Run(simulation.simulate(settings, show=console.print, supervisor=supervisor))
 
 
 def _settings(source: Source) -> RunSettings:
@@ -246,7 +246,7 @@ async def _in_thread(work: "Callable[[Supervisor], T]", on: Callbacks | None = N
 
     The thread has the caller's context, by which a notebook knows the cell that a line is printed for.
     """
-    supervisor, outcome = assemble.Supervisor(on), Future[T]()
+    supervisor, outcome = ending.Supervisor(on), Future[T]()
 
     def working() -> None:
         try:

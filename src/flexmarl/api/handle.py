@@ -73,7 +73,7 @@ class Run:
         import numpy as np
 
         from flexmarl.analysis.conversations import Conversations, parts_of
-        from flexmarl.assemble import decoder_of
+        from flexmarl.assemble.blueprint import decoder_of
         from flexmarl.experience.schema import quote
         from flexmarl.experience.store_file import read_store
 

@@ -16,7 +16,7 @@ import numpy as np
 from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
-from flexmarl.assemble import open_tasks, seat_team
+from flexmarl.assemble.blueprint import open_tasks, seat_team
 from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.credit import CreditSettings

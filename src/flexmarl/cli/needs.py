@@ -16,7 +16,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.agents import ChatRenderer
-from flexmarl.assemble import check_model, load_tokenizer, model_source
+from flexmarl.assemble.blueprint import check_model, load_tokenizer, model_source
 from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings

@@ -10,11 +10,14 @@ from flexmarl.events.log import LogLevel
 from flexmarl.imports import Lazy
 
 if TYPE_CHECKING:
-    from flexmarl import assemble
     from flexmarl.analysis import plots
+    from flexmarl.assemble import blueprint, commands
+    from flexmarl.assemble import export as exports
     from flexmarl.cli import examine, simulations
 else:
-    assemble = Lazy("flexmarl.assemble")
+    blueprint = Lazy("flexmarl.assemble.blueprint")
+    commands = Lazy("flexmarl.assemble.commands")
+    exports = Lazy("flexmarl.assemble.export")
     examine = Lazy("flexmarl.cli.examine")
     plots = Lazy("flexmarl.analysis.plots")
     simulations = Lazy("flexmarl.cli.simulations")

@@ -14,7 +14,7 @@ from rich.table import Table
 from flexmarl.analysis.troubles import all_failed
 from flexmarl.api.functions import evaluate_and_keep
 from flexmarl.api.handle import load_run_folder
-from flexmarl.cli.options import Config, Level, Overrides, Quiet, assemble, examine, log_level
+from flexmarl.cli.options import Config, Level, Overrides, Quiet, commands, examine, exports, log_level
 from flexmarl.cli.terminal import ignoring_hangup, print_text
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
@@ -60,15 +60,15 @@ def train(
         settings = load_run(config, overrides or ())
         for caution in cautions(settings) if level is not LogLevel.ERROR else ():
             print_text(f"flexmarl: caution: {caution}", err=True)
-        run = assemble.assemble_run(settings, resume_from=resume)
+        run = commands.assemble_run(settings, resume_from=resume)
         try:
             log = EventLog(level, partial(print_text, err=True))
             summary = run.train(SafeConsole(quiet=level.quiet), log.hear)
         except KeyboardInterrupt:
-            print_text(f"flexmarl: stopped. {assemble.resume_hint(run.folder)}", err=True)
+            print_text(f"flexmarl: stopped. {commands.resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # User code may raise the last two.
-            print_text(f"flexmarl: the run failed. {assemble.resume_hint(run.folder, error)}", err=True)
+            print_text(f"flexmarl: the run failed. {commands.resume_hint(run.folder, error)}", err=True)
             if (failures := RunFolder(run.folder).failures).is_dir():
                 print_text(f"flexmarl: the first traceback of each kind of failed episode: {failures}", err=True)
             raise
@@ -180,12 +180,12 @@ def export(
         raise ConfigError("--adapter and --merged exclude each other; use one of them")
     settings, folder = load_run_folder(run)
     form = "adapter" if adapter else "merged" if merged else None
-    exported = assemble.export_policies(settings, folder, out, which=which, form=form)
+    exported = exports.export_policies(settings, folder, out, which=which, form=form)
     for one in exported:
         print_text(str(one.path))
     if push is not None:
         alone = len(exported) == 1
-        for address in assemble.push(
+        for address in exports.push(
             {push if alone else f"{push}-{one.policy}": one for one in exported}, public=public
         ):
             print_text(address)

@@ -25,7 +25,7 @@ from flexmarl.analysis.conversations import (
 )
 from flexmarl.analysis.selection import EpisodeChoice
 from flexmarl.api.handle import load_run_folder
-from flexmarl.cli.options import assemble
+from flexmarl.cli.options import blueprint
 from flexmarl.cli.terminal import print_text
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
@@ -122,10 +122,10 @@ def evaluation_folder(folder: RunFolder, which: str) -> Path:
 
 def reading_of(settings: RunSettings, *, full: bool) -> Reading:
     """Reads texts with the tokenizers of the run, which are loaded when they are first needed."""
-    told = {name: assemble.told_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
+    told = {name: blueprint.told_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
     syntaxes = {name: one.syntax for name, one in told.items() if one.syntax}
     renderers = {name: one.renderer for name, one in told.items()}
-    return Reading(decode=assemble.decoder_of(settings), syntaxes=syntaxes, renderers=renderers, full=full)
+    return Reading(decode=blueprint.decoder_of(settings), syntaxes=syntaxes, renderers=renderers, full=full)
 
 
 def colours_of(agents: Sequence[str]) -> Mapping[str, str]:

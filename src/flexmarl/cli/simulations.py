@@ -23,7 +23,7 @@ from flexmarl.analysis.queues import queue_counts_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.analysis.troubles import Troubles
-from flexmarl.assemble import simulate
+from flexmarl.assemble.simulation import simulate
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import parse_override, parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError

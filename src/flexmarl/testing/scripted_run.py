@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
 from flexmarl.agents.characters import END, character_renderer
-from flexmarl.assemble import Blueprint, World, wire
-from flexmarl.assemble.wire import PRODUCTION
-from flexmarl.assemble.world import Residents, world_of
+from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.wire import PRODUCTION, wire
+from flexmarl.assemble.world import Residents, World, world_of
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.config import RunSettings

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from flexmarl.assemble import blueprint, draw_up
+from flexmarl.assemble import blueprint
+from flexmarl.assemble.blueprint import draw_up
 from flexmarl.cli.examine import examine
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError

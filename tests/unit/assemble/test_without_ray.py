@@ -29,7 +29,7 @@ print(sorted((name, lacks) for name in names if (lacks := missing(name))))
 TRAIN = """
 from pathlib import Path
 from rich.console import Console
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 
 settings = load_run(Path(sys.argv[1]), ["cluster.backend=" + sys.argv[2], "steps=1", f"out={sys.argv[3]}"])

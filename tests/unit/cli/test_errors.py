@@ -69,7 +69,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["flexmarl.cli", "flexmarl.assemble"])
+@pytest.mark.parametrize("module", ["flexmarl.cli", "flexmarl.assemble.blueprint"])
 def test_ctrl_c_while_modules_are_loaded_is_one_line(module: str) -> None:
     code = INTERRUPTED.format(module=module, config="examples/math_team/cpu.yaml")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

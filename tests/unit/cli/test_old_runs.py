@@ -8,7 +8,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from flexmarl.analysis.summary import render_summary
-from flexmarl.assemble import assemble_run
+from flexmarl.assemble.commands import assemble_run
 from flexmarl.cli.runs import evaluate, export
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run

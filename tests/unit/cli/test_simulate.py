@@ -8,7 +8,8 @@ import yaml
 from typer import Typer
 from typer.testing import CliRunner
 
-from flexmarl.assemble import assemble_run, evaluate_once, export_policies
+from flexmarl.assemble.commands import assemble_run, evaluate_once
+from flexmarl.assemble.export import export_policies
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
