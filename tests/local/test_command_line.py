@@ -85,6 +85,15 @@ def test_a_run_is_not_resumed_with_other_settings(flexmarl, config):
     assert "settings: seed was 3, is 4; resume with" in line
 
 
+def test_a_run_that_has_done_more_steps_than_are_asked_for_is_not_resumed(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=2", "evaluate.tasks=0", "checkpoint.every=2")[-1])
+    lines = flexmarl("train", config, "steps=1", "evaluate.tasks=0", "checkpoint.every=2", "--resume", folder)
+    assert lines[0] == "nothing to do: 2 steps are done, and steps=1"
+    (folder / "summary.json").unlink()  # As of a run that was stopped.
+    (line,) = flexmarl("train", config, "steps=1", "evaluate.tasks=0", "checkpoint.every=2", "--resume", folder, code=2)
+    assert f"steps is 1, and {folder} has done 2: give at least 2" in line
+
+
 def test_a_run_goes_on_whose_config_lacks_a_setting_that_came_later(flexmarl, config):
     folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
     written = folder / "config.yaml"

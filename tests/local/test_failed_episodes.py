@@ -9,7 +9,7 @@ import pytest
 
 from flexmarl import cli
 from flexmarl.assemble.commands import resume_hint
-from flexmarl.errors import CreditError, EngineError
+from flexmarl.errors import CreditError, EngineError, EpisodeError
 from flexmarl.events.failures import read_failures
 from flexmarl.events.group_events import EpisodeFailed
 from flexmarl.events.journal import read_journal
@@ -150,5 +150,5 @@ def test_an_error_that_a_resumed_run_would_repeat_comes_without_that_advice(flex
     again = resume_hint(tmp_path, EngineError("lost"))
     assert again.endswith(f"start again with: flexmarl train {tmp_path / 'config.yaml'} --resume {tmp_path}")
     assert resume_hint(tmp_path) == again
-    of_rewards = ExceptionGroup("two policies", [CreditError("unknown tag")])
-    assert "--resume" not in resume_hint(tmp_path, of_rewards)
+    for repeated in (CreditError("unknown tag"), EpisodeError("step 1: none of its 2 groups had a finished episode")):
+        assert "--resume" not in resume_hint(tmp_path, ExceptionGroup("two policies", [repeated]))

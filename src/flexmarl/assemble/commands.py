@@ -25,7 +25,7 @@ from flexmarl.assemble.world import World, initial_versions, make_evaluator, ope
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import CheckpointError, ConfigError, CreditError, FlexmarlError, boundary, cause_of
+from flexmarl.errors import CheckpointError, ConfigError, CreditError, EpisodeError, FlexmarlError, boundary, cause_of
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
 from flexmarl.events.failures import Failures, KeptFailure
@@ -161,12 +161,13 @@ class TrainCommand:
 def resume_hint(path: Path, error: BaseException | None = None) -> str:
     """Returns a sentence with the last checkpoint of a run that ended early, and the command that continues it.
 
-    `error` ended the run, if one did. After a mistake in settings or rewards the command would only repeat the error.
+    `error` ended the run, if one did. After a mistake in settings or rewards, or if every episode failed, the command
+    would only repeat the error.
     """
     folder = RunFolder(path)
     again = f"flexmarl train {folder.config} --resume {path}"
     saved = newest_checkpoint(folder)
-    repeats = error is not None and isinstance(cause_of(error), ConfigError | CreditError)
+    repeats = error is not None and isinstance(cause_of(error), ConfigError | CreditError | EpisodeError)
     if saved is None and repeats:
         return "There is no checkpoint yet; change what the error names, then start a new run"
     if saved is None:
@@ -245,6 +246,12 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     if differing:
         differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))
         raise ConfigError(f"{folder.path} was run with other settings: {differences}; resume with {folder.config}")
+    done = max((one.step for one in CheckpointFolder(folder.checkpoints).held()), default=0)
+    if done > settings.steps and finished(folder) is None:
+        raise ConfigError(
+            f"steps is {settings.steps}, and {folder.path} has done {done}: give at least {done}; `flexmarl eval` and "
+            f"`flexmarl export` take it as it is"
+        )
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:

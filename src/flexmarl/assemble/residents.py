@@ -185,7 +185,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
     """Opens residents on Ray, each in its own process of this machine; weights cross in shared memory."""
     settings = blueprint.settings
     ray_cluster = ray_or_refuse()
-    with RunLeases(settings.name) as leases:
+    with RunLeases(f"{settings.name} ({path.absolute().parent})") as leases:
         objects = ShmObjectStore(leases.shared_memory())
         objects.create()
         device = "cpu" if settings.cluster.device == "cpu" else "cuda:0"  # Of accelerators, each sees its own.

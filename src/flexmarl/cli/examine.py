@@ -38,6 +38,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.player import Player
 from flexmarl.tasks.interface import MOST_COMPARED
+from flexmarl.tasks.table import TableSource
 
 PLAY_S = 20.0
 """Most seconds of one play with scripted replies. A tool or environment of the user's may wait for something."""
@@ -84,6 +85,10 @@ def _tasks(settings: RunSettings) -> Iterator[Finding]:
     wanted = settings.evaluate.tasks
     held_out = len(source.held_out(wanted))
     length = "endless" if source.num_train is None else str(source.num_train)
+    if isinstance(source, TableSource):
+        length = (
+            f"{source.num_rows}, {'repeated without end' if source.num_train is None else f'{length} with repeats'}"
+        )
     num_train = min(settings.batch.groups * settings.steps, source.num_train or settings.batch.groups * settings.steps)
     among = "disjoint" if num_train <= MOST_COMPARED else f"disjoint among the first {MOST_COMPARED} to train on"
     todo = f"evaluate.tasks is {wanted}, and only {held_out} are held out: all of them are played"

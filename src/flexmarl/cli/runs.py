@@ -15,7 +15,7 @@ from flexmarl.analysis.troubles import all_failed
 from flexmarl.api.functions import evaluate_and_keep
 from flexmarl.api.handle import load_run_folder
 from flexmarl.cli.options import Config, Level, Overrides, Quiet, commands, examine, exports, log_level
-from flexmarl.cli.terminal import ignoring_hangup, print_text
+from flexmarl.cli.terminal import ignoring_hangup, print_text, working
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
@@ -60,7 +60,8 @@ def train(
         settings = load_run(config, overrides or ())
         for caution in cautions(settings) if level is not LogLevel.ERROR else ():
             print_text(f"flexmarl: caution: {caution}", err=True)
-        run = commands.assemble_run(settings, resume_from=resume)
+        with working("loading PyTorch and the team", quiet=level.quiet):
+            run = commands.assemble_run(settings, resume_from=resume)
         try:
             log = EventLog(level, partial(print_text, err=True))
             summary = run.train(SafeConsole(quiet=level.quiet), log.hear)
@@ -96,7 +97,8 @@ def evaluate(
     The first line printed names the checkpoint that was played, the last one the folder of what was played, for
     `flexmarl show`.
     """
-    evaluation, checkpoint, kept, failures = evaluate_and_keep(source, overrides or (), _which(step, best))
+    with working(f"loading {source}, and playing its held-out tasks"):
+        evaluation, checkpoint, kept, failures = evaluate_and_keep(source, overrides or (), _which(step, best))
     if as_json:
         paths = {"checkpoint": checkpoint, "folder": kept}
         shown = {name: None if path is None else str(path) for name, path in paths.items()}
@@ -139,7 +141,8 @@ def _show_evaluation(evaluation: "Evaluation") -> None:
 def check(config: Config, overrides: Overrides = None) -> None:
     """Validate CONFIG and look at this machine. Exit code 2 if the config is wrong; a to-do is no error."""
     settings = load_run(config, overrides or ())  # Before `examine` loads PyTorch: a misspelt key is told at once.
-    findings, problems = examine.examine(settings)
+    with working("loading PyTorch, and looking at the config and this machine"):
+        findings, problems = examine.examine(settings)
     table = Table(box=box.SIMPLE_HEAD, title=str(config))
     for column in ("", "subject", "found", "to do"):
         table.add_column(column, overflow="fold", no_wrap=column == "subject")
@@ -180,7 +183,8 @@ def export(
         raise ConfigError("--adapter and --merged exclude each other; use one of them")
     settings, folder = load_run_folder(run)
     form = "adapter" if adapter else "merged" if merged else None
-    exported = exports.export_policies(settings, folder, out, which=which, form=form)
+    with working(f"exporting the policies of {run}"):
+        exported = exports.export_policies(settings, folder, out, which=which, form=form)
     for one in exported:
         print_text(str(one.path))
     if push is not None:

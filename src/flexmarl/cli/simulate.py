@@ -8,11 +8,12 @@ from rich.console import Console
 
 from flexmarl.api.handle import load_run_folder
 from flexmarl.cli.options import plots, simulations
-from flexmarl.cli.terminal import ignoring_hangup
+from flexmarl.cli.terminal import ignoring_hangup, working
 from flexmarl.errors import ConfigError
 from flexmarl.events.progress import SafeConsole
 
 YAML = (".yaml", ".yml")
+LOADING = "loading PyTorch"
 
 
 def simulate(
@@ -79,7 +80,8 @@ def simulate(
 
 
 def _one(console: Console, config: Path, overrides: list[str], faults: Path | None) -> None:
-    settings = simulations.load(config, overrides)
+    with working(LOADING):
+        settings = simulations.load(config, overrides)
     plan = simulations.planned(faults, settings) if faults is not None else None
     outcome = simulations.simulated(settings, console, plan=plan)
     simulations.show(outcome, console)
@@ -94,7 +96,8 @@ def _compare(console: Console, configs: list[Path], overrides: list[str]) -> Non
     if len(set(names)) < len(names):
         names = [str(config) for config in configs]
     # All configs are read before the first is played, so that an error in one is reported at once.
-    runs = [simulations.load(config, overrides) for config in configs]
+    with working(LOADING):
+        runs = [simulations.load(config, overrides) for config in configs]
     outcomes = {name: simulations.simulated(run, console, label=name) for name, run in zip(names, runs, strict=True)}
     console.print(simulations.comparison_table({name: outcome.report for name, outcome in outcomes.items()}))
     for name, outcome in outcomes.items():

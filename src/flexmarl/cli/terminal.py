@@ -13,13 +13,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 import typer
 
-from flexmarl.events.progress import printable
+from flexmarl.events.progress import SafeConsole, printable
 from flexmarl.events.safe_json import masked
 
 READER_CLOSED = 141
@@ -30,6 +30,11 @@ _CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 def print_text(text: str, *, err: bool = False) -> None:
     """Prints the text on stdout. With `err`, prints it on stderr, with secrets masked as in the journal."""
     typer.echo(printable(masked(text) if err else text), err=err)
+
+
+def working(on: str, *, quiet: bool = False) -> AbstractContextManager[object]:
+    """Shows on a terminal what a block that prints nothing works on. Nothing of it is left there, or in a log."""
+    return SafeConsole(quiet=quiet, stderr=True).status(printable(on))
 
 
 class SafeStream:

@@ -39,8 +39,8 @@ class SafeConsole(Console):
     A notebook gets plain lines, as a log file does: rich would make an HTML object of each.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__(markup=False, highlight=False, quiet=quiet, force_jupyter=False)
+    def __init__(self, *, quiet: bool = False, stderr: bool = False) -> None:
+        super().__init__(markup=False, highlight=False, quiet=quiet, stderr=stderr, force_jupyter=False)
 
     @property
     def is_terminal(self) -> bool:

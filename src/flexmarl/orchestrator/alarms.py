@@ -115,9 +115,8 @@ class AlarmRules:
             return
         dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
         share = sum(dropped.values()) / groups
-        said = (
-            [f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({_counts(dropped)})"] if share else []
-        )
+        verdicts = f"{_counts(dropped)}{_by_agent(values)}"
+        said = [f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({verdicts})"] if share else []
         compared, alike = _credit_groups(values)
         if equal := sum(alike.values()):  # Groups that are trained on although their rewards are equal.
             share += (1 - share) * equal / compared
@@ -190,6 +189,16 @@ def _credit_groups(values: Mapping[str, float]) -> tuple[float, dict[FilterReaso
 
 def _counts(groups: Mapping[FilterReason, float]) -> str:
     return ", ".join(f"{count:.0f} {reason}" for reason, count in groups.items() if count)
+
+
+def _by_agent(values: Mapping[str, float]) -> str:
+    """The verdicts of each agent, if they differ: a group is flat, too, if one agent's task is too hard for it and
+    another's too easy."""
+    found = {name.split("/")[1]: dict[FilterReason, float]() for name in values if name.startswith("filter/")}
+    for agent, verdicts in found.items():
+        verdicts |= {reason: values.get(f"filter/{agent}/{reason}", 0.0) for reason in NO_SPREAD}
+    said = {agent: _counts(verdicts) for agent, verdicts in sorted(found.items()) if any(verdicts.values())}
+    return "".join(f"; {agent}: {counts}" for agent, counts in said.items()) if len({*said.values()}) > 1 else ""
 
 
 def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:

@@ -76,6 +76,11 @@ class TableSource:
         self._order: tuple[int, Sequence[int]] = (-1, ())
 
     @property
+    def num_rows(self) -> int:
+        """Number of training tasks."""
+        return len(self._train)
+
+    @property
     def num_train(self) -> int | None:
         """Number of training tasks times epochs; None: no end."""
         return None if self._settings.epochs is None else len(self._train) * self._settings.epochs

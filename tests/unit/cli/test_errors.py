@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from flexmarl import cli
-from flexmarl.cli.terminal import print_text
+from flexmarl.cli.terminal import print_text, working
 from flexmarl.errors import ConfigError, EpisodeError
 from tests.secret_texts import SECRET, secret_texts
 
@@ -74,3 +74,18 @@ def test_ctrl_c_while_modules_are_loaded_is_one_line(module: str) -> None:
     code = INTERRUPTED.format(module=module, config="examples/math_team/cpu.yaml")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "flexmarl: stopped\n")
+
+
+def test_a_terminal_shows_what_is_worked_on_and_a_log_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> str:
+        with redirect_stderr(StringIO()) as screen, working("loading \x1b[2J things"):
+            pass
+        return screen.getvalue()
+
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    assert shown() == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "loading ?[2J things" in shown().replace("\\x1b", "?")
+    assert shown().endswith("\x1b[2K"), "nothing of it stays"

@@ -31,6 +31,19 @@ def test_what_simulated_devices_do_not_have_is_not_looked_at(small_run: Path) ->
     assert not of_devices & looked_at(small_run, "cluster.backend=simulated")
 
 
+def test_tasks_of_a_file_are_counted(small_run: Path) -> None:
+    rows = small_run.parent / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "reference": "{n + 1}"}}\n' for n in range(10)))
+
+    def tasks(*more: str) -> str:
+        table = f"tasks={{type: jsonl, file: {rows}, scorer: number, held_out_share: 0.2, {', '.join(more)}}}"
+        findings, _ = examine(load_run(small_run, [*SHORT, table]))
+        return next(finding.found for finding in findings if finding.subject == "tasks")
+
+    assert tasks().startswith("to train on: 8, repeated without end; held out: 2;")
+    assert tasks("epochs: 3").startswith("to train on: 8, 24 with repeats; held out: 2;")
+
+
 def test_what_is_allowed_and_has_a_price_is_to_do(small_run: Path) -> None:
     findings, problems = examine(load_run(small_run, ["mode=async", *UNCORRECTED]))
     assert problems == []

@@ -89,6 +89,15 @@ def test_equal_rewards_sound_without_a_filter_too_and_groups_of_one_do_not():
     assert "give easier tasks" in alarm.remedy
 
 
+def test_a_team_with_one_agent_at_its_best_and_one_at_its_worst_is_told_which_is_which():
+    alike = WELL | {"filtered/flat": 4.0, "filter/solver/too_hard": 4.0, "filter/checker/too_easy": 4.0}
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike] * 3)
+    assert "did not differ (4 flat; checker: 4 too_easy; solver: 4 too_hard)" in alarm.because
+    same = alike | {"filter/checker/too_easy": 0.0, "filter/checker/too_hard": 4.0}
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [same] * 3)
+    assert "did not differ (4 flat)" in alarm.because
+
+
 def test_a_run_without_a_filter_whose_rewards_never_differ_says_so_once():
     run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": None}).play()
     (alarm,) = [alarm for alarm in run.events.of(AlarmRaised) if alarm.alarm is AlarmKind.NO_SPREAD]
