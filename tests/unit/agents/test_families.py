@@ -52,6 +52,7 @@ def play(family: str, replies: list[str], **agent: Any) -> tuple[Any, Any, list[
     return run_virtual(team.solver.act("What is 6*7?")), team, prompts, ctx.generate
 
 
+@cache
 def agent_of(family: str) -> Any:
     return spec({"solver": AGENT}, renderer=renderer_of(family)).agents["solver"]
 

@@ -111,6 +111,7 @@ def test_prompts_have_fixed_widths_so_that_digits_align() -> None:
 
 CONFIG = yaml.safe_load((ROOT / "examples/math_team/cpu.yaml").read_text())
 SOLVER = CONFIG["team"]["agents"]["solver"]
+RENDERER = ChatRenderer(build_tokenizer())
 SAYS, MOST_DIGITS = SOLVER["sampling"]["max_tokens"], SOLVER["tools"][0]["max_digits"]
 
 
@@ -118,7 +119,7 @@ SAYS, MOST_DIGITS = SOLVER["sampling"]["max_tokens"], SOLVER["tools"][0]["max_di
 @example("9**134")  # A result of 128 digits, the longest that the calculator gives.
 @given(st.text(alphabet="0123456789*/%+-() !a", max_size=SAYS - len("calc()")))
 def test_whatever_the_solver_says_the_prompts_that_follow_fit(expression: str) -> None:
-    renderer, asked = ChatRenderer(build_tokenizer()), question("99999*99999")
+    renderer, asked = RENDERER, question("99999*99999")
     result = Calculator(max_digits=MOST_DIGITS).compute(expression).shown
     conversation = [Message("system", "solve"), Message("user", asked), Message("assistant", f"calc({expression})")]
     use = ToolUse(name="calculator", argument=expression, result=result)
