@@ -114,8 +114,8 @@ class Rollout:
                     if in_turn:
                         await asyncio.sleep(0)  # Lets all episodes begin, so that the first takes no turn alone.
                     episode = await self._player.play(group, index, stop=stop, generate=generate)
-                self._note_end(episode, stop)
                 if episode.finished:
+                    self._events.emit(episode_finished(episode))
                     await emit_episode(group, episode)
                 return episode
 
@@ -124,7 +124,8 @@ class Rollout:
                 if stop.because:
                     return None
                 episode = await self._player.play(group, self._episodes, stop=stop, greedy=True)
-                self._note_end(episode, stop)
+                if episode.finished:
+                    self._events.emit(episode_finished(episode))
                 return episode
 
         async with asyncio.TaskGroup() as tasks:
@@ -140,8 +141,3 @@ class Rollout:
             episodes=tuple(episode for task in playing if (episode := task.result())),
             greedy=baseline.result() if baseline else None,
         )
-
-    def _note_end(self, episode: Episode, stop: Stop) -> None:
-        """Emits a finished episode, unless its group was stopped. The player emits a failed one."""
-        if episode.finished and not stop.because:
-            self._events.emit(episode_finished(episode))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexmarl.errors import StoreError
 from flexmarl.events.group_events import EpisodeFailed, EpisodeFinished, GroupRetried
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupRecord, GroupState
+from flexmarl.records import Episode, EpisodeId, EpisodeStatus, GroupId, GroupRecord, GroupState
 from flexmarl.rollout.admission import Admission, AdmissionLaw
 from flexmarl.rollout.rollout import Rollout
 from flexmarl.rollout.settings import RolloutSettings
@@ -167,3 +167,20 @@ def test_an_error_of_one_group_ends_the_others():
         stage.play()
     assert raised.group_contains(StoreError, match="disk full")
     assert stage.emitted == []
+
+
+def test_an_episode_that_ends_while_its_group_is_stopped_is_finished_in_all_places():
+    """Its workflow had returned when the stop came, and it counts as played: so the journal has its end, too."""
+    stage = Stage(TimedPlayer(lasts=lambda group, index: 1.0 + index), groups=1, episodes=2)
+
+    async def run():
+        playing = asyncio.create_task(stage.rollout.play(stage.feed(), stage.emit))
+        await asyncio.sleep(1.5)
+        assert stage.rollout.stop(GroupId(0), "the run's last step was done")
+        await playing
+
+    run_virtual(run())
+    ((_, group),) = stage.emitted
+    finished = [episode.episode for episode in group.episodes if episode.finished]
+    assert len(finished) == 2
+    assert [one.episode for one in stage.events.of(EpisodeFinished)] == finished
