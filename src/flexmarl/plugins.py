@@ -173,24 +173,30 @@ class SettingsTable(NameTable[type[T]]):
         self._validators: dict[type, SchemaValidator] = {}
 
     @overload
-    def register(self, thing: str) -> Callable[[D], D]: ...
+    def register(self, thing: str | None = None, *, pure: bool = False) -> Callable[[D], D]: ...
 
     @overload
     def register(self, thing: D) -> D: ...
 
-    def register(self, thing: Any) -> Any:
+    def register(self, thing: Any = None, *, pure: bool = False) -> Any:
         """Decorator that registers a settings class, or a function if the table takes functions.
 
-        Given a name, it is a decorator for a function of that name. Raises ConfigError if the thing cannot be of this
-        kind, or if another one has its name.
+        Given a name, or `pure`, it is a decorator for a function of that name. `pure` is for a function that computes
+        in microseconds and waits for nothing; `of_function` finds it as the function's attribute `pure`. Raises
+        ConfigError if the thing cannot be of this kind, or if another one has its name.
         """
-        if isinstance(thing, str):
-            return lambda function: self._registered(thing, function)
-        function = self._of_function is not None and inspect.isfunction(thing)
-        return self._registered(thing.__name__ if function else _type_of(thing), thing)
+        if thing is None or isinstance(thing, str):
+            return lambda function: self._registered(function, thing, pure=pure)
+        return self._registered(thing)
 
-    def _registered(self, name: str, thing: D) -> D:
-        self._add(name, _defined_here(self._checked(name, thing)))
+    def _registered(self, thing: Any, name: str | None = None, *, pure: bool = False) -> Any:
+        function = self._of_function is not None and inspect.isfunction(thing)
+        if pure and not function:
+            raise ConfigError(f"the {self.kind} {thing!r}: pure=True is for functions; leave it out")
+        if pure:
+            vars(thing)["pure"] = True
+        called = (thing.__name__ if function else _type_of(thing)) if name is None else name
+        self._add(called, _defined_here(self._checked(called, thing)))
         return thing
 
     def _checked(self, name: str, thing: Any) -> Any:

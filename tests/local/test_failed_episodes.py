@@ -93,6 +93,20 @@ def test_a_training_run_says_in_each_step_which_episodes_failed_and_keeps_the_fi
     assert all("hf_abcdefgh12345678" not in file.read_text() for file in files)
 
 
+def test_a_run_of_which_half_the_episodes_fail_sounds_an_alarm_once(flexmarl):
+    most = "team.context.trajectory_id.split('e')[1][0] in '01'"
+    code, out, err = flexmarl("train", most, "steps=3", "evaluate.tasks=0", "alarms={no_spread: null, cut: null}")
+    assert code == 0, err
+    assert sum("| failed 8/16: ValueError" in line for line in out.splitlines()) == 3
+    (alarm,) = json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())["troubles"]["alarms"]
+    assert (alarm["alarm"], alarm["step"]) == ("failed", 2)
+    said = " ".join(out.split())
+    assert "alarm: 8 of 16 episodes failed, in steps 1 to 2; read the first traceback of each kind" in said
+    assert "flexmarl show RUN --failed" in said
+    code, out, _ = flexmarl("train", most, "steps=2", "evaluate.tasks=0", "alarms={failed: null, cut: null}")
+    assert (code, "episodes failed, in steps" in out) == (0, False)
+
+
 def test_a_run_whose_last_evaluation_failed_whole_is_no_success(flexmarl):
     code, out, err = flexmarl("train", HELD_OUT, "steps=1")
     assert code == 3

@@ -97,9 +97,7 @@ class Caller:
     """Sends one agent's calls, any number at once."""
 
     def __init__(self, agent: AgentSpec, context: EpisodeContext, ledger: Ledger) -> None:
-        self._agent = agent
-        self._context = context
-        self._ledger = ledger
+        self._agent, self._context, self._ledger = agent, context, ledger
 
     @cached_property
     def sampling(self) -> Sampling:

@@ -314,9 +314,7 @@ class Conversation:
         """The turn whose prompt and response the next prompt extends; None for a prompt that was rendered anew."""
         self.branch = -1
         """Number of the branch. A prompt that is rendered anew starts a new one; -1 before the first prompt."""
-        self._renderer = renderer
-        self._next_branch = next_branch
-        self._trust_special = trust_special
+        self._renderer, self._next_branch, self._trust_special = renderer, next_branch, trust_special
         self._last: Turn | None = None
         self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
 

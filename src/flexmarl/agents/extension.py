@@ -83,9 +83,7 @@ class Template:
     ) -> None:
         """`special`: texts of the special tokens. `native`: the agent's calls have the form in which the template
         writes calls, so that the template writes those of the history."""
-        self._render = render
-        self._name = name
-        self._special = special
+        self._render, self._name, self._special = render, name, special
         self.native = native
         self._has_system = self._renders((SYSTEM, QUESTION), SYSTEM.content)
         answer = Message("assistant", RESPONSE)

@@ -10,12 +10,14 @@ devices or their `busy_share`: these keep their defaults.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+from flexmarl.analysis.conversations import CalledTool
 from flexmarl.analysis.costs import CostSettings, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit_engines import EngineFit, nonnegative, relative_error, rounded
@@ -102,6 +104,8 @@ class Fit:
     shared_host: SharedHost
     quality: Mapping[str, FitQuality]
     """Errors of the fit by policy."""
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Twins of tools by name, as `simulation.tools` takes them."""
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:
@@ -145,6 +149,26 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
         trainer_per_trainer=rounded(trainers.per_trainer),
     )
     return Fit(costs=costs, shared_host=host, quality=quality)
+
+
+def fit_tools(messages: Iterable[Sequence[CalledTool]]) -> dict[str, dict[str, Any]]:
+    """Fits twins to the calls of recorded messages, by tool: a lognormal latency, and a result of middle length.
+
+    The calls of a message run at once, so each is taken to last as long as the message's. Calls that were at fault are
+    left out, as most of them ended at once.
+    """
+    found: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+    for call in (call for message in messages for call in message):
+        if call.name and call.result is not None and not call.result.startswith("error: "):
+            found[call.name].append(("" if call.prompt else call.result, max(call.seconds, 1e-6)))
+    return {name: _twin(*zip(*calls, strict=True)) for name, calls in found.items()}
+
+
+def _twin(results: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
+    sigma = float(np.log(seconds).std())
+    numbers = {"mean": float(np.mean(seconds)), "sigma": sigma, "floor": min(seconds), "cap": max(seconds)}
+    latency_s = {"shape": "lognormal"} | {name: rounded(number) for name, number in numbers.items()}
+    return {"latency_s": latency_s, "result": sorted(results, key=len)[len(results) // 2]}
 
 
 def _loading(facts: Facts, policy: str) -> dict[str, float]:

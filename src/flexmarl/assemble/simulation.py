@@ -2,12 +2,12 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import yaml
 
@@ -34,8 +34,8 @@ from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore
-from flexmarl.simulator.replies import drawn, responder_of
-from flexmarl.simulator.tool_twins import twinned
+from flexmarl.simulator.replies import drawn, fitting_replies, responder_of
+from flexmarl.simulator.tool_twins import fitting_twins, twinned
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.training.interface import StoreRows
 
@@ -79,6 +79,26 @@ class Disturbance(Protocol):
         ...
 
 
+class Unmodelled(ConfigError):
+    """A simulation lacks models. The text has a line for each key, and YAML that gives them all."""
+
+    def __init__(self, lines: Sequence[str], fixed: Mapping[str, Any]) -> None:
+        block = yaml.safe_dump(fixed, sort_keys=False, default_flow_style=None, allow_unicode=True)
+        super().__init__("\n".join([*lines, "This is valid under `simulation:`, in place of these keys there:", block]))
+        self.lines = lines
+
+
+def check_models(settings: RunSettings, team: TeamSpec) -> None:
+    """Raises Unmodelled with all replies and twins of tools that a simulation of the team lacks."""
+    given = settings.simulation
+    silent, replies = fitting_replies(team, given.replies, recorded=given.recorded is not None)
+    untimed, tools = fitting_twins(team, given.tools)
+    if lines := [*silent, *untimed]:
+        fixed = given.model_copy(update={"replies": replies, "tools": tools})
+        keys = {key for key, faults in (("replies", silent), ("tools", untimed)) if faults}
+        raise Unmodelled(lines, fixed.model_dump(mode="json", exclude_unset=True, include=keys))
+
+
 def simulate(
     settings: RunSettings,
     *,
@@ -92,13 +112,14 @@ def simulate(
     gets a line per step. The `supervisor` hears the events, and can stop the run. If a `disturbance` ends the run, it
     resumes from its newest checkpoint, or from the start.
 
-    Raises ConfigError if no policy is trained, and for what has no model: an agent without replies, a tool without a
-    twin. Raises WorkerError if a disturbance ended MOST_LIVES lives.
+    Raises ConfigError if no policy is trained, Unmodelled for agents without replies and tools without a twin, and
+    WorkerError if a disturbance ended MOST_LIVES lives.
     """
     blueprint = draw_up(as_simulated(settings))
     settings = blueprint.settings
     if not settings.trained:
         raise ConfigError("policies: none is trainable, so there is no step to simulate; set trainable: true on one")
+    check_models(settings, blueprint.team)
     team = twinned(blueprint.team, settings.simulation.tools, settings.seed)
     team = drawn(team, settings.simulation.rewards, settings.seed)
     folder = new_run_folder(settings, SIMULATED + settings.name)
@@ -151,7 +172,8 @@ async def _simulate(
             budget_bytes=settings.checkpoint.budget_bytes,
             in_thread=False,
         )
-        life = _Life(blueprint, store, journal, metrics, checkpoints, folder, show, supervisor)
+        failures, saved = Failures(folder.failures), folder.checkpoints
+        life = _Life(blueprint, store, journal, metrics, checkpoints, saved, failures, show, supervisor)
         if disturbance is None:
             await life.play(resumed=False)
             return
@@ -163,24 +185,19 @@ async def _simulate(
         raise WorkerError(f"the run was lost {MOST_LIVES} times; plan fewer faults that end it")
 
 
+@dataclass(frozen=True, slots=True)
 class _Life:
     """The lives of one simulated run. Each is a world of its own; all share one store and folder."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        store: ExperienceStore,
-        journal: Journal,
-        metrics: Metrics,
-        checkpoints: Checkpoints,
-        folder: RunFolder,
-        show: Show,
-        supervisor: Supervisor | None,
-    ) -> None:
-        self._supervisor = supervisor
-        self._blueprint, self._store, self._journal, self._metrics = blueprint, store, journal, metrics
-        self._checkpoints, self._saved, self._show = checkpoints, folder.checkpoints, show
-        self._failures = Failures(folder.failures)
+    blueprint: Blueprint
+    store: ExperienceStore
+    journal: Journal
+    metrics: Metrics
+    checkpoints: Checkpoints
+    saved: Path
+    failures: Failures
+    show: Show
+    supervisor: Supervisor | None
 
     async def play_disturbed(self, disturbance: Disturbance, *, resumed: bool) -> bool:
         """Plays one life. Returns False if it was lost and can be resumed. Raises errors that resuming cannot fix."""
@@ -191,7 +208,7 @@ class _Life:
             dead.set()
             playing.cancel()
 
-        disturbance.begin(events, die, self._saved)
+        disturbance.begin(events, die, self.saved)
         try:
             await asyncio.shield(playing)
         except (TrainingError, WorkerError, StoreError, CheckpointError):
@@ -210,22 +227,22 @@ class _Life:
     def _events(self) -> Events:
         """Makes the events of one life, written to the common journal. Parts of other lives do not hear them."""
         events = Events()
-        events.listen(Event, self._journal.write)
-        self._failures.listen(events)
+        events.listen(Event, self.journal.write)
+        self.failures.listen(events)
         return events
 
     @contextmanager
     def _supervised(self, events: Events) -> "Iterator[list[asyncio.Future[None]]]":
         """Lets the supervisor hear the events, and stop the block. Yields the future that fails if it fails, if any."""
-        if self._supervisor is None:
+        if self.supervisor is None:
             yield []
         else:
-            failed = self._supervisor.listen(events)
-            with self._supervisor.stoppable(at_events_of=events):
+            failed = self.supervisor.listen(events)
+            with self.supervisor.stoppable(at_events_of=events):
                 yield [failed]
 
     async def _play(self, events: Events, *, resumed: bool, disturbance: Disturbance | None = None) -> None:
-        settings, blueprint, store = self._blueprint.settings, self._blueprint, self._store
+        settings, blueprint, store = self.blueprint.settings, self.blueprint, self.store
         residents: Residents = modelled(settings, blueprint.team, store)
         if disturbance is not None:
             blueprint, store = disturbance.blueprint(blueprint), disturbance.store(store)
@@ -236,14 +253,14 @@ class _Life:
                 lost = watch_workers(world, events)
                 start = None
                 if resumed:
-                    start = await resume(self._checkpoints, world.trainers, store, events=events, say=self._show)
+                    start = await resume(self.checkpoints, world.trainers, store, events=events, say=self.show)
                 orchestrator, _ = wire(
                     blueprint,
                     world,
                     events=events,
-                    metrics=self._metrics,
+                    metrics=self.metrics,
                     progress=NullProgress(),
-                    checkpoints=self._checkpoints,
+                    checkpoints=self.checkpoints,
                     start=start,
                 )
                 if disturbance is None and not failed:

@@ -17,6 +17,7 @@ from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
+from flexmarl.assemble.simulation import check_models
 from flexmarl.cli.needs import Finding, examine_machine, examine_models
 from flexmarl.config import RunSettings, cautions
 from flexmarl.credit import CreditSettings
@@ -212,6 +213,8 @@ def _scripted(
 
 def _team(settings: RunSettings) -> Iterator[Finding]:
     team = seat_team(settings)
+    if settings.cluster.backend == "simulated":
+        check_models(settings, team)
     level = team.level
     todo = "there is nothing to train: use `flexmarl eval`, or set trainable: true on a policy"
     yield Finding("team", f"level {level.name}: {level.because}", "" if settings.trained else todo)

@@ -133,7 +133,11 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
         f"written to {written}; use it in a config: `extends: [run.yaml, {written.absolute()}]`", soft_wrap=True
     )
     replay = simulations.load(folder.config, [*overrides, *simulations.as_overrides(fitted, folder)])
-    outcome = simulations.simulated(replay, console)
+    try:
+        outcome = simulations.simulated(replay, console)
+    except simulations.Unmodelled as lacking:
+        console.print(f"the run cannot be replayed to compare: {'; '.join(lacking.lines)}", soft_wrap=True)
+        return
     measured = simulations.measured(settings, folder)
     console.print(simulations.comparison_table({"recorded": measured, "simulated": outcome.report}))
     console.print(f"simulation: {outcome.folder.path}", soft_wrap=True)

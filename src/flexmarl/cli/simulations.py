@@ -1,8 +1,8 @@
 """Simulations on the command line: from a config to a report, and the tables that show it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -17,15 +17,16 @@ from flexmarl.analysis.bound import bounds_of, mean_bound
 from flexmarl.analysis.costs import costs_of
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
-from flexmarl.analysis.fit import Fit, fit_costs
+from flexmarl.analysis.fit import Fit, fit_costs, fit_tools
 from flexmarl.analysis.plots import draw_run
 from flexmarl.analysis.queues import queue_counts_of
 from flexmarl.analysis.summary import render_pictures
 from flexmarl.analysis.tables import comparison_table, report_table, sweep_table
 from flexmarl.analysis.troubles import Troubles
-from flexmarl.assemble.simulation import simulate
+from flexmarl.assemble.simulation import Unmodelled, simulate
+from flexmarl.cli.show import open_conversations, reading_of
 from flexmarl.config import RunSettings, load_run
-from flexmarl.config.load import parse_override, parse_yaml
+from flexmarl.config.load import as_override, parse_override, parse_yaml
 from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
@@ -36,9 +37,12 @@ from flexmarl.records import NO_SPREAD
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
+from flexmarl.tools import is_pure
 
-__all__ = ["SimulationReport", "comparison_table", "sweep_table"]
+__all__ = ["SimulationReport", "Unmodelled", "comparison_table", "sweep_table"]
 
+MOST_READ = 1000
+"""Most episodes, the newest ones, whose tool calls are fitted: more would take time, and tell little."""
 MOST_RUNS = 100
 """Most runs of one sweep: a typing error must not play for a day."""
 
@@ -193,7 +197,21 @@ def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
     """Fits costs to the run's journal. Raises ConfigError if the journal has too little."""
     facts = read_facts(read_run(folder.journal))
     origin = f"fitted to the journal of {folder.path}"
-    return fit_costs(facts, _slots(settings), origin=origin, pauses=not settings.simulation.tools)
+    given = {name: twin.model_dump(mode="json", exclude_unset=True) for name, twin in settings.simulation.tools.items()}
+    tools = _recorded_tools(settings, folder) | given
+    return replace(fit_costs(facts, _slots(settings), origin=origin, pauses=not tools), tools=tools)
+
+
+def _recorded_tools(settings: RunSettings, folder: RunFolder) -> dict[str, dict[str, Any]]:
+    """Fits twins to the tool calls in the run's store, if it is a file. Tools that only compute need none."""
+    timed = {tool.name for agent in settings.team.agents.values() for tool in agent.tools if not is_pure(tool)}
+    if not timed or not folder.store.is_file():
+        return {}
+    reading = reading_of(settings, full=False)
+    with open_conversations(folder) as conversations:
+        episodes = (conversations.read(line, reading) for line in conversations.lines()[-MOST_READ:])
+        fits = fit_tools(turn.tools for episode in episodes for turn in episode.turns)
+    return {name: twin for name, twin in fits.items() if name in timed}
 
 
 def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
@@ -202,6 +220,7 @@ def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
     return {
         "costs": {policy: costs.model_dump(mode="json", exclude_unset=True) for policy, costs in fit.costs.items()},
         "shared_host": fit.shared_host.model_dump(mode="json"),
+        "tools": fit.tools,
     } | recorded
 
 
@@ -209,7 +228,7 @@ def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
     """Returns the same keys as dotted settings. Recorded replies replace the `replies` of the config."""
     values = as_settings(fit, folder)
     replies = {"replies": {}} if "recorded" in values else {}
-    return [f"simulation.{key}={json_text(value)}" for key, value in (values | replies).items()]
+    return [as_override(f"simulation.{key}", value) for key, value in (values | replies).items()]
 
 
 def write_fit(fit: Fit, folder: RunFolder) -> Path:
@@ -233,9 +252,10 @@ def fit_table(fit: Fit) -> Table:
     quality = fit.quality.values()
     table.add_row("error of a call", *(f"{one.call_error:.0%} of {one.calls}" for one in quality))
     table.add_row("error of a micro-batch", *(f"{one.micro_batch_error:.0%} of {one.micro_batches}" for one in quality))
-    shared: Mapping[str, float] = fit.shared_host.model_dump()
     table.add_section()
-    for key, value in shared.items():
+    for name, twin in fit.tools.items():
+        table.add_row(f"tools.{name}.latency_s.mean", _number(twin.get("latency_s", {"mean": 0.0})["mean"]))
+    for key, value in fit.shared_host.model_dump().items():
         table.add_row(f"shared_host.{key}", _number(value))
     return table
 

@@ -137,6 +137,8 @@ class AlarmKind(StrEnum):
     """A policy was not updated for several steps."""
     NO_SPREAD = "no_spread"
     """Groups were dropped because their rewards did not differ."""
+    FAILED = "failed"
+    """Too many episodes failed."""
     CUT = "cut"
     """Replies of an agent were cut off by `max_tokens`."""
     ENTROPY = "entropy"
@@ -153,7 +155,7 @@ class AlarmRaised(Event):
     step: int
     """Steps done."""
     alarm: AlarmKind
-    """`untrained`, `no_spread`, `cut`, `entropy` or `drift`."""
+    """`untrained`, `no_spread`, `failed`, `cut`, `entropy` or `drift`."""
     subject: str = ""
     """The agent or the policy; empty for the team."""
     value: float

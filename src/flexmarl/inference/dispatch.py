@@ -30,10 +30,7 @@ class Dispatch:
     def __init__(self, instances: Instances, *, start: Start, awake: asyncio.Event, events: Events) -> None:
         """No call is given to an instance while `awake` is not set."""
         self.line = Line()
-        self._instances = instances
-        self._start = start
-        self._awake = awake
-        self._events = events
+        self._instances, self._start, self._awake, self._events = instances, start, awake, events
         self._due = False
         self._closed = False
 

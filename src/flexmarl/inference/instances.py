@@ -63,12 +63,8 @@ class Instances:
         self.router = Router(self.live, settings.routing, max_running=settings.max_running)
         self.lost: dict[InstanceId, str] = {}
         """Why each instance was given up."""
-        self._settings = settings
-        self._respawn = respawn
-        self._start = start
-        self._awake = awake
-        self._on_available = on_available
-        self._events = events
+        self._settings, self._respawn, self._start, self._awake = settings, respawn, start, awake
+        self._on_available, self._events = on_available, events
         self._numbers = itertools.count(len(engines))
         self._replacements_left = settings.replacements if respawn else 0
         self._coming = 0

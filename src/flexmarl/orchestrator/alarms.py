@@ -4,6 +4,7 @@
 |-----------|----------|---------------------------------------------------------------------|--------------------|
 | untrained | a policy | no update                                                           | `alarms.untrained` |
 | no_spread | the team | the rewards of this share of the groups, dropped or kept, are equal | `alarms.no_spread` |
+| failed    | the team | this share of the episodes failed                                   | `alarms.failed`    |
 | cut       | an agent | `max_tokens` ended this share of its replies                        | `alarms.cut`       |
 | entropy   | a policy | its entropy is below this share of that of the first update         | `alarms.entropy`   |
 | drift     | a policy | engine and trainer differ: the divergence per token is above this   | `alarms.drift`     |
@@ -14,8 +15,9 @@ step would hide the others.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flexmarl.events.event import Events
 from flexmarl.events.notices import FiguresWritten
@@ -30,14 +32,11 @@ _SIZE = re.compile("credit/[^/]+/group_size")
 class Condition:
     """An alarm's condition, looked at in the figures of one step."""
 
-    alarm: AlarmKind
     subject: str
     """The agent or the policy; empty for the team."""
     holds: bool
     value: float
     """The figure."""
-    limit: float
-    """The setting that it is compared with."""
     says: str
     """The figure in words."""
     remedy: str
@@ -61,8 +60,8 @@ class AlarmRules:
     def after_step(self, step: int, values: Mapping[str, float]) -> list[AlarmRaised]:
         """Returns the alarms that sound now. `step`: steps done; `values`: the metrics of the last one, by name."""
         sounds: list[AlarmRaised] = []
-        for one in self._conditions(values):
-            key = (one.alarm, one.subject)
+        for alarm, limit, one in self._conditions(values):
+            key = (alarm, one.subject)
             self._held[key] = self._held[key] + 1 if one.holds else 0
             needed = one.steps or self._settings.steps
             if self._held[key] == needed and key not in self._sounded:
@@ -71,38 +70,38 @@ class AlarmRules:
                 sounds.append(
                     AlarmRaised(
                         step=step,
-                        alarm=one.alarm,
+                        alarm=alarm,
                         subject=one.subject,
                         value=one.value,
-                        limit=one.limit,
+                        limit=limit,
                         because=f"{one.says}, {since}",
-                        remedy=f"{one.remedy} (alarms.{one.alarm}={one.limit:g}; null turns it off)",
+                        remedy=f"{one.remedy} (alarms.{alarm}={limit:g}; null turns it off)",
                     )
                 )
         return sounds
 
-    def _conditions(self, values: Mapping[str, float]) -> Iterator[Condition]:
-        settings = self._settings
-        if settings.untrained is not None:
-            yield from self._untrained(values, settings.untrained)
-        if settings.no_spread is not None:
-            yield from self._no_spread(values, settings.no_spread)
-        if settings.cut is not None:
-            yield from _cut(values, settings.cut)
-        if settings.entropy is not None:
-            yield from self._entropy(values, settings.entropy)
-        if settings.drift is not None:
-            yield from self._drift(values, settings.drift)
+    def _conditions(self, values: Mapping[str, float]) -> Iterator[tuple[AlarmKind, float, Condition]]:
+        """Yields the conditions of the alarms that are on, each with its alarm and the setting it is compared with."""
+        rules: dict[AlarmKind, Callable[[Mapping[str, float], Any], Iterator[Condition]]] = {
+            AlarmKind.UNTRAINED: self._untrained,
+            AlarmKind.NO_SPREAD: self._no_spread,
+            AlarmKind.FAILED: _failed,
+            AlarmKind.CUT: _cut,
+            AlarmKind.ENTROPY: self._entropy,
+            AlarmKind.DRIFT: self._drift,
+        }
+        for alarm, rule in rules.items():
+            limit = getattr(self._settings, alarm)
+            if limit is not None:
+                yield from ((alarm, limit, condition) for condition in rule(values, limit))
 
     def _untrained(self, values: Mapping[str, float], limit: int) -> Iterator[Condition]:
         for policy in self._trained:
             samples = values.get(f"train/{policy}/samples", 0.0)
             yield Condition(
-                alarm=AlarmKind.UNTRAINED,
                 subject=policy,
                 holds=not samples,
                 value=samples,
-                limit=limit,
                 steps=limit,
                 says=f"policy '{policy}' was not updated: no row of it had a weight",
                 remedy="look at the reasons of failed episodes and filtered groups in the lines above; choose tasks "
@@ -134,11 +133,9 @@ class AlarmRules:
                 "them, lower training.optimizer.learning_rate and begin anew",
             )
         yield Condition(
-            alarm=AlarmKind.NO_SPREAD,
             subject="",
             holds=share >= limit,
             value=share,
-            limit=limit,
             says=f"{' and '.join(said)}, so nothing can be learned from comparing them",
             remedy="; ".join(remedies),
         )
@@ -152,11 +149,9 @@ class AlarmRules:
             first = self._first_entropy.setdefault(policy, entropy)
             share = entropy / first if first > 0 else 1.0
             yield Condition(
-                alarm=AlarmKind.ENTROPY,
                 subject=policy,
                 holds=share < limit,
                 value=share,
-                limit=limit,
                 says=f"entropy of policy '{policy}' is {entropy:.3g} nats per token, {share:.1%} of the first update's",
                 remedy=f"it hardly tries anything new; if its reward is not yet good: lower policies.{policy}.training."
                 f"optimizer.learning_rate, raise its entropy_coef, or add kl to it; go back to an older checkpoint",
@@ -168,11 +163,9 @@ class AlarmRules:
             if kl is None:
                 continue
             yield Condition(
-                alarm=AlarmKind.DRIFT,
                 subject=policy,
                 holds=not kl <= limit,
                 value=kl,
-                limit=limit,
                 says=f"trainer and engine of policy '{policy}' differ by {kl:.3g} nats per sampled token",
                 remedy=f"use one dtype for policies.{policy}.training and .engine; in an asynchronous mode lower "
                 f"pipeline.lag, or set policies.{policy}.training.correction={{type: tis}}",
@@ -201,16 +194,27 @@ def _by_agent(values: Mapping[str, float]) -> str:
     return "".join(f"; {agent}: {counts}" for agent, counts in said.items()) if len({*said.values()}) > 1 else ""
 
 
+def _failed(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
+    episodes, failed = values.get("rollout/episodes", 0.0), values.get("rollout/failed_episodes", 0.0)
+    if episodes:
+        yield Condition(
+            subject="",
+            holds=failed >= limit * episodes,
+            value=failed / episodes,
+            says=f"{failed:.0f} of {episodes:.0f} episodes failed",
+            remedy="read the first traceback of each kind in the run folder, failures/; `flexmarl show RUN --failed` "
+            "prints the conversations that failed",
+        )
+
+
 def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
     for name, share in values.items():
         if name.startswith("cut/"):
             agent = name.removeprefix("cut/")
             yield Condition(
-                alarm=AlarmKind.CUT,
                 subject=agent,
                 holds=share >= limit,
                 value=share,
-                limit=limit,
                 says=f"{share:.0%} of the replies of agent '{agent}' were cut off",
                 remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len), ask for shorter answers, "
                 f"or leave cut replies out of training",

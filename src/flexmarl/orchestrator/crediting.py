@@ -94,9 +94,7 @@ class Crediting:
         self._store = store
         self._settings = credit
         self.trained = frozenset(trained)
-        self._admission = admission
-        self._events = events
-        self._appraisal = appraisal
+        self._admission, self._events, self._appraisal = admission, events, appraisal
         self.memory: Memory = {}
         """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
         self._judged: tuple[GroupRecord | None, Sequence[CreditRow]] = (None, ())

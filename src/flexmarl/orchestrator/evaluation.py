@@ -81,12 +81,8 @@ class Evaluator:
         keep: Keep | None = None,
     ) -> None:
         """`keep` keeps what is played; without it, nothing is stored."""
-        self._keep = keep
-        self._player = player
-        self._versions = versions
-        self._tasks = tasks
-        self._episodes = episodes
-        self._parallel = parallel
+        self._keep, self._player, self._versions, self._tasks = keep, player, versions, tasks
+        self._episodes, self._parallel = episodes, parallel
 
     async def run(self, num_tasks: int | None = None, *, when: str = "before", step: int = 0) -> Evaluation:
         """Evaluates the first `num_tasks` held-out tasks (default: all), `when` and after how many steps."""

@@ -219,6 +219,7 @@ class AlarmSettings(Settings):
         le=1,
         description="Share of a step's groups whose rewards are equal, dropped by `credit.filter` or not.",
     )
+    failed: float | None = Field(default=0.5, gt=0, le=1, description="Share of a step's episodes that failed.")
     cut: float | None = Field(
         default=0.5, gt=0, le=1, description="Share of an agent's replies that `max_tokens` ended."
     )

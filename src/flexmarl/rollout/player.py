@@ -103,14 +103,9 @@ class Player:
 
         `events` get the failed episodes, except those that a `Stop` ended.
         """
-        self._team = team
-        self._generate = generate
-        self._run_seed = run_seed
-        self._timeout_s = timeout_s
-        self._grace_s = grace_s
-        self._store = store
-        self._holds = holds
-        self._events = events
+        self._team, self._generate, self._run_seed = team, generate, run_seed
+        self._timeout_s, self._grace_s = timeout_s, grace_s
+        self._store, self._holds, self._events = store, holds, events
         self._sampling = {} if temperature is None else {"temperature": temperature}
         self._running_tools = asyncio.Semaphore(tool_calls_at_once) if tool_calls_at_once else nullcontext()
 

@@ -50,11 +50,8 @@ class Rollout:
 
         With `greedy`, each group has one more play, at temperature 0, which takes a trajectory slot like any other.
         """
-        self._player = player
-        self._admission = admission
-        self._settings = settings
-        self._episodes = episodes
-        self._events = events
+        self._player, self._admission, self._settings = player, admission, settings
+        self._episodes, self._events = episodes, events
         self._policies = tuple(policies)
         self._greedy = greedy
         self._stops: dict[GroupId, Stop] = {}

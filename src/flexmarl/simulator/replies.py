@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow
+from flexmarl.agents import ChatRenderer, Team, TeamSpec
 from flexmarl.errors import ConfigError, EngineError, boundary
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import StoreReader, read_store
@@ -165,20 +165,18 @@ def recorded_responders(run: Path, agents: Sequence[AgentName]) -> dict[AgentNam
 
 
 def _replies(reader: StoreReader, run: Path, agent: AgentName) -> dict[SampleId, IntArray]:
-    rows = reader.rows(agent) if agent in reader.agents else ()
-    answered = (row for row in rows if "response_ids" in row.values and len(row.values["response_ids"]))
-    replies = {row.sample_id: _uncut(row.values["response_ids"], row.values["finish"]) for row in answered}
+    replies: dict[SampleId, IntArray] = {}
+    for row in reader.rows(agent) if agent in reader.agents else ():
+        if len(ids := row.values.get("response_ids", ())):
+            # A reply that was cut gets a token more, so that the same `max_tokens` ends it for the same reason.
+            cut = row.values["finish"] == FinishReason.LENGTH
+            replies[row.sample_id] = np.append(ids, ids[-1:]) if cut else ids
     if not replies:
         raise ConfigError(
             f"simulation.replies.{agent}: simulation.recorded is '{run}', in which '{agent}' said nothing; its agents "
             f"are: {', '.join(reader.agents)}. Give the agent replies of its own, e.g. {{type: lengths, mean: 300}}"
         )
     return replies
-
-
-def _uncut(ids: IntArray, finish: str) -> IntArray:
-    """Adds a token to a reply that its length ended, so that the same `max_tokens` ends it for the same reason."""
-    return np.append(ids, ids[-1:]) if finish == FinishReason.LENGTH else ids
 
 
 def _recorded(agent: AgentName, replies: dict[SampleId, IntArray]) -> Responder:
@@ -196,24 +194,38 @@ DEFAULT = "default"
 """Key for the agents that `simulation.replies` does not name."""
 
 
+def fitting_replies(
+    team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: bool
+) -> tuple[list[str], dict[str, AnyReplies]]:
+    """Returns a line for each agent whose replies are missing or wrong, and replies with some that would do."""
+    agents, faults = [*team.agents, DEFAULT], dict[str, str]()
+    for agent, kind in replies.items():
+        try:
+            if agent not in agents:
+                faults[agent] = f": there is no such agent; there are: {', '.join(team.agents)}"
+            elif isinstance(kind, Scripted):
+                _ = SCRIPTS[kind.name]
+        except ConfigError as error:
+            faults[agent] = f".{error}"
+    for agent in team.agents:
+        if not recorded and agent not in replies and DEFAULT not in replies:
+            faults[agent] = (
+                " is missing: a simulated engine has no weights to answer with; use {type: lengths, mean: 300}, "
+                "{type: scripted, name: ...}, or simulation.recorded: a run folder"
+            )
+    some = dict.fromkeys((agent for agent in agents if agent in faults), Lengths(type="lengths", mean=300))
+    right = {agent: kind for agent, kind in replies.items() if agent not in faults}
+    return [f"simulation.replies.{agent}{fault}" for agent, fault in faults.items()], right | some
+
+
 def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: Path | None = None) -> Responder:
     """Makes one responder for all engines of a run. A request names the agent that asks.
 
-    Raises ConfigError for an agent without replies, and for replies of an unknown agent.
+    `fitting_replies` finds no fault with the replies. Raises ConfigError if an agent has none in the recorded run.
     """
-    if unknown := set(replies) - {*team.agents, DEFAULT}:
-        raise ConfigError(
-            f"simulation.replies.{min(unknown)}: there is no such agent; there are: {', '.join(team.agents)}"
-        )
     kinds = {agent: replies.get(agent) or replies.get(DEFAULT) for agent in team.agents}
-    silent = [agent for agent, kind in kinds.items() if kind is None]
-    if silent and recorded is None:
-        raise ConfigError(
-            f"simulation.replies.{silent[0]} is missing: a simulated engine has no weights to answer with; use "
-            f"{{type: lengths, mean: 300}}, {{type: scripted, name: ...}}, or simulation.recorded: a run folder"
-        )
-    speaks = {agent: _responder(agent, kind, team.agents[agent].renderer) for agent, kind in kinds.items() if kind}
-    if silent and recorded is not None:
+    speaks = {agent: kind.responder(team.agents[agent].renderer) for agent, kind in kinds.items() if kind}
+    if recorded is not None and (silent := [agent for agent, kind in kinds.items() if kind is None]):
         speaks |= recorded_responders(recorded, silent)
 
     def respond(request: GenerationRequest) -> IntArray:
@@ -238,13 +250,6 @@ def reply_to(request: GenerationRequest, respond: Responder) -> tuple[IntArray, 
     return ids[sampled:], finish
 
 
-def _responder(agent: AgentName, kind: AnyReplies, renderer: ChatRenderer) -> Responder:
-    try:
-        return kind.responder(renderer)
-    except ConfigError as error:
-        raise ConfigError(f"simulation.replies.{agent}.{error}") from None
-
-
 def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
     """Cuts the ids after the first stop id, or at `max_tokens`. A reply that ends by itself has finish `stop`."""
     if not len(ids):
@@ -254,9 +259,6 @@ def _cut(ids: IntArray, sampling: Sampling) -> tuple[IntArray, FinishReason]:
     if ends:
         return kept[: min(ends)], FinishReason.STOP
     return kept, FinishReason.STOP if len(kept) == len(ids) else FinishReason.LENGTH
-
-
-__all__ = ["AnyReplies", "Responder", "reply_to", "responder", "responder_of"]
 
 
 class DrawnRewards(Settings):
@@ -275,14 +277,13 @@ class DrawnRewards(Settings):
 
 def drawn(team: TeamSpec, rewards: DrawnRewards | None, seed: int) -> TeamSpec:
     """Returns the team with drawn rewards in place of those that its workflow gives; unchanged for None."""
-    return team if rewards is None else replace(team, run=_overruled(team.run, rewards, seed))
+    if rewards is None:
+        return team
 
+    async def play(task: Task, seats: Team) -> None:
+        await team.run(task, seats)
+        reward = rewards.draw(seed, task.input_id, seats.context.trajectory_id)
+        seats.replace_rewards(reward)
+        seats.report(success=reward)
 
-def _overruled(run: Workflow, rewards: DrawnRewards, seed: int) -> Workflow:
-    async def play(task: Task, team: Team) -> None:
-        await run(task, team)
-        reward = rewards.draw(seed, task.input_id, team.context.trajectory_id)
-        team.replace_rewards(reward)
-        team.report(success=reward)
-
-    return play
+    return replace(team, run=play)

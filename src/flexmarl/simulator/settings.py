@@ -29,7 +29,7 @@ class SimulationSettings(Settings):
         description="Rewards drawn by lot, for replies without meaning; null: the rewards that the workflow gives.",
     )
     tools: Mapping[str, ToolTwin] = Field(
-        default={}, description="Models of tools, by the name that agents call; a calculator needs none."
+        default={}, description="Models of tools, by the name that agents call; one that only computes needs none."
     )
     nodes: int = Field(
         default=1, ge=1, description="Nodes that engines and trainers are spread over; a plan of faults may lose one."

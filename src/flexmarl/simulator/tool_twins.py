@@ -11,14 +11,11 @@ from typing import Any, Final
 from pydantic import Field
 
 from flexmarl.agents import TeamSpec
-from flexmarl.errors import ConfigError
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
-from flexmarl.tools import Calculator, Observation, Tool, ToolContext
+from flexmarl.tools import Observation, Tool, ToolContext, is_pure
 
 AS_IS: Final = "as_is"
-PURE = (Calculator,)
-"""Tools that only compute and never wait: they can be called in virtual time."""
 
 
 class ToolTwin(Settings):
@@ -36,24 +33,12 @@ class ToolTwin(Settings):
 class _Twin:
     """A tool in virtual time. The same call by the same agent always takes the same time."""
 
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
     tool: Tool
     twin: ToolTwin
     stream: str
-
-    @property
-    def name(self) -> str:
-        """The tool's own name."""
-        return self.tool.name
-
-    @property
-    def description(self) -> str:
-        """The tool's own description."""
-        return self.tool.description
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """The tool's own parameters."""
-        return self.tool.parameters
 
     def open(self, context: ToolContext) -> AbstractAsyncContextManager["_Twin"]:
         """The twin itself."""
@@ -65,47 +50,44 @@ class _Twin:
         await asyncio.sleep(self.twin.latency_s.draw(random.Random(f"{self.stream}/{said}")))
         if self.twin.result != AS_IS:
             return Observation(self.twin.result)
-        assert isinstance(self.tool, PURE), "the settings were checked"
-        return await self.tool.call(arguments)
+        bound: Any = self.tool  # A tool that only computes has no state: it need not be opened.
+        return await bound.call(arguments)
+
+
+def fitting_twins(team: TeamSpec, twins: Mapping[str, ToolTwin]) -> tuple[list[str], dict[str, ToolTwin]]:
+    """Returns a line for each twin that is missing or wrong, and the twins with those that would do in their place.
+
+    `twins` has each tool's model by the name that agents call; a tool that only computes needs none.
+    """
+    tools = {tool.name: is_pure(tool) for agent in team.agents.values() for tool in agent.tools.values()}
+    known = f"there are: {', '.join(sorted(tools)) or 'none'}"
+    faults = {name: f": no agent has a tool of that name; {known}" for name in twins if name not in tools}
+    instead: dict[str, ToolTwin] = {}
+    for name in (name for name, pure in tools.items() if not pure):
+        twin = twins.get(name, ToolTwin(latency_s=Distribution(shape="exponential", mean=0.5)))
+        if twin.result == AS_IS:
+            instead[name] = twin.model_copy(update={"result": "done"})
+            faults[name] = (
+                f".result is '{AS_IS}', which only a tool that just computes can be asked for (a calculator, a "
+                f"function with @tool(pure=True)); give the text that it answers"
+                if name in twins
+                else f" is missing: '{name}' takes real time, and virtual time cannot wait for it; give its twin, e.g. "
+                f"{{latency_s: {{shape: exponential, mean: 0.5}}, result: done}}; if it only computes, mark its "
+                f"function with @tool(pure=True)"
+            )
+    right = {name: twin for name, twin in twins.items() if name not in faults}
+    return [f"simulation.tools.{name}{fault}" for name, fault in faults.items()], right | instead
 
 
 def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
-    """Returns the team with a twin for each of its tools. Raises ConfigError for a tool that cannot have one.
+    """Returns the team with a twin for each of its tools. `fitting_twins` finds no fault with these twins."""
 
-    `twins` has each tool's model by the name that agents call; a calculator needs none.
-    """
-    names = {name for agent in team.agents.values() for name in agent.tools}
-    if unknown := set(twins) - names:
-        raise ConfigError(
-            f"simulation.tools.{min(unknown)}: no agent has a tool of that name; there are: "
-            f"{', '.join(sorted(names)) or 'none'}"
-        )
-    return replace(
-        team,
-        agents={
-            name: replace(
-                agent,
-                tools={
-                    tool.name: _Twin(tool, _twin_of(tool, twins), f"{seed}/{name}/{tool.name}")
-                    for tool in agent.tools.values()
-                },
-            )
-            for name, agent in team.agents.items()
-        },
-    )
+    def twin_of(tool: Tool, agent: str) -> _Twin:
+        twin, stream = twins.get(tool.name, ToolTwin()), f"{seed}/{agent}/{tool.name}"
+        return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream)
 
-
-def _twin_of(tool: Tool, twins: Mapping[str, ToolTwin]) -> ToolTwin:
-    pure = isinstance(tool, PURE)
-    twin = twins.get(tool.name) or (ToolTwin() if pure else None)
-    if twin is None:
-        raise ConfigError(
-            f"simulation.tools.{tool.name} is missing: '{tool.name}' takes real time, and virtual time cannot wait for "
-            f"it; give its twin, e.g. {{latency_s: {{shape: exponential, mean: 0.5}}, result: done}}"
-        )
-    if twin.result == AS_IS and not pure:
-        raise ConfigError(
-            f"simulation.tools.{tool.name}.result is '{AS_IS}', which only a tool that just computes can be asked for "
-            f"({', '.join(kind.__name__ for kind in PURE)}); give the text that it answers"
-        )
-    return twin
+    agents = {
+        name: replace(agent, tools={tool.name: twin_of(tool, name) for tool in agent.tools.values()})
+        for name, agent in team.agents.items()
+    }
+    return replace(team, agents=agents)

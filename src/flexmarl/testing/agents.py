@@ -24,9 +24,7 @@ class ScriptedModel:
     ) -> None:
         self.requests: list[GenerationRequest] = []
         """All requests, in order of arrival."""
-        self._tokenizer = tokenizer
-        self._script = script
-        self._delay_s = delay_s
+        self._tokenizer, self._script, self._delay_s = tokenizer, script, delay_s
 
     async def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
         """Answers one call. If the call is cancelled, nothing is sampled."""

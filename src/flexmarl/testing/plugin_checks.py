@@ -68,18 +68,7 @@ class FakeTasks:
         )
 
 
-HOSTILE = (
-    "",
-    " ",
-    "\x00",
-    "(" * 10_000,
-    "9" * 10_000,
-    "9**9**9**9",
-    "__import__('os')",
-    "{}",
-    "☃",
-    "\n" * 100,
-)
+HOSTILE = ("", " ", "\x00", "(" * 10_000, "9" * 10_000, "9**9**9**9", "__import__('os')", "{}", "☃", "\n" * 100)
 
 
 def check_tool(tool: Tool, *, good: Sequence[Mapping[str, Any] | str]) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from flexmarl.plugins import SettingsTable
 from flexmarl.tools.calculator import Calculator
-from flexmarl.tools.function_tool import Refusal, tool_of_function
+from flexmarl.tools.function_tool import Refusal, is_pure, tool_of_function
 from flexmarl.tools.interface import BoundTool, Observation, Tool, ToolContext
 from flexmarl.tools.syntax import (
     SYNTAXES,
@@ -29,7 +29,9 @@ TOOLS: SettingsTable[Tool] = SettingsTable(
 )
 """Tools by `type`; the settings class is the tool."""
 tool = TOOLS.register
-"""Decorator that makes a function, or a settings class, the tool of its name or `type`: `@tool`, `@tool("name")`."""
+"""Decorator that makes a function, or a settings class, the tool of its name or `type`: `@tool`, `@tool("name")`.
+
+`@tool(pure=True)` marks a function that computes in microseconds and waits for nothing: simulations call it, too."""
 
 AnyTool = Annotated[Tool, TOOLS]
 """Settings field of any tool in the table, chosen by its `type`."""
@@ -57,6 +59,7 @@ __all__ = [
     "ToolCall",
     "ToolContext",
     "XmlSyntax",
+    "is_pure",
     "syntax",
     "tool",
 ]

@@ -25,7 +25,8 @@ from pydantic_core import to_json
 
 from flexmarl.errors import ConfigError
 from flexmarl.settings import Settings
-from flexmarl.tools.interface import Observation, ToolContext
+from flexmarl.tools.calculator import Calculator
+from flexmarl.tools.interface import Observation, Tool, ToolContext
 
 
 class Refusal(Exception):
@@ -35,13 +36,15 @@ class Refusal(Exception):
 class FunctionTool(Settings):
     """Base of the settings classes that `@tool` makes of functions. The function has no state per episode.
 
-    A plain function runs in a thread, and several calls may run at once; a coroutine function runs in the event loop.
-    What it returns is the observation: an Observation, a text, or any other value as JSON.
+    A plain function runs in a thread, and several calls may run at once; a coroutine function, and one that is `pure`,
+    runs in the event loop. What it returns is the observation: an Observation, a text, or any other value as JSON.
     """
 
     function: ClassVar[Callable[..., Any]]
     arguments: ClassVar[TypeAdapter[Any]]
     """Checks arguments against the signature."""
+    pure: ClassVar[bool] = False
+    """True for `@tool(pure=True)`: it computes in microseconds and waits for nothing, so simulations call it, too."""
     schema_of_arguments: ClassVar[Mapping[str, Any]]
     type: str
     name: str = Field(min_length=1)
@@ -71,6 +74,8 @@ class FunctionTool(Settings):
         try:
             if inspect.iscoroutinefunction(kind.function):
                 result = await kind.function(*positional, **named)
+            elif kind.pure:
+                result = kind.function(*positional, **named)
             else:
                 result = await asyncio.to_thread(kind.function, *positional, **named)
         except Refusal as refusal:
@@ -80,10 +85,20 @@ class FunctionTool(Settings):
         return Observation(result if isinstance(result, str) else to_json(result).decode())
 
 
+def is_pure(tool: Tool) -> bool:
+    """True for a tool that only computes and never waits, so that it can be called in virtual time."""
+    return isinstance(tool, Calculator) or (isinstance(tool, FunctionTool) and tool.pure)
+
+
 @lru_cache(maxsize=1024)
 def tool_of_function(function: Callable[..., Any], name: str) -> type[FunctionTool]:
     """The settings class of a function. Raises ConfigError if its signature or its docstring is not that of a tool."""
     where = f"the tool '{name}'"
+    pure = getattr(function, "pure", False)
+    if pure and inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{where}: pure=True is for a function that waits for nothing; write it with `def`, not `async`"
+        )
     if not (function.__doc__ or "").strip():
         raise ConfigError(f"{where}: its function has no docstring; say in it what goes in and what comes out")
     for parameter in inspect.signature(function).parameters.values():
@@ -119,7 +134,7 @@ def tool_of_function(function: Callable[..., Any], name: str) -> type[FunctionTo
     made.__qualname__ = function.__qualname__
     # As a static method: a function that a class holds would get the tool as its first argument.
     made.function = staticmethod(function)
-    made.arguments, made.schema_of_arguments = adapter, schema
+    made.arguments, made.schema_of_arguments, made.pure = adapter, schema, pure
     return made
 
 

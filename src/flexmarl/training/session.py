@@ -63,11 +63,8 @@ class TrainingSession:
 
         `events` must be those of the part that makes rows READY. Every accumulated micro-batch is emitted to them.
         """
-        self._policy = policy
-        self._store = store
-        self._trainer = trainer
-        self._micro_batch = micro_batch
-        self._version = version
+        self._policy, self._store, self._trainer = policy, store, trainer
+        self._micro_batch, self._version = micro_batch, version
         self._at_once = 2 if ahead else 1
         self._events = events
         self._events.listen(RowsReady, self._rows_ready)

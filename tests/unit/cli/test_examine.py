@@ -28,7 +28,8 @@ def looked_at(config: Path, *overrides: str) -> set[str]:
 def test_what_simulated_devices_do_not_have_is_not_looked_at(small_run: Path) -> None:
     of_devices = {"checkpoint.every", "team.agents.solver.sampling.max_tokens"}
     assert of_devices <= looked_at(small_run)
-    assert not of_devices & looked_at(small_run, "cluster.backend=simulated")
+    simulated = ["cluster.backend=simulated", "simulation.replies={default: {type: asked}}"]
+    assert not of_devices & looked_at(small_run, *simulated)
 
 
 def test_tasks_of_a_file_are_counted(small_run: Path) -> None:

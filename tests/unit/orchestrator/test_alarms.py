@@ -14,10 +14,12 @@ SOLVER = PolicyName("solver")
 WELL = {
     "train/solver/samples": 8.0, "train/solver/entropy": 1.0, "train/solver/kl_to_sampler": 1e-6,
     "rollout/groups": 4.0, "filtered/flat": 1.0, "cut/solver": 0.1,
+    "rollout/episodes": 16.0, "rollout/failed_episodes": 7.0,
 }  # fmt: skip
 ILL = {
     AlarmKind.UNTRAINED: {"train/solver/samples": 0.0},
     AlarmKind.NO_SPREAD: {"filtered/flat": 1.0, "filtered/too_hard": 3.0},
+    AlarmKind.FAILED: {"rollout/failed_episodes": 8.0},
     AlarmKind.CUT: {"cut/solver": 0.5},
     AlarmKind.ENTROPY: {"train/solver/entropy": 0.001},
     AlarmKind.DRIFT: {"train/solver/kl_to_sampler": 0.2},
@@ -56,6 +58,7 @@ def test_no_figures_break_the_rules_and_no_alarm_sounds_twice(values):
     [
         (AlarmKind.UNTRAINED, "policy 'solver' was not updated", "credit.filter.refill"),
         (AlarmKind.NO_SPREAD, "the rewards of 100% of 4 groups did not differ (3 too_hard, 1 flat)", "easier tasks"),
+        (AlarmKind.FAILED, "8 of 16 episodes failed", "flexmarl show RUN --failed"),
         (AlarmKind.CUT, "50% of the replies of agent 'solver' were cut off", "team.agents.solver.sampling.max_tokens"),
         (AlarmKind.ENTROPY, "entropy of policy 'solver' is 0.001 nats per token, 0.1%", "learning_rate"),
         (AlarmKind.DRIFT, "differ by 0.2 nats per sampled token", "pipeline.lag"),
@@ -78,6 +81,10 @@ def test_rewards_that_differ_no_more_are_taken_for_a_ruined_policy_unless_the_ta
     ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [before, equal, equal])
     assert alarm.alarm is AlarmKind.NO_SPREAD
     assert ("lower training.optimizer.learning_rate" in alarm.remedy) is ruined
+
+
+def test_a_step_without_an_episode_fails_none():
+    assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [WELL | {"rollout/episodes": 0.0}] * 3)
 
 
 def test_equal_rewards_sound_without_a_filter_too_and_groups_of_one_do_not():

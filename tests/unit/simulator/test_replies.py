@@ -1,5 +1,6 @@
 import asyncio
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.simulator.plan import Distribution
-from flexmarl.simulator.replies import AnyReplies, Responder, reply_to, responder, responder_of
+from flexmarl.simulator.replies import AnyReplies, Responder, fitting_replies, reply_to, responder, responder_of
 
 RENDERER = character_renderer()
 SOLVER = PolicyName("solver")
@@ -102,10 +103,10 @@ def test_a_script_that_breaks_fails_its_request() -> None:
 
 
 def test_a_script_that_nobody_registered_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(
-        ConfigError, match=r"replies\.solver\.name: there is no responder 'test_ecko'; did you mean 'test_e"
-    ):
-        responder_of(team("solver"), replies(solver={"type": "scripted", "name": "test_ecko"}))
+    misspelt = replies(solver={"type": "scripted", "name": "test_ecko"})
+    (line,), fitting = fitting_replies(team("solver"), misspelt, recorded=False)
+    assert line.startswith("simulation.replies.solver.name: there is no responder 'test_ecko'; did you mean 'test_e")
+    assert fitting_replies(team("solver"), fitting, recorded=False) == ([], fitting)
 
 
 @given(seed=st.integers(0, 2**63 - 1))
@@ -164,10 +165,15 @@ def test_a_continued_request_is_answered_as_the_original_was() -> None:
 
 
 def test_an_agent_without_replies_is_an_error_that_says_what_would_work() -> None:
-    with pytest.raises(ConfigError, match=r"simulation\.replies\.verifier is missing.*type: lengths.*recorded"):
-        responder_of(team("solver", "verifier"), replies(solver={"type": "asked"}))
-    with pytest.raises(ConfigError, match=r"simulation\.replies\.slover: there is no such agent; there are: solver"):
-        responder_of(team("solver"), replies(slover={"type": "asked"}))
+    some = replies(slover={"type": "asked"}, critic={"type": "asked"})
+    spec = team("solver", "verifier", "critic")
+    lines, fitting = fitting_replies(spec, some, recorded=False)
+    assert lines[0] == "simulation.replies.slover: there is no such agent; there are: solver, verifier, critic"
+    for line, agent in zip(lines[1:], ("solver", "verifier"), strict=True):
+        assert re.match(rf"simulation\.replies\.{agent} is missing.*type: lengths.*recorded", line)
+    assert fitting["critic"] == some["critic"]
+    assert fitting_replies(spec, fitting, recorded=False) == ([], fitting)
+    assert len(fitting_replies(spec, some, recorded=True)[0]) == 1
 
 
 def test_default_replies_are_for_agents_that_are_not_named() -> None:

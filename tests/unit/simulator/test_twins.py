@@ -1,19 +1,20 @@
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexmarl.agents import TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
-from flexmarl.errors import ConfigError
 from flexmarl.records import AgentName, PolicyName
-from flexmarl.simulator.tool_twins import ToolTwin, twinned
+from flexmarl.simulator.tool_twins import ToolTwin, fitting_twins, twinned
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.tools import BoundTool, Tool, ToolContext
+from flexmarl.tools import TOOLS, BoundTool, Tool, ToolContext
 
 SOLVER = AgentName("solver")
 
@@ -54,7 +55,7 @@ def twins(**settings: Any) -> dict[str, ToolTwin]:
     return {name: ToolTwin.model_validate(twin) for name, twin in settings.items()}
 
 
-def call(spec: TeamSpec, tool: str, argument: str) -> tuple[str, float]:
+def call(spec: TeamSpec, tool: str, argument: Any) -> tuple[str, float]:
     async def timed() -> tuple[str, float]:
         called = spec.agents[SOLVER].tools[tool]
         (key,) = called.parameters["properties"]
@@ -90,16 +91,56 @@ def test_the_latency_is_that_of_the_call_and_the_seed() -> None:
     assert len({seconds for _, seconds in took.values()}) == 4
 
 
+def doubled(number: int) -> int:
+    """Doubles a number."""
+    return 2 * number
+
+
+def pure_tool(function: Callable[..., Any]) -> Tool:
+    TOOLS.register(function.__name__, pure=True)(function)
+    return TOOLS[function.__name__]()  # type: ignore[call-arg]
+
+
+def test_a_function_that_only_computes_is_called_in_no_time_or_in_the_time_of_its_twin() -> None:
+    spec = team(pure_tool(doubled))
+    assert fitting_twins(spec, {}) == ([], {})
+    assert call(twinned(spec, {}, seed=0), "doubled", 21) == ("42", 0.0)
+    timed = twins(doubled={"latency_s": 1.5})
+    assert fitting_twins(spec, timed) == ([], timed)
+    assert call(twinned(spec, timed, seed=0), "doubled", 21) == ("42", 1.5)
+    assert call(twinned(spec, twins(doubled={"result": "none"}), seed=0), "doubled", 21) == ("none", 0.0)
+
+
 def test_a_tool_without_a_twin_is_an_error_that_says_what_would_work() -> None:
-    with pytest.raises(ConfigError, match=r"simulation\.tools\.search is missing: .*latency_s"):
-        twinned(team(Search()), {}, seed=0)
+    (line,), fitting = fitting_twins(team(Search()), {})
+    assert re.match(r"simulation\.tools\.search is missing: .*latency_s.*@tool\(pure=True\)", line)
+    assert fitting_twins(team(Search()), fitting) == ([], fitting)
 
 
 def test_a_tool_that_needs_the_world_cannot_be_asked_as_it_is() -> None:
-    with pytest.raises(ConfigError, match=r"simulation\.tools\.search\.result is 'as_is'"):
-        twinned(team(Search()), twins(search={"latency_s": 1.0}), seed=0)
+    (line,), fitting = fitting_twins(team(Search()), twins(search={"latency_s": 1.0}))
+    assert line.startswith("simulation.tools.search.result is 'as_is'")
+    assert fitting["search"].latency_s.mean == 1.0
 
 
 def test_a_twin_of_nothing_is_an_error_that_names_the_tools() -> None:
-    with pytest.raises(ConfigError, match=r"simulation\.tools\.serach: no agent has .*there are: calculator"):
-        twinned(team(), twins(serach={"result": "x"}), seed=0)
+    (line,), fitting = fitting_twins(team(), twins(serach={"result": "x"}))
+    assert re.match(r"simulation\.tools\.serach: no agent has .*there are: calculator", line)
+    assert fitting == {}
+
+
+NAMES = ["calculator", "search", "serach"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from([{}, {"result": "x"}, {"latency_s": 2.0}])))
+def test_each_wrong_twin_has_a_line_and_the_twins_that_would_do_do(given_: dict[str, Any]) -> None:
+    settings = twins(**given_)
+    lines, fitting = fitting_twins(team(Search()), settings)
+    answers = "result" in given_.get("search", {})
+    wrong = ({"serach"} & given_.keys()) | (set() if answers else {"search"})
+    assert {line.split(".")[2].split(":")[0].split(" ")[0] for line in lines} == wrong
+    assert len(lines) == len(wrong)
+    assert fitting_twins(team(Search()), fitting) == ([], fitting)
+    assert {name: fitting[name] for name in settings.keys() - wrong} == {
+        name: settings[name] for name in settings.keys() - wrong
+    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import Field
 
 from flexmarl.errors import ConfigError
 from flexmarl.testing.plugin_checks import check_tool
-from flexmarl.tools import TOOLS, Observation, Refusal, Tool, ToolContext, tool
+from flexmarl.tools import TOOLS, Calculator, Observation, Refusal, Tool, ToolContext, is_pure, tool
 from flexmarl.tools.arguments import BadArguments, check_schema, example_of, fitted, signature
 from flexmarl.tools.function_tool import tool_of_function
 
@@ -197,3 +198,45 @@ def test_a_tool_whose_parameters_are_no_schema_is_refused() -> None:
         ConfigError, match=r"tool 'odd': its parameters must be the schema of an object, got type 'string'"
     ):
         check_schema(Odd())  # type: ignore[arg-type]
+
+
+@tool(pure=True)
+def twice(x: int) -> int:
+    """Doubles a number."""
+    if x < 0:
+        raise Refusal("negative")
+    return 2 * x if threading.current_thread() is threading.main_thread() else 0
+
+
+@tool("thrice", pure=True)
+def three_times(x: int) -> int:
+    """Triples a number."""
+    return 3 * x
+
+
+def test_a_pure_function_is_called_in_the_event_loop_and_stays_pure_in_another_process() -> None:
+    assert [is_pure(made(name)) for name in ("twice", "thrice", "calculator", "add", "many")] == [
+        *[True] * 3,
+        False,
+        False,
+    ]
+    check_tool(made("twice"), good=[{"x": 1}])
+    for one in (made("twice"), pickle.loads(pickle.dumps(made("twice")))):
+        assert is_pure(one)
+        assert called(one, {"x": 21}) == Observation("42")
+        assert called(one, {"x": -1}) == Observation("negative", ok=False)
+    assert called(made("thrice"), {"x": 2}) == Observation("6")
+    assert tool_of_function(twice, "twice") is TOOLS["twice"], "a package may offer a function that is decorated, too"
+
+
+def test_what_waits_cannot_be_pure() -> None:
+    async def ask(x: int) -> int:
+        """Asks a server."""
+        return x
+
+    with pytest.raises(
+        ConfigError, match=r"the tool 'ask': pure=True is for .* waits for nothing; write it with `def`"
+    ):
+        tool(pure=True)(ask)
+    with pytest.raises(ConfigError, match="pure=True is for functions"):
+        tool(pure=True)(Calculator)

@@ -35,11 +35,7 @@ BUILT_IN = {
     "gigpo": "flexmarl.credit.estimators.gigpo:GiGpo",
 }
 ESTIMATORS: SettingsTable[EstimatorSettings] = SettingsTable(
-    "estimator",
-    setting="credit.estimator.type",
-    group="estimators",
-    interface=[EstimatorSettings],
-    built_in=BUILT_IN,
+    "estimator", setting="credit.estimator.type", group="estimators", interface=[EstimatorSettings], built_in=BUILT_IN
 )
 """Estimators by `type`."""
 estimator = ESTIMATORS.register

@@ -180,12 +180,7 @@ def _of_the_source(random: Random, targets: Targets, kind: FaultKind) -> Fault:
     return Fault(kind=kind, after=random.randrange(targets.steps * targets.groups))
 
 
-BY_INSTANCE = (
-    FaultKind.LOST_INSTANCE,
-    FaultKind.SLOW_INSTANCE,
-    FaultKind.ENGINE_SILENCE,
-    FaultKind.FAILED_PUBLISH,
-)
+BY_INSTANCE = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE, FaultKind.FAILED_PUBLISH)
 BY_POLICY = (FaultKind.ENGINE_ERRORS, FaultKind.LOST_TRAINER, FaultKind.LOST_CACHE, FaultKind.CLOCK_SKEW)
 BY_TASK = (FaultKind.HUNG_WORKFLOW, FaultKind.POISON_TASK)
 _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {

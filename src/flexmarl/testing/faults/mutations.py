@@ -187,21 +187,9 @@ MUTATIONS = (
         breaks="some finished groups never reach collection",
         rules=Rules(rollout=_LosesGroups),
     ),
-    Mutation(
-        name="lease_leak",
-        breaks="a claim leases one row more than it returns",
-        store=_LeaksLeases,
-    ),
-    Mutation(
-        name="rewind_keeps_rows",
-        breaks="a resumption leaves the rows of groups it replays",
-        store=_KeepsRows,
-    ),
-    Mutation(
-        name="accumulated_twice",
-        breaks="gradients enter the cache twice",
-        cache=_AccumulatesTwice,
-    ),
+    Mutation(name="lease_leak", breaks="a claim leases one row more than it returns", store=_LeaksLeases),
+    Mutation(name="rewind_keeps_rows", breaks="a resumption leaves the rows of groups it replays", store=_KeepsRows),
+    Mutation(name="accumulated_twice", breaks="gradients enter the cache twice", cache=_AccumulatesTwice),
     Mutation(
         name="reused_id_lost",
         breaks="rows under the id of a micro-batch that was dropped are counted, and add no gradient",

@@ -20,11 +20,7 @@ from transformers.utils import logging as transformers_logging
 from flexmarl.errors import ConfigError, TrainingError, boundary
 from flexmarl.training.settings import Dtype, UpdateSettings
 
-DTYPES: dict[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def load_model(source: str | Path, dtype: Dtype = "float32") -> PreTrainedModel:

@@ -130,10 +130,8 @@ class Backward:
 
     def __init__(self, network: Network, objective: Objective, updater: Updater, *, scale: float) -> None:
         """`scale` is kappa, `training.accumulation_scale`."""
-        self._network = network
-        self._objective = objective
-        self._updater = updater
-        self._scale = scale
+        self._network, self._objective = network, objective
+        self._updater, self._scale = updater, scale
 
     def add(self, trained: Sequence[Weighted], together: Pass, version: Version) -> dict[str, float]:
         """Adds one pass over some of `trained` to the gradients. Returns its sums for a LossReport."""

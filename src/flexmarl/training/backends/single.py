@@ -92,11 +92,8 @@ class SingleProcessTrainer:
 
         A new adapter begins from `seed`. With `deterministic`, equal rows give equal bits, on CUDA too.
         """
-        self._policy = policy
-        self._settings = settings
-        self._objects = objects
-        self._thread = thread
-        self._tokenizer = tokenizer
+        self._policy, self._settings, self._objects = policy, settings, objects
+        self._thread, self._tokenizer = thread, tokenizer
         self._network = Network(model, settings, device=device, seed=seed, deterministic=deterministic)
         self._objective = Objective(settings)
         rate = None if settings.critic is None else settings.critic.learning_rate
