@@ -27,7 +27,7 @@ from flexmarl.assemble.simulation import Unmodelled, simulate
 from flexmarl.cli.show import open_conversations, reading_of
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.load import as_override, parse_override, parse_yaml
-from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.errors import ConfigError, EpisodeError, FlexmarlError
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
@@ -49,6 +49,11 @@ MOST_RUNS = 100
 
 MOST_FLAT = 0.5
 """Share of groups with equal rewards up to which a simulation's figures are those of training."""
+MEANINGLESS = (
+    "Replies without meaning (type lengths or asked) earn equal rewards; use simulation.rewards={success: 0.5}, or "
+    "credit.filter=null"
+)
+"""Why a simulation may train hardly anything, and what to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,10 @@ def simulated(
         console.print(f"{label}: {text}" if label else text)
 
     disturbance = None if plan is None else PlannedFaults(plan)
-    folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
+    try:
+        folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
+    except EpisodeError as error:
+        raise error if settings.simulation.rewards else EpisodeError(f"{error}. {MEANINGLESS}") from error
     troubles = Troubles()
     facts = read_facts(troubles.noting(read_run(folder.journal)))
     facts.queue_counts = facts.queue_counts or queue_counts_of(facts.calls, _slots(settings))
@@ -105,9 +113,7 @@ def caution_of(troubles: Troubles, groups: int) -> str:
         return ""
     return (
         f"{sum(flat.values())} of {groups} groups were dropped, because their rewards did not differ "
-        f"({in_words(flat)}): hardly anything was trained, and the figures lack that time. Replies without "
-        f"meaning (type lengths or asked) earn equal rewards; use simulation.rewards={{success: 0.5}}, or "
-        f"credit.filter=null"
+        f"({in_words(flat)}): hardly anything was trained, and the figures lack that time. {MEANINGLESS}"
     )
 
 

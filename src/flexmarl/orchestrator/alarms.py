@@ -4,6 +4,7 @@
 |-----------|----------|---------------------------------------------------------------------|--------------------|
 | untrained | a policy | no update                                                           | `alarms.untrained` |
 | no_spread | the team | the rewards of this share of the groups, dropped or kept, are equal | `alarms.no_spread` |
+|           | an agent | its own are, not all of them the best, while those of others differ |                    |
 | failed    | the team | this share of the episodes failed                                   | `alarms.failed`    |
 | cut       | an agent | `max_tokens` ended this share of its replies                        | `alarms.cut`       |
 | entropy   | a policy | its entropy is below this share of that of the first update         | `alarms.entropy`   |
@@ -140,6 +141,16 @@ class AlarmRules:
             remedy="; ".join(remedies),
         )
         self._differed = self._differed or share < limit
+        for agent, (judged, equal_by) in _verdicts(values).items():
+            # One that always does best has nothing left to learn. If no agent's rewards differ, it is said above.
+            alone = share < limit and 2 * equal_by[FilterReason.TOO_EASY] <= sum(equal_by.values())
+            yield Condition(
+                subject=agent,
+                holds=alone and sum(equal_by.values()) >= limit * judged,
+                value=sum(equal_by.values()) / judged,
+                says=f"the rewards of agent '{agent}' did not differ, so it learns nothing ({_counts(equal_by)})",
+                remedy="; ".join(remedies),
+            )
 
     def _entropy(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
         for policy in self._trained:
@@ -187,11 +198,20 @@ def _counts(groups: Mapping[FilterReason, float]) -> str:
 def _by_agent(values: Mapping[str, float]) -> str:
     """The verdicts of each agent, if they differ: a group is flat, too, if one agent's task is too hard for it and
     another's too easy."""
-    found = {name.split("/")[1]: dict[FilterReason, float]() for name in values if name.startswith("filter/")}
-    for agent, verdicts in found.items():
-        verdicts |= {reason: values.get(f"filter/{agent}/{reason}", 0.0) for reason in NO_SPREAD}
-    said = {agent: _counts(verdicts) for agent, verdicts in sorted(found.items()) if any(verdicts.values())}
+    said = {agent: _counts(equal) for agent, (_, equal) in _verdicts(values).items() if any(equal.values())}
     return "".join(f"; {agent}: {counts}" for agent, counts in said.items()) if len({*said.values()}) > 1 else ""
+
+
+def _verdicts(values: Mapping[str, float]) -> dict[str, tuple[float, dict[FilterReason, float]]]:
+    """Number of groups of each agent that credit.filter judged, and of those whose rewards are equal, by reason."""
+    judged = Counter[str]()
+    for name, groups in values.items():
+        if name.startswith("filter/"):
+            judged[name.split("/")[1]] += groups
+    by_reason = {
+        agent: {reason: values.get(f"filter/{agent}/{reason}", 0.0) for reason in NO_SPREAD} for agent in judged
+    }
+    return {agent: (groups, by_reason[agent]) for agent, groups in sorted(judged.items()) if groups}
 
 
 def _failed(values: Mapping[str, float], limit: float) -> Iterator[Condition]:

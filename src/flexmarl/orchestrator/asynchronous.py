@@ -26,6 +26,7 @@ unblocked by the stream, which ends a group that blocks it for too long; any fai
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -34,6 +35,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupExpired, GroupStopped, GroupTaken, LagChanged, RolloutEnded
 from flexmarl.events.notices import EpisodesTaken, StepPlayed, TurnsTaken, phase
 from flexmarl.events.safe_json import masked
+from flexmarl.events.untrained import in_words
 from flexmarl.experience.interface import ExperienceStore, Outcome
 from flexmarl.experience.window import Window
 from flexmarl.orchestrator.collect import Collector
@@ -197,7 +199,7 @@ class Stream:
         if judged.drop:
             await self._crediting.drop(group, judged)
             self._window.ended(group.group)
-            self._note_barren("it was filtered")
+            self._note_barren(f"credit.filter found it {judged.reason}")
         else:
             self._window.finished(group.group)
             self._done[group.group] = group
@@ -258,10 +260,11 @@ class Stream:
     def _check_alive(self) -> None:
         """Raises an error where `next` would wait without end: the tasks are over, or group after group is barren."""
         if self._is_barren:
+            reasons = in_words(dict(Counter(self._barren).most_common()))
             raise EpisodeError(
-                f"step {self._step + 1}: the last {len(self._barren)} groups gave no sample to train on, the last one "
-                f"because: {self._barren[-1]}; so many in a row are taken for all that will come. "
-                f"Mend the workflow, or choose tasks that are neither too easy nor too hard, or credit.filter=null"
+                f"step {self._step + 1}: the last {len(self._barren)} groups gave no sample to train on, because: "
+                f"{reasons}; so many in a row are taken for all that will come. Mend the workflow, or choose "
+                f"tasks that are neither too easy nor too hard, or credit.filter=null"
             )
         if self._playing.done() and self._feed.exhausted:
             raise SourceExhausted(f"step {self._step + 1} cannot be filled: {self._feed.exhausted}")

@@ -12,7 +12,7 @@ from flexmarl.assemble.commands import assemble_run, evaluate_once
 from flexmarl.assemble.export import export_policies
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.events.metrics import read_metrics
 from flexmarl.events.run_folder import RunFolder
 
@@ -186,6 +186,10 @@ def test_a_simulation_whose_rewards_are_equal_says_so_and_draws_them_where_asked
     caution = "caution: 6 of 6 groups were dropped, because their rewards did not differ (too_hard)"
     assert caution in " ".join(text.split())
     assert "simulation.rewards={success: 0.5}" in text
+    with pytest.raises(
+        EpisodeError, match=r"because: credit.filter found it too_hard; .*simulation.rewards=\{success: 0"
+    ):
+        said(config, *MEANINGLESS, "mode=async")
     drawn = said(config, *MEANINGLESS, "simulation.rewards={success: 0.5}")
     assert "caution" not in drawn
     steps = [read_metrics(RunFolder(Path(one.splitlines()[-1])).metrics)[1] for one in (text, drawn)]

@@ -105,6 +105,17 @@ def test_a_team_with_one_agent_at_its_best_and_one_at_its_worst_is_told_which_is
     assert "did not differ (4 flat)" in alarm.because
 
 
+def test_an_agent_whose_rewards_never_differ_is_named_though_those_of_another_do():
+    stuck = WELL | {"filter/checker/effective": 3.0, "filter/checker/flat": 1.0, "filter/solver/too_hard": 4.0}
+    rules = AlarmRules(AlarmSettings(), [SOLVER])
+    ((step, alarm),) = sounds(rules, [stuck] * 3)
+    assert (step, alarm.alarm, alarm.subject, alarm.value) == (2, AlarmKind.NO_SPREAD, "solver", 1.0)
+    assert "the rewards of agent 'solver' did not differ, so it learns nothing (4 too_hard)" in alarm.because
+    assert "give easier tasks" in alarm.remedy
+    best = WELL | {"filter/checker/effective": 4.0, "filter/solver/too_easy": 4.0}
+    assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [best] * 3)
+
+
 def test_a_run_without_a_filter_whose_rewards_never_differ_says_so_once():
     run = ScriptedRun(say=lambda prompt, request: "b", steps=4, credit={"filter": None}).play()
     (alarm,) = [alarm for alarm in run.events.of(AlarmRaised) if alarm.alarm is AlarmKind.NO_SPREAD]

@@ -141,7 +141,9 @@ def test_groups_that_are_filtered_are_made_up_for_by_others():
 @pytest.mark.parametrize("updates", ["together", "per_policy"])
 def test_a_run_in_which_every_group_is_filtered_ends_with_the_reason(updates):
     run = ScriptedRun(say=lambda *_: "a", mode="async", steps=3, credit={}, pipeline={"updates": updates})
-    with pytest.raises(EpisodeError, match=r"step 1: the last 64 groups gave no sample .*it was filtered"):
+    with pytest.raises(
+        EpisodeError, match=r"step 1: the last 64 groups .* because: credit.filter found it too_easy; so"
+    ):
         run.play()
 
 
