@@ -183,8 +183,11 @@ class _FigureTable:
 def _before_and_after(summary: Summary, between: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
+    steps = {} if summary.eval["before"] else {"before": "first step", "after": "last step"}  # Nothing was held out.
     for column in ("before", "after", "change"):
-        table.add_column("\n".join((column, *_played(summary.held_out.get(column, {})))), justify="right")
+        table.add_column(
+            "\n".join((steps.get(column, column), *_played(summary.held_out.get(column, {})))), justify="right"
+        )
 
     def add_row(label: str, name: str, before: float | None, after: float | None) -> None:
         change = None if before is None or after is None else after - before

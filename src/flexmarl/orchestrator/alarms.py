@@ -15,7 +15,7 @@ step would hide the others.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -204,7 +204,7 @@ def _by_agent(values: Mapping[str, float]) -> str:
 
 def _verdicts(values: Mapping[str, float]) -> dict[str, tuple[float, dict[FilterReason, float]]]:
     """Number of groups of each agent that credit.filter judged, and of those whose rewards are equal, by reason."""
-    judged = Counter[str]()
+    judged = defaultdict[str, float](float)
     for name, groups in values.items():
         if name.startswith("filter/"):
             judged[name.split("/")[1]] += groups
