@@ -13,6 +13,7 @@ from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
+from flexmarl.tools.interface import max_parallel_of
 
 
 class SamplingSettings(Settings):
@@ -120,6 +121,14 @@ class TeamSettings(Settings):
                 raise ValueError(
                     f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "
                     f"{', '.join(sorted(reserved_names()))}"
+                )
+        bounds = dict[str, tuple[str, int | str]]()
+        for name, tool in ((name, tool) for name, agent in self.agents.items() for tool in agent.tools):
+            other, same = bounds.setdefault(tool.name, (name, most := max_parallel_of(tool) or "null"))
+            if most != same:
+                raise ValueError(
+                    f"agents.{name}.tools: max_parallel of {tool.name!r} is {most}, and {same} for agent {other!r}; "
+                    f"their calls count together: use one number, or give one tool another `name`"
                 )
         if absent := [seat for seat in self.workflow.seats if seat not in self.agents]:
             raise ValueError(

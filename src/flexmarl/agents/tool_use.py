@@ -1,7 +1,8 @@
 """Runs the tool calls of one message.
 
 consumes     the calls found in one message
-waits for    the tools; all calls of a message run at once, and of all messages `rollout.tool_calls_at_once`
+waits for    the tools; all calls of a message run at once, within the bounds `rollout.tool_calls_at_once` and the
+             tool's `max_parallel`
 produces     one ToolUse for each call, in the order of the calls
 unblocked by the end of the slowest call, and of those before it in the line; a cancelled act cancels its calls
 """
@@ -113,7 +114,7 @@ async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: Episo
         return _used(call.name, argument, Observation(arguments.reason, ok=False))
     with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
         lent = context.tools.lent(seat, tool, _context(seat, tool, context))
-        async with lent as bound, context.tools.running:
+        async with lent as bound, context.tools.running.place(tool):
             observation = await bound.call(arguments)
         if not math.isfinite(observation.cost):
             raise EpisodeError(f"the cost of a call must be a finite number, got {observation.cost}")

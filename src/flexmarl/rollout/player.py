@@ -12,7 +12,7 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
@@ -36,7 +36,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
-from flexmarl.tools.open_tools import OpenTools
+from flexmarl.tools.open_tools import OpenTools, RunningCalls
 
 AT_THE_END_S = 2.0
 """Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
@@ -94,20 +94,20 @@ class Player:
         temperature: float | None = None,
         holds: Holds = lambda _: None,
         events: Events | None = None,
-        tool_calls_at_once: int | None = None,
+        running: RunningCalls | None = None,
     ) -> None:
         """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
         `temperature` replaces the agents' own. Evaluations use the last two.
 
         `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
 
-        `events` get the failed episodes, except those that a `Stop` ended.
+        `events` get the failed episodes, except those that a `Stop` ended. `running`: the run's places for tool calls.
         """
         self._team, self._generate, self._run_seed = team, generate, run_seed
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._store, self._holds, self._events = store, holds, events
         self._sampling = {} if temperature is None else {"temperature": temperature}
-        self._running_tools = asyncio.Semaphore(tool_calls_at_once) if tool_calls_at_once else nullcontext()
+        self._running = running or RunningCalls()
 
     async def play(
         self,
@@ -131,7 +131,7 @@ class Player:
         recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
         limit = TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
-        tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running_tools)
+        tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running)
         context = EpisodeContext(
             task=group.task,
             group=group.group,
