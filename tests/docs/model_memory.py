@@ -134,11 +134,20 @@ def _cells(model: PreTrainedConfig) -> Iterator[str]:
 
 def changes() -> str:
     """The table of settings: the real team with a model of 0.1B parameters and with one of 4B."""
-    small, large = load_run(SMALL).model_dump(), load_run(LARGE).model_dump()
+    runs = load_run(SMALL), load_run(LARGE)
+    small, large = (run.model_dump() for run in runs)
     lines = ["| key | `cpu.yaml` | `gpu.yaml` |", "|---|---|---|"]
     for key in CHANGES:
         name = key.removeprefix("policies.solver.").removeprefix("team.agents.solver.")
         lines.append(f"| `{name}` | {_shown(small, key)} | {_shown(large, key)} |")
+    found = [memory(run, model) for run, model in zip(runs, (config_of_135m(), models()["Qwen/Qwen3-4B"]), strict=True)]
+    keys_and_values = " | ".join(f"{one['keys and values']:.1f}" for one in found)
+    others = ("keys and values", "libraries")
+    rest = " | ".join(f"{sum(gib for part, gib in one.items() if part not in others):.1f}" for one in found)
+    lines += [
+        f"| memory without keys and values, GiB | {rest} |",
+        f"| keys and values at most, GiB | {keys_and_values} |",
+    ]
     return "\n".join(lines)
 
 
