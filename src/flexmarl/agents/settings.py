@@ -87,9 +87,8 @@ class AgentSettings(Settings):
     @field_validator("syntax", mode="before")
     @classmethod
     def _null_is_auto(cls, syntax: Any) -> Any:
-        return (
-            "auto" if syntax is None else syntax
-        )  # Run folders of earlier versions have null for agents without tools.
+        # Run folders of earlier versions have null for agents without tools.
+        return "auto" if syntax is None else syntax
 
     @model_validator(mode="after")
     def _tools_can_be_called(self) -> "AgentSettings":
@@ -126,10 +125,9 @@ class TeamSettings(Settings):
         for name, tool in ((name, tool) for name, agent in self.agents.items() for tool in agent.tools):
             other, same = bounds.setdefault(tool.name, (name, most := max_parallel_of(tool) or "null"))
             if most != same:
-                raise ValueError(
-                    f"agents.{name}.tools: max_parallel of {tool.name!r} is {most}, and {same} for agent {other!r}; "
-                    f"their calls count together: use one number, or give one tool another `name`"
-                )
+                found = f"max_parallel of {tool.name!r} is {most}, and {same} for agent {other!r}"
+                works = "their calls count together: use one number, or give one tool another `name`"
+                raise ValueError(f"agents.{name}.tools: {found}; {works}")
         if absent := [seat for seat in self.workflow.seats if seat not in self.agents]:
             raise ValueError(
                 f"workflow: {self.workflow.type} needs the agent {absent[0]!r}; the team has {', '.join(self.agents)}"

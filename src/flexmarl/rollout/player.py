@@ -100,7 +100,6 @@ class Player:
         `temperature` replaces the agents' own. Evaluations use the last two.
 
         `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
-
         `events` get the failed episodes, except those that a `Stop` ended. `running`: the run's places for tool calls.
         """
         self._team, self._generate, self._run_seed = team, generate, run_seed
@@ -246,11 +245,8 @@ class Player:
 
     def _unrewarded(self, team: Team) -> Turn | None:
         """A trained policy's first turn without a reward; None if all have one. A missing reward is not 0.0."""
-        rewards = team.rewards()
-        for turn in team.turns:
-            if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
-                return turn
-        return None
+        rewards, trained = team.rewards(), self._team.trained
+        return next((turn for turn in team.turns if rewards[turn.sample_id] is None and turn.policy in trained), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +265,8 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
     if workflow.cancelled():
         left = "a CancelledError left it, though nobody had stopped the episode"
         because = f"{doing}: {left}; catch it where a task is awaited that may have been cancelled"
-        return _Ended(
-            EpisodeStatus.FAILED, because, Failure(kind="cancelled", text=left, place=_where_cancelled(workflow))
-        )
+        failure = Failure(kind="cancelled", text=left, place=_where_cancelled(workflow))
+        return _Ended(EpisodeStatus.FAILED, because, failure)
     error = workflow.exception()
     if error is None:
         return _Ended(EpisodeStatus.FINISHED)

@@ -16,19 +16,18 @@ from flexmarl.tools.interface import BoundTool, Tool, ToolContext, max_parallel_
 
 
 class RunningCalls:
-    """The places in which the tool calls of a run run: so many for all tools together, so many for one tool."""
+    """The places for the running tool calls of a run: `at_once` of all tools together, `max_parallel` of one."""
 
     def __init__(self, at_once: int | None = None) -> None:
-        """`at_once`: calls of all tools that may run at once; None: no bound."""
         self._of_all = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._of_tool: dict[str, asyncio.Semaphore] = {}
 
     @asynccontextmanager
     async def place(self, tool: Tool) -> AsyncIterator[None]:
         """Holds a place. The tool's own line comes first: a call that waits there keeps no other tool from running."""
-        most = max_parallel_of(tool)
-        own = self._of_tool.setdefault(tool.name, asyncio.Semaphore(most)) if most else nullcontext()
-        async with own, self._of_all:
+        if most := max_parallel_of(tool):
+            self._of_tool.setdefault(tool.name, asyncio.Semaphore(most))
+        async with self._of_tool.get(tool.name, nullcontext()), self._of_all:
             yield
 
 
@@ -37,7 +36,6 @@ class OpenTools:
 
     def __init__(self, deadline: Callable[[], float] = lambda: math.inf, running: RunningCalls | None = None) -> None:
         """`deadline`: time of the event loop at which the episode ends at the latest, as far as is known now.
-
         `running`: the places for calls, which all episodes of a run share.
         """
         self.deadline, self.running = deadline, running or RunningCalls()
