@@ -197,17 +197,12 @@ class Player:
 
     def _note_failure(self, episode: Episode, context: EpisodeContext, error: BaseException | None) -> None:
         """Emits a failed episode. Its exception is only passed to listeners, and kept by nobody."""
-        if self._events is None or episode.failure is None:
+        failure, purpose = episode.failure, context.purpose
+        if self._events is None or failure is None:
             return
-        self._events.emit(episode_failed(episode, context.purpose))
+        self._events.emit(episode_failed(episode, purpose))
         self._events.emit(
-            EpisodeBroke(
-                episode=episode.episode,
-                task=episode.task,
-                purpose=context.purpose,
-                failure=episode.failure,
-                error=error,
-            )
+            EpisodeBroke(episode=episode.episode, task=episode.task, purpose=purpose, failure=failure, error=error)
         )
 
     def _record(self, team: Team, context: EpisodeContext, ended: "_Ended") -> Episode:
