@@ -10,10 +10,14 @@ mean one; 3 instances and 1 instance of 16 slots. The longest tasks take several
 
 The figures without a lag in their name are those of windowed FIFO with the default window, 0.3 of the active groups, at
 the lag of this rule: `lag + 1` steps last as long as all but one task in a thousand, where greedy at lag 1 shows how
-long a step lasts if it never waits for a task, and how long tasks last. The table has other lags and windows beside it.
+long a step lasts if it never waits for a task, and how long tasks last. The table has other lags and windows beside it,
+and runs with `pipeline.lag: auto`, which begin with lag 1 and follow the rule by what they measure themselves.
 
     throughput_vs_*        tokens trained per second, windowed FIFO by another mode (greedy and fifo at the same lag)
     *_lag_1                the same at lag 1
+    *_lag_auto             the same with `pipeline.lag: auto`, both runs
+    throughput_auto_vs_*   windowed FIFO with `pipeline.lag: auto` by itself at lag 1, and at the lag of the rule
+    lag_auto, *_step       the last lag of windowed FIFO with `pipeline.lag: auto`, and the step that began with it
     length_ratio           windowed FIFO: mean tokens of the trained tasks by that of the admitted ones, all steps
     early_ratio, *_greedy  the same for the first six steps, where a mode that takes what finishes first shows
     length_ratio_dropped   windowed FIFO at lag 1 that drops a task which holds up others for longer than half a minute
@@ -29,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from common import report
@@ -37,7 +41,7 @@ from common import report
 from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble.simulation import simulate
 from flexmarl.config import RunSettings
-from flexmarl.events.group_events import GroupAdmitted, GroupExpired
+from flexmarl.events.group_events import GroupAdmitted, GroupExpired, LagChanged
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.staleness import LengthBias, length_bias
@@ -63,8 +67,9 @@ COSTS = {
     "engine": {"slots": 16, "decode_s": 0.01, "decode_request_s": 0.0005},
     "trainer": {"sample_s": 0.2, "update_s": 1.0, "publish_s": 1.0},
 }
-LAGS = (1, 3)
-"""Beside the one of the rule."""
+Lag = int | Literal["auto"]
+LAGS: tuple[Lag, ...] = (1, 3, "auto")
+"""Beside the one of the rule. auto: the run follows the rule by itself."""
 LONGER = 0.001
 """Share of the tasks that may last for longer than `lag + 1` steps."""
 WANTED = {"throughput_vs_greedy": 0.95, "length_ratio": 0.95}
@@ -76,7 +81,7 @@ class Cell:
     """A setting of the pipeline."""
 
     mode: str
-    lag: int = 1
+    lag: Lag = 1
     window: float = 0.3
     deadline_s: float = 1800.0
     """A head that holds up others for longer is dropped."""
@@ -93,10 +98,9 @@ class Cell:
         """The settings behind `pipeline`."""
         return {"lag": self.lag, "window": self.window, "head_deadline_s": self.deadline_s}
 
-    @property
-    def law(self) -> AdmissionLaw:
-        """With its bound on staleness."""
-        return law_of(Mode(self.mode), PipelineSettings(**self.pipeline), groups=GROUPS)
+    def law(self, lag: int) -> AdmissionLaw:
+        """The law with its bound on staleness; at `lag` if the run chooses it."""
+        return law_of(Mode(self.mode), PipelineSettings(**self.pipeline), groups=GROUPS, now=lag)
 
 
 PROBE = Cell("greedy")
@@ -105,7 +109,7 @@ ONE_STEP_OFF = Cell("one_step_off")
 DROPPING = Cell("async", deadline_s=30.0)
 
 
-def at(lag: int) -> tuple[Cell, ...]:
+def at(lag: Lag) -> tuple[Cell, ...]:
     """The modes whose lag is free."""
     return Cell("greedy", lag), Cell("async", lag), Cell("async", lag, window=0.5), Cell("fifo", lag)
 
@@ -116,6 +120,12 @@ class Played:
 
     tokens_per_s: float
     """Trained."""
+    lag: int
+    """The last one."""
+    lag_step: int
+    """The step that began with it, from 0."""
+    bound: int | None
+    """On staleness, at the largest lag."""
     step_s: float
     long_task_s: float
     """From admission to the last answer; all but `LONGER` of the tasks last no longer."""
@@ -139,7 +149,11 @@ def settings_of(cell: Cell, out: str, *, steps: int, seed: int) -> RunSettings:
             "code": [],
             "cluster": {"backend": "simulated"},
             "batch": {"groups": GROUPS, "episodes": EPISODES},
-            "rollout": {"inter_query": cell.law.slots, "episode_timeout_s": 36000, "call_timeout_s": 36000},
+            "rollout": {
+                "inter_query": cell.law(PipelineSettings().max_lag).slots,
+                "episode_timeout_s": 36000,
+                "call_timeout_s": 36000,
+            },
             "credit": {"filter": None},
             "evaluate": {"tasks": 0},
             "checkpoint": {"every": 0},
@@ -170,6 +184,8 @@ def play(cell: Cell, steps: int, seed: int) -> Played:
         facts = read_facts(events)
         metrics = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     end = facts.steps[-1].ended
+    changes = [event for event in events if isinstance(event, LagChanged)]
+    lags = [cell.law(1).lag, *(change.lag for change in changes)]
     admitted = {event.group: event.t for event in events if isinstance(event, GroupAdmitted)}
     tokens = {group: task_tokens(group, seed) for group in admitted}
     trained = [group for step in facts.steps for group in step.trained]
@@ -179,6 +195,9 @@ def play(cell: Cell, steps: int, seed: int) -> Played:
     early, early_end = facts.steps[:EARLY], facts.steps[EARLY - 1].ended
     return Played(
         tokens_per_s=sum(tokens[group] for group in trained) / end,
+        lag=lags[-1],
+        lag_step=changes[-1].step if changes else 0,
+        bound=cell.law(max(lags)).max_staleness,
         step_s=end / steps,
         long_task_s=float(np.quantile(list(lasted.values()), 1 - LONGER)),
         max_staleness=max(line.get("staleness/solver/max", 0.0) for line in metrics),
@@ -226,7 +245,7 @@ def main() -> None:
     report(
         f"{chosen.steps} steps of {GROUPS} tasks, {EPISODES} episodes each",
         ["", "lag", "tokens/s", "staleness", "dropped", "length", "KS", "first"],
-        [row(cell, found[cell]) for cell in sorted(found, key=lambda cell: cell.law.lag)],
+        [row(cell, found[cell]) for cell in sorted(found, key=lambda cell: (cell.lag == "auto", found[cell].lag))],
         figures_of(found, lag),
         as_json=chosen.json,
         wanted=WANTED,
@@ -238,29 +257,34 @@ def figures_of(found: Mapping[Cell, Played], lag: int) -> dict[str, float]:
     """What the docstring of the module tells."""
     ours, first = found[Cell("async", lag)], found[Cell("async")]
     greedy, others = found[Cell("greedy", lag)], [Cell("fifo", lag), ONE_STEP_OFF, *ON_POLICY]
-    bounds = {cell: cell.law.max_staleness for cell in found}
+    auto, greedy_auto = found[Cell("async", "auto")], found[Cell("greedy", "auto")]
     return {
         "lag": lag,
         "throughput_vs_greedy": ours.tokens_per_s / greedy.tokens_per_s,
         **{f"throughput_vs_{other.mode}": ours.tokens_per_s / found[other].tokens_per_s for other in others},
         "throughput_vs_greedy_lag_1": first.tokens_per_s / found[PROBE].tokens_per_s,
+        "throughput_vs_greedy_lag_auto": auto.tokens_per_s / greedy_auto.tokens_per_s,
+        "throughput_auto_vs_lag_1": auto.tokens_per_s / first.tokens_per_s,
+        "throughput_auto_vs_rule": auto.tokens_per_s / ours.tokens_per_s,
+        "lag_auto": auto.lag,
+        "lag_auto_step": auto.lag_step,
         "length_ratio": ours.bias.ratio,
         "length_ratio_lag_1": first.bias.ratio,
+        "length_ratio_lag_auto": auto.bias.ratio,
         "early_ratio": ours.early.ratio,
         "early_ratio_greedy": greedy.early.ratio,
         "length_ratio_dropped": found[DROPPING].bias.ratio,
-        "staleness_by_bound": max(found[cell].max_staleness / bound for cell, bound in bounds.items() if bound),
+        "staleness_by_bound": max(one.max_staleness / one.bound for one in found.values() if one.bound),
     }
 
 
 def row(cell: Cell, played: Played) -> list[str]:
     """One setting."""
-    bound = cell.law.max_staleness
     return [
         cell.name,
-        f"{cell.law.lag}",
+        f"1 to {played.lag}" if cell.lag == "auto" else f"{played.lag}",
         f"{played.tokens_per_s:.0f}",
-        f"{played.max_staleness:.0f}" + ("" if bound is None else f" of {bound}"),
+        f"{played.max_staleness:.0f}" + ("" if played.bound is None else f" of {played.bound}"),
         f"{played.dropped}",
         f"{played.bias.ratio:.3f}",
         f"{played.bias.ks:.3f}",

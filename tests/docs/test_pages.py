@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 import flexmarl.records
+from benchmarks.common import config_of_135m
 from flexmarl.analysis.summary import Summary
+from flexmarl.config import load_run
 from tests.docs import journal_reference, model_memory
 from tests.docs.config_reference import keys, reference
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links, prose, read, rows
 
 PACKAGE = ROOT / "src" / "flexmarl"
+OWN_MODEL = "docs/howto/own_model.md"
 VOCABULARY = (
     "Task Agent Policy Team Workflow Environment Turn Episode Group Sample Micro-batch Step Instance "
     "Process_group Rule loop backend"
@@ -175,7 +178,7 @@ def test_the_page_of_ones_own_model_names_keys() -> None:
     """A dotted name whose first part is a part of some key ends a key."""
     known = set(keys())
     parts = {part for key in known for part in key.split(".")}
-    dotted = re.findall(r"`((?:\w+\.)+\w+)\b[^`]*`", prose("docs/howto/own_model.md"))
+    dotted = re.findall(r"`((?:\w+\.)+\w+)\b[^`]*`", prose(OWN_MODEL))
     meant = [name.replace(".X.", ".NAME.") for name in dotted if name.split(".")[0] in parts]
     assert len(meant) >= 10
     for name in meant:
@@ -183,8 +186,45 @@ def test_the_page_of_ones_own_model_names_keys() -> None:
 
 
 def test_the_table_of_memory_is_what_the_settings_say() -> None:
-    shown = read("docs/howto/own_model.md").split("<!-- memory -->\n", 1)[1].split("\n<!-- end of memory -->", 1)[0]
-    assert shown == model_memory.table(), "put the output of python tests/docs/model_memory.py there"
+    assert marked("memory") == model_memory.table(), "put the output of python tests/docs/model_memory.py there"
+
+
+def test_the_table_of_what_a_larger_model_changes_is_what_the_configs_say() -> None:
+    assert marked("changes") == model_memory.changes(), "put the output of python tests/docs/model_memory.py there"
+
+
+def marked(what: str) -> str:
+    """A table of the page on one's own model."""
+    return read(OWN_MODEL).split(f"<!-- {what} -->\n", 1)[1].split(f"\n<!-- end of {what} -->", 1)[0]
+
+
+def test_the_memory_that_check_says_is_that_of_the_config() -> None:
+    """What depends on the machine aside: its libraries, and what is free."""
+    lines = re.findall(r"^  ([a-z' ]+?) {2,}(\d+\.\d\d) GiB", read(OWN_MODEL), re.M)
+    said = {name: float(gib) for name, gib in lines}
+    sum_of_all = float(re.findall(r"^memory +(\d+\.\d\d) GiB at the peak", read(OWN_MODEL), re.M)[0])
+    assert sum(said.values()) == pytest.approx(sum_of_all, abs=0.005 * (len(said) + 1)), "each is rounded"
+    (most,) = re.findall(r"at most (\d+\.\d\d); lower it by\n +engine.kv_gib", read(OWN_MODEL))
+    found = model_memory.memory(load_run(model_memory.SMALL), config_of_135m())
+    assert said.keys() == found.keys()
+    known = {name: gib for name, gib in found.items() if name not in ("libraries", "keys and values")}
+    assert {name: said[name] for name in known} == {name: float(f"{gib:.2f}") for name, gib in known.items()}
+    assert float(most) == float(f"{found['keys and values']:.2f}")
+
+
+def test_the_learning_rates_are_those_of_the_configs_and_their_figures_stand_where_they_are_measured() -> None:
+    tried = list(rows(OWN_MODEL, "## Learning rate"))
+    assert len(tried) >= 5
+    for config, _, rate, success, source in tried:
+        (path,) = re.findall(r"\]\(([^)]+)\)", config)
+        policies = load_run((ROOT / OWN_MODEL).parent / path).policies
+        assert {float(rate)} == {policy.training.optimizer.learning_rate for policy in policies.values()}
+        figures = re.findall(r"\d\.\d{3}", success)
+        assert figures or success == "not run", config
+        for page in re.findall(r"\]\(([^)#]+)", source):
+            measured = ((ROOT / OWN_MODEL).parent / page).read_text()
+            assert all(figure in measured for figure in figures), f"{config}: {figures} are not all in {page}"
+        assert bool(source) == bool(figures), config
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,6 +13,7 @@ from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
+from flexmarl.tools.interface import max_parallel_of
 
 
 class SamplingSettings(Settings):
@@ -86,9 +87,8 @@ class AgentSettings(Settings):
     @field_validator("syntax", mode="before")
     @classmethod
     def _null_is_auto(cls, syntax: Any) -> Any:
-        return (
-            "auto" if syntax is None else syntax
-        )  # Run folders of earlier versions have null for agents without tools.
+        # Run folders of earlier versions have null for agents without tools.
+        return "auto" if syntax is None else syntax
 
     @model_validator(mode="after")
     def _tools_can_be_called(self) -> "AgentSettings":
@@ -121,6 +121,13 @@ class TeamSettings(Settings):
                     f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "
                     f"{', '.join(sorted(reserved_names()))}"
                 )
+        bounds = dict[str, tuple[str, int | str]]()
+        for name, tool in ((name, tool) for name, agent in self.agents.items() for tool in agent.tools):
+            other, same = bounds.setdefault(tool.name, (name, most := max_parallel_of(tool) or "null"))
+            if most != same:
+                found = f"max_parallel of {tool.name!r} is {most}, and {same} for agent {other!r}"
+                works = "their calls count together: use one number, or give one tool another `name`"
+                raise ValueError(f"agents.{name}.tools: {found}; {works}")
         if absent := [seat for seat in self.workflow.seats if seat not in self.agents]:
             raise ValueError(
                 f"workflow: {self.workflow.type} needs the agent {absent[0]!r}; the team has {', '.join(self.agents)}"

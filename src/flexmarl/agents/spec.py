@@ -105,12 +105,11 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         raise ConfigError(
             f"team.agents.{name}.policy: there is no policy {policy!r}; there are: {', '.join(sorted(renderers))}"
         )
-    where = f"team.agents.{name}"
     try:
         parser = PARSERS[settings.parser] if isinstance(settings.parser, str) else settings.parser
         told = told_of_tools(settings, renderers[policy])
     except ConfigError as error:
-        raise ConfigError(f"{where}.{error}") from None
+        raise ConfigError(f"team.agents.{name}.{error}") from None
     return AgentSpec(
         name=AgentName(name),
         policy=policy,

@@ -1,7 +1,7 @@
 """Runs the tool calls of one message.
 
 consumes     the calls found in one message
-waits for    the tools; all calls of a message run at once, and of all messages `rollout.tool_calls_at_once`
+waits for    the tools, and for places among the run's calls; all calls of a message run at once
 produces     one ToolUse for each call, in the order of the calls
 unblocked by the end of the slowest call, and of those before it in the line; a cancelled act cancels its calls
 """
@@ -83,13 +83,10 @@ async def use_tools(
     """
 
     async def use(index: int, call: Found) -> ToolUse:
-        return _cut(await answer(index, call), most_chars)
-
-    async def answer(index: int, call: Found) -> ToolUse:
-        if index >= left:
-            name, argument = (call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text)
-            return _used(name, argument, Observation(SPENT.format(most), ok=False), run=False)
-        return await _use(call, seat, tools, context, text)
+        if index < left:
+            return _cut(await _use(call, seat, tools, context, text), most_chars)
+        name, argument = (call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text)
+        return _cut(_used(name, argument, Observation(SPENT.format(most), ok=False), run=False), most_chars)
 
     if len(calls) == 1:
         return [await use(0, calls[0])]
@@ -113,7 +110,7 @@ async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: Episo
         return _used(call.name, argument, Observation(arguments.reason, ok=False))
     with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
         lent = context.tools.lent(seat, tool, _context(seat, tool, context))
-        async with lent as bound, context.tools.running:
+        async with lent as bound, context.tools.running.place(tool):
             observation = await bound.call(arguments)
         if not math.isfinite(observation.cost):
             raise EpisodeError(f"the cost of a call must be a finite number, got {observation.cost}")

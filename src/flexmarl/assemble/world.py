@@ -33,6 +33,7 @@ from flexmarl.orchestrator.evaluation import Evaluator, Keep
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.rollout.player import Player
+from flexmarl.tools.open_tools import RunningCalls
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
@@ -86,6 +87,8 @@ class World:
     pool: InferencePool
     trainers: Mapping[PolicyName, Trainer]
     cluster: Cluster
+    running: RunningCalls
+    """The places for tool calls."""
     residency: Residency | None = None
     """Decides which policies hold training devices, if they share any."""
     processes: Processes = field(default_factory=Processes)
@@ -161,6 +164,7 @@ async def world_of(
             trainers=of_policies,
             cluster=cluster,
             processes=processes,
+            running=RunningCalls(settings.rollout.tool_calls_at_once),
         )
 
 
@@ -188,7 +192,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
         run_seed=settings.seed,
         timeout_s=settings.rollout.episode_timeout_s,
         grace_s=settings.rollout.cancel_grace_s,
-        tool_calls_at_once=settings.rollout.tool_calls_at_once,
+        running=world.running,
         events=world.pool.events,
     )
 

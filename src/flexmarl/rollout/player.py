@@ -12,7 +12,7 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
@@ -36,7 +36,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import StoreRecorder
-from flexmarl.tools.open_tools import OpenTools
+from flexmarl.tools.open_tools import OpenTools, RunningCalls
 
 AT_THE_END_S = 2.0
 """Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
@@ -94,20 +94,19 @@ class Player:
         temperature: float | None = None,
         holds: Holds = lambda _: None,
         events: Events | None = None,
-        tool_calls_at_once: int | None = None,
+        running: RunningCalls | None = None,
     ) -> None:
         """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
         `temperature` replaces the agents' own. Evaluations use the last two.
 
         `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
-
-        `events` get the failed episodes, except those that a `Stop` ended.
+        `events` get the failed episodes, except those that a `Stop` ended. `running`: the run's places for tool calls.
         """
         self._team, self._generate, self._run_seed = team, generate, run_seed
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._store, self._holds, self._events = store, holds, events
         self._sampling = {} if temperature is None else {"temperature": temperature}
-        self._running_tools = asyncio.Semaphore(tool_calls_at_once) if tool_calls_at_once else nullcontext()
+        self._running = running or RunningCalls()
 
     async def play(
         self,
@@ -131,7 +130,7 @@ class Player:
         recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
         limit = TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
-        tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running_tools)
+        tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running)
         context = EpisodeContext(
             task=group.task,
             group=group.group,
@@ -198,17 +197,12 @@ class Player:
 
     def _note_failure(self, episode: Episode, context: EpisodeContext, error: BaseException | None) -> None:
         """Emits a failed episode. Its exception is only passed to listeners, and kept by nobody."""
-        if self._events is None or episode.failure is None:
+        failure, purpose = episode.failure, context.purpose
+        if self._events is None or failure is None:
             return
-        self._events.emit(episode_failed(episode, context.purpose))
+        self._events.emit(episode_failed(episode, purpose))
         self._events.emit(
-            EpisodeBroke(
-                episode=episode.episode,
-                task=episode.task,
-                purpose=context.purpose,
-                failure=episode.failure,
-                error=error,
-            )
+            EpisodeBroke(episode=episode.episode, task=episode.task, purpose=purpose, failure=failure, error=error)
         )
 
     def _record(self, team: Team, context: EpisodeContext, ended: "_Ended") -> Episode:
@@ -246,11 +240,8 @@ class Player:
 
     def _unrewarded(self, team: Team) -> Turn | None:
         """A trained policy's first turn without a reward; None if all have one. A missing reward is not 0.0."""
-        rewards = team.rewards()
-        for turn in team.turns:
-            if rewards[turn.sample_id] is None and turn.policy in self._team.trained:
-                return turn
-        return None
+        rewards, trained = team.rewards(), self._team.trained
+        return next((turn for turn in team.turns if rewards[turn.sample_id] is None and turn.policy in trained), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +260,8 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
     if workflow.cancelled():
         left = "a CancelledError left it, though nobody had stopped the episode"
         because = f"{doing}: {left}; catch it where a task is awaited that may have been cancelled"
-        return _Ended(
-            EpisodeStatus.FAILED, because, Failure(kind="cancelled", text=left, place=_where_cancelled(workflow))
-        )
+        failure = Failure(kind="cancelled", text=left, place=_where_cancelled(workflow))
+        return _Ended(EpisodeStatus.FAILED, because, failure)
     error = workflow.exception()
     if error is None:
         return _Ended(EpisodeStatus.FINISHED)

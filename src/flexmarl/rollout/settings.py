@@ -28,8 +28,8 @@ class RolloutSettings(Settings):
     tool_calls_at_once: int | None = Field(
         default=None,
         ge=1,
-        description="Tool calls that run at the same time, of all episodes together; others wait, and their episodes' "
-        "time goes on. Evaluations count for themselves. null: no bound.",
+        description="Tool calls that run at the same time, of all episodes together, those of evaluations included; "
+        "others wait, and their episodes' time goes on. null: no bound. See also `max_parallel` of a tool.",
     )
     group_retries: int = Field(
         default=1,

@@ -14,6 +14,7 @@ from flexmarl.agents import TeamSpec
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
 from flexmarl.tools import Observation, Tool, ToolContext, is_pure
+from flexmarl.tools.interface import max_parallel_of
 
 AS_IS: Final = "as_is"
 
@@ -39,6 +40,7 @@ class _Twin:
     tool: Tool
     twin: ToolTwin
     stream: str
+    max_parallel: int | None
 
     def open(self, context: ToolContext) -> AbstractAsyncContextManager["_Twin"]:
         """The twin itself."""
@@ -84,7 +86,7 @@ def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpe
 
     def twin_of(tool: Tool, agent: str) -> _Twin:
         twin, stream = twins.get(tool.name, ToolTwin()), f"{seed}/{agent}/{tool.name}"
-        return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream)
+        return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream, max_parallel_of(tool))
 
     agents = {
         name: replace(agent, tools={tool.name: twin_of(tool, name) for tool in agent.tools.values()})

@@ -32,6 +32,8 @@ class Calculator(Settings):
     """Name that agents call it by."""
     description: str = "Computes an integer expression with + - * / // % ** and parentheses, e.g. 12*(3+4)."
     """Description that a model may be given."""
+    max_parallel: int | None = Field(default=None, ge=1)
+    """Calls of tools with this name that run at once in the run; others wait. null: no bound."""
     max_chars: int = Field(default=256, ge=1, le=4096)
     """Longest expression."""
     max_digits: int = Field(default=256, ge=1, le=4000)

@@ -49,6 +49,7 @@ class FunctionTool(Settings):
     type: str
     name: str = Field(min_length=1)
     description: str
+    max_parallel: int | None = Field(default=None, ge=1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the function and the settings. The class is made anew, since no module has it under a name."""

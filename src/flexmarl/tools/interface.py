@@ -90,6 +90,11 @@ class Tool(Protocol):
         ...
 
 
+def max_parallel_of(tool: Tool) -> int | None:
+    """The tool's `max_parallel`, which it need not have: calls of this name that run at once in a run. None: any."""
+    return getattr(tool, "max_parallel", None)
+
+
 def specification(tool: Tool) -> dict[str, Any]:
     """The tool as chat templates take it in `tools=`: name, description and JSON schema of the arguments."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}

@@ -10,23 +10,35 @@ import asyncio
 import contextvars
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any
+from contextlib import asynccontextmanager, nullcontext
 
-from flexmarl.tools.interface import BoundTool, Tool, ToolContext
+from flexmarl.tools.interface import BoundTool, Tool, ToolContext, max_parallel_of
+
+
+class RunningCalls:
+    """The places for the running tool calls of a run: `at_once` of all tools together, `max_parallel` of one."""
+
+    def __init__(self, at_once: int | None = None) -> None:
+        self._of_all = asyncio.Semaphore(at_once) if at_once else nullcontext()
+        self._of_tool: dict[str, asyncio.Semaphore] = {}
+
+    @asynccontextmanager
+    async def place(self, tool: Tool) -> AsyncIterator[None]:
+        """Holds a place. The tool's own line comes first: a call that waits there keeps no other tool from running."""
+        if most := max_parallel_of(tool):
+            self._of_tool.setdefault(tool.name, asyncio.Semaphore(most))
+        async with self._of_tool.get(tool.name, nullcontext()), self._of_all:
+            yield
 
 
 class OpenTools:
     """The tools of one episode. Outside a `block`, each is open only for as long as it is lent."""
 
-    def __init__(
-        self, deadline: Callable[[], float] = lambda: math.inf, running: AbstractAsyncContextManager[Any] | None = None
-    ) -> None:
+    def __init__(self, deadline: Callable[[], float] = lambda: math.inf, running: RunningCalls | None = None) -> None:
         """`deadline`: time of the event loop at which the episode ends at the latest, as far as is known now.
-
-        `running`: held by each call for as long as it runs; a semaphore bounds how many run at once.
+        `running`: the places for calls, which all episodes of a run share.
         """
-        self.deadline, self.running = deadline, running or nullcontext()
+        self.deadline, self.running = deadline, running or RunningCalls()
         self.faults: list[Exception] = []
         """Errors of tools that failed when they were closed."""
         self._group: asyncio.TaskGroup | None = None

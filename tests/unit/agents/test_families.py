@@ -210,6 +210,15 @@ def test_arguments_of_the_template_reach_it() -> None:
     assert said[1] == said[0] + "<think>\n\n</think>\n\n"
 
 
+def test_prompts_of_qwen3_are_rendered_anew_always_without_thinking_else_after_a_thought() -> None:
+    def summary(**options: Any) -> str:
+        team_spec = spec({"solver": {**AGENT, "chat_template_kwargs": options}}, renderer=renderer_of("qwen3"))
+        return team_spec.agents["solver"].renderer.extension.summary
+
+    assert summary().startswith("rendered anew: user message after a thought (")
+    assert summary(enable_thinking=False).startswith("rendered anew: user message, tool message, user message after")
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [

@@ -18,7 +18,9 @@ from flexmarl.records import EpisodeStatus, GroupId, GroupRecord, Spoken, Task
 from flexmarl.rollout.player import Player
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import ScriptedModel
+from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.tools import Observation, ToolContext
+from flexmarl.tools.open_tools import RunningCalls
 from tests.unit.agents.tables import TASK, TOKENIZER, context, says, spec, text
 
 AGENT = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}, "tell_tools": "none"}
@@ -30,10 +32,14 @@ class Counter:
     name, description = "calculator", "counts"
     parameters: ClassVar = {"type": "object", "properties": {"s": {"type": "number"}}}
 
-    def __init__(self, *, closing_s: float = 0.0, fault: str = "") -> None:
+    def __init__(self, *, closing_s: float = 0.0, fault: str = "", max_parallel: int | None = None) -> None:
         self.log: list[Any] = []
-        self.closing_s, self.fault = closing_s, fault
+        self.closing_s, self.fault, self.max_parallel = closing_s, fault, max_parallel
         self.running = self.most = 0
+        self.lasting: list[float] = []
+        """Seconds of the calls that are running."""
+        self.kinds = 0
+        """Most calls of different length that ran at once."""
 
     @asynccontextmanager
     async def open(self, context: ToolContext) -> AsyncIterator["Bound"]:
@@ -60,10 +66,14 @@ class Bound:
         number = self.calls
         self.of.running += 1
         self.of.most = max(self.of.most, self.of.running)
+        seconds = arguments.get("s", 0.0)
+        self.of.lasting.append(seconds)
+        self.of.kinds = max(self.of.kinds, len(set(self.of.lasting)))
         try:
-            await asyncio.sleep(arguments.get("s", 0.0))
+            await asyncio.sleep(seconds)
         finally:
             self.of.running -= 1
+            self.of.lasting.remove(seconds)
         return Observation(f"call {number}", data={"number": number})
 
 
@@ -221,10 +231,15 @@ def test_what_the_calls_of_a_message_cost_is_a_signal_of_the_turn_that_made_them
         used("nan")
 
 
-@pytest.mark.parametrize(("at_once", "most"), [(None, 12), (5, 5), (1, 1)])
-def test_no_more_calls_run_at_once_than_the_run_allows(at_once: int | None, most: int) -> None:
+@pytest.mark.parametrize(
+    ("at_once", "of_the_tool", "most"),
+    [(None, None, 12), (5, None, 5), (1, None, 1), (None, 3, 3), (5, 3, 3), (2, 3, 2)],
+)
+def test_no_more_calls_run_at_once_than_the_run_and_the_tool_allow(
+    at_once: int | None, of_the_tool: int | None, most: int
+) -> None:
     """Three episodes make four calls each in one message. All are answered."""
-    tool = Counter()
+    tool = Counter(max_parallel=of_the_tool)
 
     async def act(task: Task, team: Any) -> None:
         reply = await team.solver.act(task.prompt)
@@ -239,7 +254,7 @@ def test_no_more_calls_run_at_once_than_the_run_allows(at_once: int | None, most
         generate=ScriptedModel(TOKENIZER, answer),
         run_seed=0,
         timeout_s=600.0,
-        tool_calls_at_once=at_once,
+        running=RunningCalls(at_once),
     )
     group = GroupRecord(group=GroupId(0), task=TASK, step=0)
 
@@ -249,6 +264,113 @@ def test_no_more_calls_run_at_once_than_the_run_allows(at_once: int | None, most
     episodes = run_virtual(play())
     assert [episode.reason for episode in episodes] == [""] * 3
     assert tool.most == most
+
+
+BOUNDS = st.none() | st.integers(1, 3)
+
+
+@given(
+    at_once=BOUNDS,
+    bounds=st.tuples(BOUNDS, BOUNDS),
+    calls=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=24),
+)
+def test_calls_keep_every_bound_and_none_waits_longer_than_all_others_run(
+    at_once: int | None, bounds: tuple[int | None, int | None], calls: list[tuple[int, int, int]]
+) -> None:
+    """A call is (tool, second of its arrival, seconds). Calls of one tool begin in the order of their arrival."""
+    places, tools = RunningCalls(at_once), [Counter(max_parallel=bound) for bound in bounds]
+    for number, tool in enumerate(tools):
+        tool.name = f"tool_{number}"
+    begun: dict[int, list[int]] = {0: [], 1: []}
+
+    async def use(number: int, index: int, arrives: int, seconds: int) -> None:
+        tool = tools[number]
+        await asyncio.sleep(arrives)
+        async with places.place(tool), tool.open(ToolContext(episode="g0e0a0", seed=0)) as bound:
+            waited = asyncio.get_running_loop().time() - arrives
+            assert waited <= sum(other for at, (_, _, other) in enumerate(calls) if at != index)
+            begun[number].append(index)
+            await bound.call({"s": seconds})
+            assert at_once is None or tools[0].running + tools[1].running < at_once
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as group:
+            for index, (number, arrives, seconds) in enumerate(calls):
+                group.create_task(use(number, index, arrives, seconds))
+
+    run_virtual(play())
+    for number, (tool, bound) in enumerate(zip(tools, bounds, strict=True)):
+        in_order = sorted((arrives, index) for index, (of, arrives, _) in enumerate(calls) if of == number)
+        assert begun[number] == [index for _, index in in_order]
+        assert tool.most <= min(bound or len(calls), at_once or len(calls))
+
+
+def test_calls_in_the_line_of_one_tool_keep_no_other_tool_waiting() -> None:
+    """Two calls run at once. Of the slow tool one: the other place is free for the quick tool all the time."""
+    places, slow, quick = RunningCalls(2), Counter(max_parallel=1), Counter()
+    quick.name = "quick"
+
+    async def use(tool: Counter, seconds: float) -> float:
+        async with places.place(tool):
+            await asyncio.sleep(seconds)
+        return asyncio.get_running_loop().time()
+
+    async def play() -> list[float]:
+        return await asyncio.gather(*[use(slow, 10.0) for _ in range(3)], *[use(quick, 1.0) for _ in range(3)])
+
+    assert run_virtual(play()) == [10.0, 20.0, 30.0, 1.0, 2.0, 3.0]
+
+
+def test_an_episode_that_is_out_of_time_leaves_the_line_of_its_tool() -> None:
+    """The first call runs for 9 s, the second waits for 5 s and is given up, and the third begins at 9 s."""
+    tool, places = Counter(max_parallel=1), RunningCalls()
+    group = GroupRecord(group=GroupId(0), task=TASK, step=0)
+
+    async def act(task: Task, team: Any) -> None:
+        await team.solver.act(task.prompt)
+        team.solver.reward(1.0)
+
+    def player(timeout_s: float) -> Player:
+        model = ScriptedModel(TOKENIZER, lambda prompt, _: "so" if "<|tool|>" in prompt else call(9.0))
+        return Player(
+            team=replace(team_with(tool), run=act), generate=model, run_seed=0, timeout_s=timeout_s, running=places
+        )
+
+    async def play() -> tuple[list[EpisodeStatus], float]:
+        limits = (60.0, 5.0, 60.0)
+        episodes = await asyncio.gather(*(player(limit).play(group, index) for index, limit in enumerate(limits)))
+        return [episode.status for episode in episodes], asyncio.get_running_loop().time()
+
+    statuses, ended = run_virtual(play())
+    assert statuses == [EpisodeStatus.FINISHED, EpisodeStatus.TIMED_OUT, EpisodeStatus.FINISHED]
+    assert (tool.most, ended) == (1, 18.0)
+
+
+@pytest.mark.parametrize(("max_parallel", "most"), [(None, 4), (3, 3)])
+def test_the_bound_of_a_tool_holds_for_the_whole_run_evaluations_included(max_parallel: int | None, most: int) -> None:
+    tool = Counter(max_parallel=max_parallel)
+
+    async def act(task: Task, team: Any) -> None:
+        reply = await team.solver.act(task.prompt)
+        reply.reward(1.0)
+        team.report(success=1.0)
+
+    run = ScriptedRun(
+        act,
+        lambda prompt, _: "so" if "<|tool|>" in prompt else call(2.0 if "test" in prompt else 3.0),
+        steps=4,
+        mode="async",
+        batch={"groups": 2, "episodes": 2},
+        evaluate={"tasks": 4, "every": 1},
+        team={"agents": {"solver": {"policy": "solver", **AGENT}}, "workflow": {"type": "custom", "name": "scripted"}},
+    )
+    run.blueprint.team.agents["solver"].tools["calculator"] = tool
+    run.play()
+    assert tool.kinds == 2, "calls of training and of evaluations ran at the same time"
+    assert tool.most == most if max_parallel else tool.most >= most
+    assert [run.metrics[step]["eval/team/success"] for step in range(5)] == [1.0] * 5
+    assert run.outcome is not None
+    assert run.outcome.steps == 4
 
 
 OPENING = (Spoken("system", "In metres."), Spoken("user", "Hi"), Spoken("assistant", "Hello"))

@@ -124,6 +124,20 @@ def test_episodes_of_a_team_share_nothing():
             {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator"}, {"type": "calculator"}]}}},
             "tools: two are called 'calculator'",
         ),
+        (
+            {
+                "agents": {
+                    name: {"policy": "p", "tools": [{"type": "calculator", "max_parallel": most}]}
+                    for name, most in (("solver", 2), ("verifier", None))
+                }
+            },
+            "agents.verifier.tools: max_parallel of 'calculator' is null, and 2 for agent 'solver'; their calls count "
+            "together: use one number, or give one tool another `name`",
+        ),
+        (
+            {"agents": {"solver": {"policy": "p", "tools": [{"type": "calculator", "max_parallel": 0}]}}},
+            "max_parallel",
+        ),
         ({"agents": {"solver": {"policy": "p", "sampling": {"stop": [""]}}}}, "stop: '' would end every message"),
         ({"agents": {"solver": {"policy": "p", "memory": 0}}}, "memory"),
     ],

@@ -14,7 +14,8 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.records import AgentName, PolicyName
 from flexmarl.simulator.tool_twins import ToolTwin, fitting_twins, twinned
 from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.tools import TOOLS, BoundTool, Tool, ToolContext
+from flexmarl.tools import TOOLS, BoundTool, Calculator, Tool, ToolContext
+from flexmarl.tools.interface import max_parallel_of
 
 SOLVER = AgentName("solver")
 
@@ -74,6 +75,13 @@ def test_a_twin_takes_its_time_and_says_what_it_is_told() -> None:
     spec = twinned(team(Search()), twins(search={"latency_s": 2.5, "result": "nothing found"}), seed=0)
     assert call(spec, "search", "meaning of life") == ("nothing found", 2.5)
     assert spec.agents[SOLVER].tools["search"].description == "Asks a server."
+
+
+def test_a_twin_has_the_bound_of_its_tool() -> None:
+    assert max_parallel_of(twinned(team(), {}, seed=0).agents[SOLVER].tools["calculator"]) is None
+    bounded = replace(team().agents[SOLVER], tools={"calculator": Calculator(max_parallel=3)})
+    (twin,) = twinned(replace(team(), agents={SOLVER: bounded}), {}, seed=0).agents[SOLVER].tools.values()
+    assert max_parallel_of(twin) == 3
 
 
 def test_the_latency_is_that_of_the_call_and_the_seed() -> None:

@@ -16,6 +16,7 @@ from flexmarl.testing.plugin_checks import check_tool
 from flexmarl.tools import TOOLS, Calculator, Observation, Refusal, Tool, ToolContext, is_pure, tool
 from flexmarl.tools.arguments import BadArguments, check_schema, example_of, fitted, signature
 from flexmarl.tools.function_tool import tool_of_function
+from flexmarl.tools.interface import max_parallel_of
 
 
 @tool
@@ -141,8 +142,9 @@ def test_an_error_of_the_function_is_none_of_the_models() -> None:
 
 
 def test_a_tool_is_sent_to_another_process() -> None:
-    sent = TOOLS["add"](name="plus")  # type: ignore[call-arg]
+    sent = TOOLS["add"](name="plus", max_parallel=3)  # type: ignore[call-arg]
     received = pickle.loads(pickle.dumps(sent))
+    assert max_parallel_of(received) == 3
     assert (received, received.name, called(received, {"a": 1})) == (sent, "plus", Observation("2 m"))
 
 
