@@ -283,7 +283,10 @@ def _where_cancelled(workflow: "asyncio.Task[None]") -> str:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure that an exception is: its type, its text in one line, and the line of code that raised it."""
-    return Failure(kind=type_name(error), text=_one_line(text_of(error)), place=place_of(error))
+    text = _one_line(text_of(error))
+    if isinstance(error, AttributeError | TypeError) and "'coroutine' object" in text:
+        text += ": write `await` before the call that made it"
+    return Failure(kind=type_name(error), text=text, place=place_of(error))
 
 
 def _failed(episode: Episode, reason: str, failure: Failure) -> Episode:

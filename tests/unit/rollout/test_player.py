@@ -86,6 +86,14 @@ async def forgetful(task, team):
     team.solver.reward(1.0)
 
 
+async def hasty(task, team):
+    reply = team.solver.act(task.prompt)
+    try:
+        reply.reward(1.0)  # It is not there yet.
+    finally:
+        reply.close()
+
+
 async def endless(task, team):
     await team.solver.act(task.prompt)
     await asyncio.sleep(1e9)
@@ -153,6 +161,12 @@ def line_of(text: str) -> int:
         (forgetful, "unrewarded", "", "agent 'verifier' got no reward for a call"),
         (endless, "timed_out", "await asyncio.sleep(1e9)", "took longer than rollout.episode_timeout_s=100"),
         (not_a_number, "EpisodeError", 'reward(float("nan"))', "a reward must be a finite number, got nan"),
+        (
+            hasty,
+            "AttributeError",
+            "It is not there yet",
+            "'coroutine' object has no attribute 'reward': write `await` before the call that made it",
+        ),
     ],
 )
 def test_a_failure_names_its_kind_and_the_line_of_the_users_code(workflow, kind, at, text):
