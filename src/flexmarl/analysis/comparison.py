@@ -58,10 +58,13 @@ class Measured:
         return intervals.share(sum(self.values), len(self.values)) if self.is_share else self._mean()
 
     def _mean(self) -> Estimate:
-        if self.tasks:  # Episodes of one task are alike, so the tasks are what is drawn by chance.
-            by_task = [*self.by_task().values()]
-            return intervals.mean(by_task, "tasks")
-        return intervals.mean(self.values, self.of)
+        # Episodes of one task are alike, so the tasks are what is drawn by chance.
+        values, of = ([*self.by_task().values()], "tasks") if self.tasks else (self.values, self.of)
+        found = intervals.mean(values, of)
+        if found.low is None or found.high is None or (found.low >= 0 and found.high <= 1):
+            return found
+        # Numbers from 0 to 1 vary at most as zeros and ones with their mean do.
+        return intervals.share(sum(values), len(values)) if all(0 <= value <= 1 for value in values) else found
 
     def by_task(self) -> dict[str, float]:
         """Mean value by task."""

@@ -10,6 +10,7 @@ from pydantic import Field
 from flexmarl.plugins import Registry
 from flexmarl.records import Task
 from flexmarl.settings import Settings
+from flexmarl.tasks.interface import check_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +72,7 @@ class EnvironmentSettings(Settings):
     """Keyword parameters of the factory."""
 
     def resolve(self) -> Callable[[Task], Environment[Any]]:
-        """The factory with its parameters. Raises ConfigError for an unknown name."""
-        return partial(ENVIRONMENTS[self.name], **self.params)
+        """The factory with its parameters. Raises ConfigError for an unknown name, or a wrong parameter."""
+        factory = ENVIRONMENTS[self.name]
+        check_params(factory, self.params, given=1, key="team.environment.params", name=self.name)
+        return partial(factory, **self.params)

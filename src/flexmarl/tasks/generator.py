@@ -6,7 +6,6 @@
 The same arguments must give the same task, and no prompt may be in both splits.
 """
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,7 +16,7 @@ from flexmarl.errors import ConfigError, boundary
 from flexmarl.plugins import Registry
 from flexmarl.records import Task
 from flexmarl.settings import Settings
-from flexmarl.tasks.interface import Split, checked_task
+from flexmarl.tasks.interface import Split, check_params, checked_task
 
 
 class TaskGenerator(Protocol):
@@ -56,7 +55,7 @@ class GeneratorSource:
         self._generate = GENERATORS[settings.name]
         self._settings = settings
         self._seed = seed
-        _check_params(settings, self._generate)
+        check_params(self._generate, settings.params, given=3, key="tasks.params", name=settings.name)
 
     def train(self, index: int) -> Task:
         """Training task number `index`."""
@@ -71,15 +70,3 @@ class GeneratorSource:
         with boundary(ConfigError, where):
             task = self._generate(self._seed, index, split, **self._settings.params)
         return checked_task(task, where)
-
-
-def _check_params(settings: GeneratorTasks, function: TaskGenerator) -> None:
-    parameters = list(inspect.signature(function).parameters.values())[3:]
-    known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    takes_any = len(known) < len(parameters)
-    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & known
-    takes = f"'{settings.name}' takes {', '.join(sorted(known)) or 'none'}"
-    if (unknown := sorted(set(settings.params) - known)) and not takes_any:
-        raise ConfigError(f"tasks.params.{unknown[0]}: unknown; {takes}")
-    if missing := sorted(required - set(settings.params)):
-        raise ConfigError(f"tasks.params.{missing[0]}: missing; {takes}")

@@ -3,7 +3,9 @@
 No held-out prompt is trained on, and each task can be played and recorded.
 """
 
+import inspect
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from flexmarl.errors import ConfigError, is_unicode, writable
@@ -113,3 +115,21 @@ def check_opening(opening: Any, where: str) -> None:
         expected = "assistant" if expected == "user" else "user"
     if expected != "user":
         raise ConfigError(f"{where}: the message before the prompt is the user's; an assistant's must stand between")
+
+
+def check_params(
+    function: Callable[..., object], params: Mapping[str, Any], *, given: int, key: str, name: str
+) -> None:
+    """Raises ConfigError that names the key of a parameter which a plug-in's function lacks, or does not get.
+
+    `given`: the number of arguments that it gets besides, before them.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    takes_any = len(known) < len(parameters)
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty} & known
+    takes = f"'{name}' takes {', '.join(sorted(known)) or 'none'}"
+    if (unknown := sorted(set(params) - known)) and not takes_any:
+        raise ConfigError(f"{key}.{unknown[0]}: unknown; {takes}")
+    if missing := sorted(required - set(params)):
+        raise ConfigError(f"{key}.{missing[0]}: missing; {takes}")

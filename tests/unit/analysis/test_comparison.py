@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flexmarl.analysis.comparison import Measured, RunFigures, compare_runs, difference, differing_settings
+from flexmarl.analysis.intervals import share
 from flexmarl.cli.compare import comparison, fitting
 
 TASKS = tuple(f"sum-{number}" for number in range(8))
@@ -31,6 +32,21 @@ def test_a_difference_of_rounding_is_0_and_so_is_its_interval(values: list[float
 def test_a_difference_that_is_none_of_rounding_stays(values: list[float], more: float) -> None:
     found = difference(measured(values), measured([value + more for value in values]), same_tasks=True)
     assert math.isclose(found.value, more, rel_tol=1e-6)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8))
+def test_the_interval_of_numbers_from_0_to_1_stays_there_and_holds_their_mean(values: list[float]) -> None:
+    found = measured(values).interval()
+    if found.low is not None and found.high is not None:
+        assert 0.0 <= found.low <= found.value + 1e-12
+        assert found.value - 1e-12 <= found.high <= 1.0
+
+
+def test_a_share_of_attempts_near_0_has_the_interval_of_a_share() -> None:
+    found = measured([0.5, *[0.0] * 7]).interval()
+    assert found == share(0.5, 8)
+    far = measured([-0.5, *[0.0] * 7]).interval()
+    assert far.how == "t, 8 tasks"
 
 
 def test_a_figure_takes_two_lines_of_80_columns_and_the_methods_are_notes() -> None:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from flexmarl.errors import EpisodeError
-from flexmarl.tasks import StepResult
+from flexmarl.errors import ConfigError, EpisodeError
+from flexmarl.records import Task
+from flexmarl.tasks import EnvironmentSettings, StepResult, environment
 from flexmarl.testing.plugin_checks import FakeEnvironment, check_environment
 
 
@@ -75,3 +76,22 @@ class Mutable(FakeEnvironment):
 def test_a_broken_environment_is_caught(make: type[FakeEnvironment], law: str) -> None:
     with pytest.raises(AssertionError, match=law):
         check_environment(make, actions=["left", "right"])
+
+
+@environment("patient")
+class Patient(FakeEnvironment):
+    def __init__(self, task: Task, patience: int = 3) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("params", "refusal"),
+    [({"patiense": 3}, "team.environment.params.patiense: unknown; 'patient' takes patience"), ({"patience": 4}, "")],
+)
+def test_a_misspelt_parameter_is_named_before_anything_is_played(params: dict[str, int], refusal: str) -> None:
+    settings = EnvironmentSettings(name="patient", params=params)
+    if not refusal:
+        settings.resolve()
+        return
+    with pytest.raises(ConfigError, match=refusal):
+        settings.resolve()
