@@ -94,6 +94,7 @@ def wire(
         versions=parts.versions,
         events=events,
         processes=lambda: len(world.processes.places) + 1 if world.processes.places else 0,
+        trains_others=not blueprint.settings.mode.synchronous,
     )
     return parts.orchestrator(checkpoints, warn=progress.note, request=request), monitor
 

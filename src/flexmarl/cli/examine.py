@@ -135,6 +135,12 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
     _check_tags(settings, played)
     _check_credit(settings.credit, credit_rows(played, trained))
     yield from _figures(settings, played)
+    if settings.credit.filter is not None:
+        bottom, top = settings.credit.filter.reward_range
+        best = max((reward for of_agent in rewards_of(played.finished).values() for reward in of_agent), default=top)
+        if best > top:
+            todo = f"a play gave {best:g}: set it to the worst and the best reward of your workflow"
+            yield Finding("credit.filter.reward_range", f"[{bottom:g}, {top:g}]", todo)
 
 
 def _reason(episode: Episode) -> str:

@@ -69,6 +69,8 @@ class ProgressView:
     """Present phase of the run, e.g. `rollout 31/64 episodes`."""
     success: float | None = None
     """Success of the last completed step, 0 to 1."""
+    ended: int | None = None
+    """Episodes that ended in it, of which success and rewards are; None where a step trains just these."""
     success_curve: Sequence[float] = ()
     """One value per completed step, 0 to 1."""
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -224,6 +226,8 @@ def line(view: ProgressView) -> str:
     'step 2/8 | success 0.50 | reward solver 0.45 | 3120 tokens/s | 0:30, left 1:30'
     """
     parts = [f"step {view.step}/{view.steps}"]
+    if view.ended is not None:  # The step has trained what was played before, some of it in earlier steps.
+        parts.append(f"{view.ended or 'no'} episode{'' if view.ended == 1 else 's'} ended")
     if view.success is not None:
         parts.append(f"success {view.success:.2f}")
     if view.rewards:

@@ -55,12 +55,13 @@ class Monitor:
         versions: Versions,
         events: Events,
         processes: Callable[[], int] = lambda: 0,
+        trains_others: bool = False,
     ) -> None:
         """Listens to `events` from now on. `processes` returns the number of live processes; 0 if they are not counted.
 
-        `metrics` get the event loop's delays.
+        `metrics` get the event loop's delays. `trains_others`: a step trains other episodes than those that end in it.
         """
-        self._name, self._steps, self._processes = name, steps, processes
+        self._name, self._steps, self._processes, self._trains_others = name, steps, processes, trains_others
         self._metrics, self._progress, self._events = metrics, progress, events
         self._pool, self._versions = pool, versions
         self._phase = "starting"
@@ -172,6 +173,7 @@ class Monitor:
             elapsed_s=elapsed,
             phase=f"{self._phase}, {self._groups} groups finished" if self._groups else self._phase,
             success=values.get("team/success"),
+            ended=int(values.get("rollout/episodes", 0)) if self._trains_others and self._done else None,
             success_curve=tuple(self._successes),
             rewards={name.removeprefix("reward/"): v for name, v in values.items() if name.startswith("reward/")},
             tokens_per_s=tokens_per_s(values),

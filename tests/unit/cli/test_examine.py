@@ -94,6 +94,11 @@ def length(answer):
     return float(len(answer))
 
 
+@scorer("examined_ten")
+def ten(answer, reference):
+    return 10.0 * (answer == reference)
+
+
 @task_generator("examined")
 def examined(seed, index, split, *, scorer="number"):
     return Task(input_id=f"{split}-{index}", prompt=f"{split} {index}", reference="7", scorer=scorer)
@@ -135,6 +140,18 @@ def examined_with(small_run: Path, workflow: str, *overrides: str) -> tuple[list
     code.write_text(BROKEN)
     chosen = [f"code=[{code}]", f"team.workflow.name={workflow}", "tasks.name=examined"]
     return examine(load_run(small_run, [*SHORT, *chosen, *overrides]))
+
+
+def test_a_reward_outside_of_the_range_that_groups_are_judged_by_is_to_do(small_run: Path) -> None:
+    def told(*overrides: str) -> list[Finding]:
+        found, problems = examined_with(small_run, "examined_scores", "tasks.params={scorer: examined_ten}", *overrides)
+        assert problems == []
+        return [finding for finding in found if finding.subject == "credit.filter.reward_range"]
+
+    (finding,) = told()
+    assert (finding.found, finding.todo[:16]) == ("[0, 1]", "a play gave 10: ")
+    assert not told("credit.filter.reward_range=[0, 10]")
+    assert not told("credit.filter=null")
 
 
 def test_a_task_is_played_with_a_scorer_that_python_names(small_run: Path) -> None:

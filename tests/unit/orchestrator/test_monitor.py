@@ -23,7 +23,7 @@ from flexmarl.events.notices import (
     TurnsTaken,
     phase,
 )
-from flexmarl.events.progress import NullProgress, ProgressView
+from flexmarl.events.progress import NullProgress, ProgressView, line
 from flexmarl.events.run_events import Evaluated, StepStarted
 from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Updated, UpdateSkipped
@@ -78,7 +78,7 @@ class Screen(NullProgress):
         self.stopped = True
 
 
-def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
+def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None, trains_others=False):
     """A monitor beside the figures that it shows."""
     clock = asyncio.get_running_loop().time
     events = events or RememberedEvents(clock)
@@ -93,6 +93,7 @@ def monitor_of(screen, *sinks, events=None, engine=ScriptedEngine, pool=None):
         versions=versions,
         events=events,
         processes=lambda: 4,
+        trains_others=trains_others,
     )
 
 
@@ -208,6 +209,33 @@ def test_failed_episodes_are_counted_and_are_no_success():
         assert values["rollout/tokens"] == 8
         assert values["reward/solver"] == 0.5
         assert values["team/success"] == 0.0
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trains_others", "says"),
+    [
+        ([1.0, 0.0, 1.0], True, "| 3 episodes ended | "),
+        ([], True, "| no episodes ended | "),
+        ([1.0], False, "step 1/5 | reward"),
+    ],
+)
+def test_where_a_step_trains_others_the_line_says_of_how_many_episodes_its_figures_are(rewards, trains_others, says):
+    async def scenario():
+        screen, events = Screen(), RememberedEvents()
+        watching = asyncio.create_task(monitor_of(screen, events=events, trains_others=trains_others).watch())
+        await asyncio.sleep(0.3)
+        begin(events, 0)
+        if rewards:
+            play(events, rewards)
+        settle(events, 1)
+        await asyncio.sleep(0.3)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        shown = line(screen.views[-1])
+        assert says in shown, shown
+        assert ("ended" in shown) == trains_others
 
     run_virtual(scenario())
 
