@@ -99,7 +99,8 @@ def _placed(keys: Sequence[str], node: Any, line: str) -> str:
 
 
 def _shown(keys: Sequence[str], value: Any) -> str:
-    text = MASK if keys and is_secret_key(keys[-1]) else masked(repr(value))
+    counts = isinstance(value, int | float) and abs(value) < 1e6  # `max_token: 3` is a typo, and no secret.
+    text = MASK if keys and is_secret_key(keys[-1]) and not counts else masked(repr(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 

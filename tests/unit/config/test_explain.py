@@ -117,6 +117,8 @@ def test_secrets_are_not_printed(config):
     assert len(said) == 4
     assert not any("abc123" in line or "hf_abc" in line for line in said)
     assert any(line.startswith("api_key is not a setting (its value: ***)") for line in said)
+    (line,) = refused(config, "rollout.max_token=3")
+    assert line.startswith("rollout.max_token is not a setting (its value: 3)"), "a small number is no secret"
 
 
 def test_long_values_are_shortened(config):
