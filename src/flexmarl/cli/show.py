@@ -14,6 +14,7 @@ from rich.text import Text
 
 from flexmarl.analysis.conversations import (
     NOT_ENDED,
+    STOPPED,
     CalledTool,
     Conversations,
     EpisodeLine,
@@ -94,7 +95,7 @@ def show(
             for line in chosen[:limit]:
                 print_text(json_text(episode_json(_read(conversations, line, reading, agent)), figures=True))
         elif choice.all:
-            _show_list(folder, chosen, limit or LISTED)
+            show_list(folder, chosen, limit or LISTED)
         else:
             reading, colours = reading_of(settings, full=full), colours_of(conversations.agents)
             for line in chosen[: limit or READ]:
@@ -162,10 +163,12 @@ def _piece_json(piece: Piece) -> dict[str, Any]:
     return {"ids": piece.ids.tolist(), "text": piece.text}
 
 
-def _show_list(folder: RunFolder, lines: Sequence[EpisodeLine], limit: int) -> None:
-    """Prints the newest episodes, counts of all, and how to look closer."""
+def show_list(folder: RunFolder, lines: Sequence[EpisodeLine], limit: int) -> None:
+    """Prints the newest episodes, those that ended if there are enough, counts of all, and how to look closer."""
+    lines = sorted(lines, key=lambda line: line.status not in (STOPPED, NOT_ENDED))
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("episode", "step", "task", "score", "turns", "status", "rows", ""):
+    table.add_column("episode", min_width=max(len(line.episode) for line in lines))  # It is to be copied.
+    for column in ("step", "task", "score", "turns", "status", "rows", ""):
         table.add_column(column, justify="right" if column in ("step", "score", "turns") else "left")
     for line in lines[-limit:]:
         table.add_row(

@@ -1,7 +1,9 @@
 """The conversations that are shown are those that were played: by ids, never by texts that were encoded again."""
 
 import asyncio
+import io
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from flexmarl.analysis.conversations import NOT_ENDED, EpisodeLine, Reading, ShownEpisode, open_conversations
+from flexmarl.analysis.conversations import NOT_ENDED, STOPPED, EpisodeLine, Reading, ShownEpisode, open_conversations
 from flexmarl.analysis.selection import EpisodeChoice
-from flexmarl.cli.show import episode_json
+from flexmarl.cli.show import episode_json, show_list
 from flexmarl.errors import ConfigError
 from flexmarl.events.event import Event, Events
 from flexmarl.events.group_events import GroupAdmitted, episode_failed, episode_finished
@@ -306,3 +309,17 @@ def test_of_equal_episodes_those_of_the_newest_step_are_shown_first() -> None:
     best, worst = EpisodeChoice(best=3).of(lines, AGENTS), EpisodeChoice(worst=3).of(lines, AGENTS)
     assert [line.episode for line in best] == ["g2e0a0", "g2e1a0", "g0e0a0"]
     assert [line.episode for line in worst] == ["g3e0a0", "g1e0a0", "g2e0a0"]
+
+
+def test_the_list_shows_those_that_ended_last_and_cuts_no_id_on_80_columns(tmp_path, monkeypatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys.modules["flexmarl.cli.show"], "CONSOLE", Console(file=screen, width=80))
+    ended = [
+        EpisodeLine(episode=EpisodeId(f"g100000003{n}e0a0"), task="a-task-of-a-long-name", status="finished")
+        for n in range(3)
+    ]
+    left = [replace(ended[0], episode=EpisodeId(f"g9{n}e0a0"), status=STOPPED, reason="x" * 90) for n in range(2)]
+    show_list(RunFolder(tmp_path), [*ended, *left], 4)
+    shown = re.findall(r"^ +(g\d+e0a0) ", screen.getvalue(), re.M)
+    assert shown == ["g91e0a0", *(line.episode for line in ended)]
+    assert "5 episodes: 3 finished, 2 stopped" in " ".join(screen.getvalue().split())
