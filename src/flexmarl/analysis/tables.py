@@ -222,6 +222,7 @@ def _cost(summary: Summary) -> RenderableType:
     outside = summary.wall_s - sum(summary.time.values())
     times = {**summary.time, **({"other": outside} if outside >= 1 else {})}
     phases = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in times.items())
+    phases += "; they overlap" if outside <= -1 else ""
     rows = {
         "took": f"{summary.steps} steps, {summary.tokens:,} tokens in {duration(summary.wall_s)} ({phases})",
         "policies": ", ".join(f"{name} v{policy['version']}" for name, policy in summary.policies.items()),

@@ -154,6 +154,7 @@ def test_the_table_says_the_same_at_a_glance(tmp_path):
     summary = render_summary(tmp_path, wall_s=45.25)
     text = shown(summary)
     assert "other" not in text, "the phases of this run overlap"
+    assert "; they overlap)" in " ".join(text.split())
     longer = shown(replace(summary, wall_s=sum(summary.time.values()) + 34))
     assert "other 0:34" in " ".join(longer.split())
     assert "first step" not in text
