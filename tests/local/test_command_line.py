@@ -1,6 +1,7 @@
 """Whole runs through the command line, in this process, with a tiny random model."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -114,7 +115,11 @@ def test_eval_plays_the_run_and_the_models_as_they_are(flexmarl, config):
     assert trained["episodes"] == 4
     assert trained["failed"] == 0
     assert trained["metrics"]["success"] == pytest.approx(after["success"])
-    assert any("held-out episodes, 0 failed" in line for line in flexmarl("eval", config))
+    lines = flexmarl("eval", config)
+    assert any("held-out episodes, 0 failed" in line and "95% interval" in line for line in lines)
+    (success,) = [line for line in lines if line.strip().startswith("success")]
+    assert re.fullmatch(r" *success +\d\.\d{3} +\[\d\.\d{3}, \d\.\d{3}\] +4 *", success), success
+    assert not any("95% interval" in line for line in flexmarl("eval", config, "evaluate.keep=0"))
 
 
 def test_an_exported_policy_has_the_trainers_logits(flexmarl, config, tmp_path):

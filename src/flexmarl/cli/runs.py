@@ -1,7 +1,7 @@
 """Commands on a config or on the folder of its run: `flexmarl train`, `eval`, `check`, `export` and `clean`."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,8 @@ import typer
 from rich import box
 from rich.table import Table
 
+from flexmarl.analysis.comparison import REWARD, Measured, evaluation_figures
+from flexmarl.analysis.intervals import bounds
 from flexmarl.analysis.troubles import all_failed
 from flexmarl.api.functions import evaluate_and_keep
 from flexmarl.api.handle import load_run_folder
@@ -105,7 +107,7 @@ def evaluate(
         print_text(json_text({**asdict(evaluation), **shown}, figures=True))
     else:
         print_text(f"played: {checkpoint or f'the models of {source} as they are'}")
-        _show_evaluation(evaluation)
+        _show_evaluation(evaluation, evaluation_figures(kept) if kept else {})
         if kept is not None:
             print_text(str(kept))
     if evaluation.failed:
@@ -124,15 +126,22 @@ def _which(step: int | None, best: bool) -> "Which":
     return step if step is not None else "best" if best else "newest"
 
 
-def _show_evaluation(evaluation: "Evaluation") -> None:
+def _show_evaluation(evaluation: "Evaluation", figures: Mapping[str, Measured]) -> None:
+    """Prints the figures with their intervals, and how many episodes have each, as far as the episodes are kept."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{evaluation.episodes} held-out episodes, {evaluation.failed} failed")
-    table.add_column("mean", justify="right")
+    for column in ("mean", "95% interval", "episodes")[: 3 if figures else 1]:
+        table.add_column(column, justify="right")
+
+    def add_row(label: str, value: str, name: str) -> None:
+        of = figures.get(name)
+        table.add_row(label, value, *((bounds(of.interval(), "{:.3f}"), str(len(of.values))) if of else ()))
+
     none = evaluation.failed == evaluation.episodes
     for name, value in evaluation.metrics.items():
-        table.add_row(name, "-" if none else f"{value:.3f}")
+        add_row(name, "-" if none else f"{value:.3f}", name)
     for agent, reward in evaluation.rewards.items():
-        table.add_row(f"{agent}: reward", f"{reward:.3f}")
+        add_row(f"{agent}: reward", f"{reward:.3f}", f"{REWARD}{agent}")
     if evaluation.failed:
         table.caption = "Means are of finished episodes; a failed one counts 0 for success alone."
     SafeConsole().print(table)
