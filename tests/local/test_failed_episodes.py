@@ -62,6 +62,16 @@ def test_an_evaluation_whose_episodes_all_fail_says_why_and_is_no_success(flexma
     assert "hf_abcdefgh12345678" not in out + err
 
 
+def test_an_evaluation_of_fewer_tasks_than_asked_for_says_so(flexmarl, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "reference": "{n + 1}"}}\n' for n in range(10)))
+    table = f"tasks={{type: jsonl, file: {rows}, scorer: number, held_out_share: 0.2}}"
+    code, out, err = flexmarl("eval", "False", table, "evaluate.tasks=5")
+    assert (code, "2 held-out episodes, 0 failed" in out) == (0, True)
+    assert "caution: evaluate.tasks asks for 5 episodes, and the tasks that are held out give 2" in err
+    assert "caution" not in flexmarl("eval", "False", table, "evaluate.tasks=2")[2]
+
+
 def test_an_evaluation_in_json_counts_the_reasons(flexmarl):
     code, out, _ = flexmarl("eval", ALWAYS, "--json")
     (reason,) = json.loads(out)["failures"].items()

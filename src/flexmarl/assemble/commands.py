@@ -278,6 +278,8 @@ class EvaluatedOnce(NamedTuple):
     """The folder that keeps what was played; None if it could not be kept."""
     failures: Sequence[KeptFailure]
     """The first failure of each kind."""
+    asked: int
+    """Episodes that `evaluate.tasks` asks for; fewer are played if fewer tasks are held out."""
 
 
 def evaluate_once(
@@ -302,7 +304,8 @@ def evaluate_once(
         blueprint = draw_up(with_starts(settings, Path(starts)))
         failures = Failures(RunFolder(kept).failures if kept else None)
         evaluating = _evaluate_once(blueprint, checkpoint, kept, failures, supervisor or Supervisor())
-        return EvaluatedOnce(run_and_leave_threads(evaluating), checkpoint, kept, failures.kept)
+        asked = settings.evaluate.tasks * settings.evaluate.episodes
+        return EvaluatedOnce(run_and_leave_threads(evaluating), checkpoint, kept, failures.kept, asked)
 
 
 def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:

@@ -100,16 +100,21 @@ def evaluate(
     `flexmarl show`.
     """
     with working(f"loading {source}, and playing its held-out tasks"):
-        evaluation, checkpoint, kept, failures = evaluate_and_keep(source, overrides or (), _which(step, best))
+        evaluation, checkpoint, kept, failures, asked = evaluate_and_keep(source, overrides or (), _which(step, best))
     if as_json:
         paths = {"checkpoint": checkpoint, "folder": kept}
         shown = {name: None if path is None else str(path) for name, path in paths.items()}
         print_text(json_text({**asdict(evaluation), **shown}, figures=True))
     else:
         print_text(f"played: {checkpoint or f'the models of {source} as they are'}")
-        _show_evaluation(evaluation, evaluation_figures(kept) if kept else {})
+        _show_evaluation(
+            evaluation, evaluation_figures(kept) if kept and evaluation.episodes > evaluation.failed else {}
+        )
         if kept is not None:
             print_text(str(kept))
+    if evaluation.episodes < asked:
+        said = f"evaluate.tasks asks for {asked} episodes, and the tasks that are held out give {evaluation.episodes}"
+        print_text(f"flexmarl: caution: {said}: all of them were played", err=True)
     if evaluation.failed:
         for reason, count in evaluation.failures.items():
             print_text(f"flexmarl: {count} of {evaluation.episodes} episodes failed: {reason}", err=True)
