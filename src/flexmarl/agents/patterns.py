@@ -181,8 +181,9 @@ class Iterative(Pattern):
 class Turns(Pattern):
     """A registered function plays turn after turn; with `candidates` above 1, every turn is a best-of-N choice.
 
-    All candidates of a turn begin from the same context and the same environment; the play continues from the best one
-    (docs/howto/tree_sampling.md). The environment is reset to the task's own start, the same in all of its episodes.
+    All candidates of a turn begin from the same context and the same environment. The `keep` branches with the largest
+    sums of rewards continue (docs/howto/tree_sampling.md). Only training plays more than one candidate. The environment
+    is reset to the task's own start, the same in all of its episodes.
     """
 
     type: Literal["turns"] = "turns"

@@ -35,7 +35,8 @@ REMEDY = "remove it, or set TMPDIR to a folder of your own"
 def own_folder(path: Path) -> Path:
     """Makes a folder for this user alone unless it exists, and returns its path without links.
 
-    Raises ConfigError if another user owns it, may write in it, or could put another folder in its place.
+    Raises ConfigError if another user owns it, may write in it, or could put another folder in its place, and if a link
+    or a file has its name. Raises FileNotFoundError if its parent does not exist.
     """
     place = path.parent.resolve() / path.name
     for above in place.parents:

@@ -138,7 +138,10 @@ def proxy_of(spec: ResidentSpec[Any], channel: Channel, tasks: asyncio.TaskGroup
 
 @lru_cache
 def proxy_class(contract: type) -> type[Proxy[Any]]:
-    """The class of all proxies of a contract. Raises TypeError for a contract with a method that is not async."""
+    """The class of all proxies of a contract.
+
+    Raises TypeError if a public member is neither an `async def` nor a method that returns an AsyncIterator.
+    """
     methods = {name: forwarded(method) for name, method in methods_of(contract).items()}
     return type(f"{contract.__name__}Proxy", (Proxy,), {"__doc__": contract.__doc__, **methods})
 

@@ -163,7 +163,7 @@ class ByAgent:
         return keys
 
     def compared(self, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
-        """The rows, each with the reward that its estimator compares."""
+        """The rows as their estimators compare them: most keep their reward, c3 replaces it. Ordered by estimator."""
         return [row for _, estimator, share in self._shares(rows) for row in estimator.compared(share)]
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:

@@ -23,7 +23,7 @@ class Staleness:
 
 
 def staleness_of(turns: Iterable[AnyTurn], trained_at: Version) -> Staleness | None:
-    """The staleness of tokens at `trained_at`, the version that is being trained; None if there are no tokens."""
+    """Mean and largest staleness of tokens, if `trained_at` is the version in training; None without tokens."""
     total, count, largest = 0, 0, 0
     for turn in turns:
         ends = [run.start for run in turn.versions[1:]] + [turn.num_tokens]

@@ -98,7 +98,7 @@ class Tables:
         """Bytes of all strings, lists and tensors that were put through these tables."""
 
     def lay_out(self, db: sqlite3.Connection) -> None:
-        """Makes the tables. The caller has begun a transaction."""
+        """Makes the tables in a database that has none of them. The caller has begun a transaction."""
         for statement in (*SHARED_LAYOUT, *(line for table in self._tables.values() for line in table.layout)):
             db.execute(statement)
 

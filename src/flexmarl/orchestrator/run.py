@@ -176,7 +176,10 @@ class Orchestrator:
         """The step of the newest checkpoint."""
 
     async def run(self) -> RunOutcome:
-        """Trains to the last step. Raises the error that ended the run, without the exception groups around it."""
+        """Evaluates, trains and evaluates again; returns early if the run is stopped, and the outcome says why.
+
+        Raises the error that ended the run, without the exception groups around it.
+        """
         try:
             async with self._saver.beside():
                 return await self._run()

@@ -160,7 +160,7 @@ class Batch(Generic[T]):
 
     @property
     def step_s(self) -> float:
-        """Duration of the next step."""
+        """Seconds that the next decode step takes, after the last settled one."""
         return self._segment().first_s
 
     @property

@@ -195,7 +195,7 @@ async def _check_figures(trainer: Trainer, batch: MicroBatch) -> None:
 
 
 async def accumulate(trainer: Trainer, batch: MicroBatch) -> LossReport:
-    """Has a trainer accumulate the rows of a micro-batch. The trainer's reader must hold them."""
+    """Has a trainer accumulate a micro-batch, and returns its report. The trainer's reader must hold the rows."""
     return await trainer.accumulate(batch.micro_batch_id, [sample.turn.sample_id for sample in batch.samples])
 
 

@@ -16,7 +16,7 @@ from flexmarl.tools.interface import BoundTool, Tool, ToolContext, max_parallel_
 
 
 class RunningCalls:
-    """The places for the running tool calls of a run: `at_once` of all tools together, `max_parallel` of one."""
+    """The places for a run's tool calls: `at_once` for all tools, `max_parallel` for each name. None: no bound."""
 
     def __init__(self, at_once: int | None = None) -> None:
         self._of_all = asyncio.Semaphore(at_once) if at_once else nullcontext()

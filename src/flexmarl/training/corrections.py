@@ -142,7 +142,7 @@ class ImportanceWeights(Correction):
         return self.weigh(tokens).weights.masked_fill(self._vetoed(tokens), 0)
 
     def measured(self, tokens: Sampled) -> tuple[Tensor, ...]:
-        """The weight, its square (for the effective sample size), and what bounded it."""
+        """The weight, its square (for the effective sample size), and three flags, 0 or 1: clipped, masked, vetoed."""
         weighed, vetoed, weights = self.weigh(tokens), self._vetoed(tokens), self.weights(tokens)
         flags = (weighed.clipped & ~vetoed, weighed.masked & ~vetoed, vetoed)
         return weights, weights.square(), *(flag.to(weights.dtype) for flag in flags)

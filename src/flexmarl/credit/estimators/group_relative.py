@@ -26,7 +26,7 @@ class GroupRelative(Grouped):
 
     x   the n observations of the group, by `unit`
     c   the score of a row: its reward, or its episode's mean (trajectory_mean)
-    A   (c - b) / D; 0 if all of x are equal, or std <= min_std
+    A   (c - b) / D; 0 if all of x are equal, or, with scale=std, std <= min_std
     b   mean(x); the mean of the other observations; or the mean weighted by sampled tokens
     D   1; max(std(x), std_floor) + eps; or mean(x), for rewards that are never negative
     """
@@ -43,7 +43,7 @@ class GroupRelative(Grouped):
     ddof: Literal[0, 1] = 1
     """1: the sample's standard deviation; 0: the population's."""
     min_std: float = Field(default=0.0, ge=0)
-    """At or below this standard deviation a group's advantages are 0."""
+    """scale=std: at or below this standard deviation a group's advantages are 0."""
     std_floor: float = Field(default=0.0, ge=0)
     """Least standard deviation to divide by. It keeps small penalties small in groups that are otherwise constant."""
 

@@ -51,7 +51,7 @@ class LlamaSyntax(SyntaxBase):
         return tuple(found)
 
     def render(self, *calls: ToolCall) -> str:
-        """E.g. `{"name": "calculator", "parameters": {"expression": "6*7"}}`."""
+        """JSON objects, joined by `; `, e.g. `{"name": "calculator", "parameters": {"expression": "6*7"}}`."""
         bodies = [{"name": call.name, "parameters": call.arguments} for call in calls]
         return "; ".join(json.dumps(body, ensure_ascii=False) for body in bodies)
 

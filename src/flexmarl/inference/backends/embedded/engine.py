@@ -1,12 +1,12 @@
 """Embedded engine on a device thread: the synchronous core behind `inference/interface.py`.
 
     generate --> inbox ---.                        .--> each call's answers
-    abort    --> aborts --+-- one turn at a time --+
-    load     --> the same thread, between turns
+    abort    --> aborts --+-- one pass at a time --+
+    load     --> the same thread, between passes
 
-consumes:     requests and aborts, handed over once per turn
+consumes:     requests and aborts, handed over once per pass
 waits for:    the device thread, shared with a trainer of the same process
-produces:     generations, a batch per turn
+produces:     generations, a batch per pass
 unblocked by: a request; the pump task exists only while there is work
 """
 
@@ -114,13 +114,13 @@ class EmbeddedEngine:
             await self.abort(list(left))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests at the next token boundary."""
+        """Ends these requests before the next pass, at most `steps_per_turn` decode steps away."""
         if request_ids and not self._closed:
             self._aborts.extend(request_ids)
             self._go_on()
 
     async def usage(self) -> EngineUse:
-        """The load after the last turn, with what has arrived since."""
+        """The load after the last pass, with what has arrived since."""
         new = [request.sampling.max_tokens for request in self._inbox]
         return replace(
             self._use,
@@ -134,7 +134,10 @@ class EmbeddedEngine:
         return self._capabilities
 
     async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
-        """Gets the version and swaps the weights between two turns; returns the checksum of what is served."""
+        """Gets the version and swaps the weights between two passes, also in the middle of requests.
+
+        Returns the checksum of what is served.
+        """
         if policy != self._policy:
             raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
         core = self._open_core()
@@ -146,7 +149,7 @@ class EmbeddedEngine:
         return held
 
     async def sleep(self) -> None:
-        """Sleeps between two turns. Later turns only take requests and aborts, until `wake`."""
+        """Sleeps between two passes. Later passes only take requests and aborts, until `wake`."""
         await self._thread.run(self._open_core().sleep)
 
     async def wake(self) -> None:
@@ -180,7 +183,7 @@ class EmbeddedEngine:
             self._pump_task = asyncio.create_task(self._pump(), name=f"engine-{self._policy}")
 
     async def _pump(self) -> None:
-        """Runs turns on the device thread until there is nothing to do; a failed turn fails every request."""
+        """Runs passes on the device thread until there is nothing to do; a failed pass fails every request."""
         clock, core = asyncio.get_running_loop().time, self._core
         assert core is not None
         try:
@@ -189,7 +192,7 @@ class EmbeddedEngine:
                 began, before = clock(), self._use.generated_tokens
                 inbox, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
-                done, self._use = await self._thread.run(_turn, core, inbox, aborts, self._settings)
+                done, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
                 self._deliver(done)
                 left = not core.asleep and (self._use.queued or self._use.running)
@@ -211,7 +214,7 @@ class EmbeddedEngine:
                 answers.put_nowait(generation)
 
 
-def _turn(
+def _pass(
     core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
 ) -> tuple[list[Generation], EngineUse]:
     """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits."""

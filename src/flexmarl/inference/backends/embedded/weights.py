@@ -1,4 +1,4 @@
-"""Weights on a torch module, swapped between two steps: whole or an adapter, all or nothing, with a checksum.
+"""Weights on a torch module, swapped between two decode steps: whole or an adapter, all or nothing, with a checksum.
 
 Whole weights are copied over those that the model has. An adapter is never merged: no version of it writes a weight of
 the base, and a switch of versions is a switch of references to small tensors.
