@@ -92,7 +92,9 @@ def simulated(
     try:
         folder = RunFolder(simulate(settings, show=show, disturbance=disturbance))
     except EpisodeError as error:
-        raise error if settings.simulation.rewards else EpisodeError(f"{error}. {MEANINGLESS}") from error
+        if settings.simulation.rewards is not None:
+            raise
+        raise EpisodeError(f"{error}. {MEANINGLESS}") from error
     troubles = Troubles()
     facts = read_facts(troubles.noting(read_run(folder.journal)))
     facts.queue_counts = facts.queue_counts or queue_counts_of(facts.calls, _slots(settings))

@@ -190,6 +190,10 @@ def test_a_simulation_whose_rewards_are_equal_says_so_and_draws_them_where_asked
         EpisodeError, match=r"because: credit.filter found it too_hard; .*simulation.rewards=\{success: 0"
     ):
         said(config, *MEANINGLESS, "mode=async")
+    with pytest.raises(EpisodeError, match=r"credit\.filter found it too_easy") as alike:
+        said(config, *MEANINGLESS, "mode=async", "simulation.rewards={success: 1.0, spread: 0.0}")
+    assert "simulation.rewards" not in str(alike.value), "they are drawn already"
+    assert alike.value.__cause__ is not alike.value, "it is no cause of its own"
     drawn = said(config, *MEANINGLESS, "simulation.rewards={success: 0.5}")
     assert "caution" not in drawn
     steps = [read_metrics(RunFolder(Path(one.splitlines()[-1])).metrics)[1] for one in (text, drawn)]
