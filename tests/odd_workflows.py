@@ -297,13 +297,13 @@ async def reward_is_nan(task: Task, team: Team) -> None:
     (await first(team).act(task.prompt)).reward(float("nan"))
 
 
-@odd(FAILED)
+@odd(FAILED, "a reward must be a finite number, got '1'")
 async def reward_is_text(task: Task, team: Team) -> None:
     """Gives a text as a reward, such as a score that a judge wrote."""
     (await first(team).act(task.prompt)).reward("1")  # type: ignore[arg-type]
 
 
-@odd(FAILED)
+@odd(FAILED, "a reward must be a finite number, got 1000")
 async def reward_is_huge(task: Task, team: Team) -> None:
     """Gives an integer as a reward that no float can hold."""
     (await first(team).act(task.prompt)).reward(10**400)
@@ -334,6 +334,13 @@ async def figure_is_infinite(task: Task, team: Team) -> None:
     team.report(success=float("inf"))
 
 
+@odd(FAILED, "the metric 'success' must be a finite number, got 'high'")
+async def figure_is_text(task: Task, team: Team) -> None:
+    """Reports a text."""
+    await answer(task, team)
+    team.report(success="high")  # type: ignore[arg-type]
+
+
 @odd(FAILED, "no name that UTF-8 can encode")
 async def figure_without_name(task: Task, team: Team) -> None:
     """Reports a figure whose name UTF-8 cannot encode."""
@@ -341,10 +348,16 @@ async def figure_without_name(task: Task, team: Team) -> None:
     team.report(**{"\ud83d": 1.0})
 
 
-@odd(FAILED)
+@odd(FAILED, "was given NoneType; give it a text")
 async def observation_is_no_text(task: Task, team: Team) -> None:
     """Gives an agent None as its observation."""
     await first(team).act(None)  # type: ignore[arg-type]
+
+
+@odd(FAILED, "was given Reply; give it its `.text`")
+async def observation_is_a_reply(task: Task, team: Team) -> None:
+    """Gives an agent another one's reply, not the text of it."""
+    await first(team).act(await first(team).act(task.prompt))  # type: ignore[arg-type]
 
 
 @odd(FAILED)

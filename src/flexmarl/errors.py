@@ -70,6 +70,10 @@ class StoreError(FlexmarlError):
     """The experience store refused an operation or lost contact; everything that it acknowledged is safe."""
 
 
+class StoreInUse(StoreError):
+    """Another process runs on the experience store; the text has its process id."""
+
+
 class TransitionError(StoreError):
     """A row or group was asked to make a move that its life cycle does not have."""
 

@@ -1,7 +1,9 @@
 """Whole runs through the command line, in this process, with a tiny random model."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flexmarl import cli
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_events import RunFailed
+from flexmarl.experience.store_file import Ownership
 
 DETERMINISTIC = ["deterministic=true", "cluster={backend: inline, threads: 1}"]
 
@@ -101,6 +104,52 @@ def test_a_run_goes_on_whose_config_lacks_a_setting_that_came_later(flexmarl, co
     older = {key: value for key, value in yaml.safe_load(written.read_text()).items() if key != "pipeline"}
     written.write_text(yaml.safe_dump(older))
     assert Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0", "--resume", folder)[-1]) == folder
+
+
+def test_a_run_without_its_checkpoints_begins_again_and_one_without_its_store_says_what_is_lost(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
+    for left in folder.glob("experience.sqlite*"):
+        left.unlink()
+    lines = flexmarl("train", config, "steps=2", "evaluate.tasks=0", "--resume", folder)
+    said = " ".join(" ".join(lines).split())
+    assert f"{folder}/experience.sqlite was gone: the turns before step 2 are lost to `flexmarl show`" in said
+    shutil.rmtree(folder / "checkpoints")
+    lines = flexmarl("train", config, "steps=2", "evaluate.tasks=0", "--resume", folder)
+    assert lines[0] == "nothing to do: 2 steps are done, and steps=2"
+    (folder / "summary.json").unlink()
+    lines = flexmarl("train", config, "steps=2", "evaluate.tasks=0", "--resume", folder)
+    assert lines[0] == "the run has no checkpoint: it begins again at step 0, in the same folder"
+    assert not any("was gone" in line for line in lines)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_resumed_run_without_its_metrics_says_so_and_has_the_figures_before(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=1")[-1])
+    before = json.loads((folder / "summary.json").read_text())
+    (folder / "metrics.jsonl").unlink()
+    said = " ".join(" ".join(flexmarl("train", folder / "config.yaml", "steps=2", "--resume", folder)).split())
+    assert f"{folder}/metrics.jsonl was gone: the figures before step 2 are lost; the summary has those of" in said
+    after = json.loads((folder / "summary.json").read_text())
+    assert after["eval"]["before"] == before["eval"]["before"]
+    assert after["agents"].keys() == before["agents"].keys()
+
+
+def test_a_run_whose_best_checkpoint_is_no_improvement_says_so(flexmarl, config):
+    best = ["checkpoint.best={metric: reward/solver, mode: max}", "evaluate={tasks: 4, every: 1, every_tasks: 4}"]
+    lines = flexmarl("train", config, "steps=1", "policies.one.training.optimizer.learning_rate=1e-30", *best)
+    pattern = r"checkpoint\.best: reward/solver (\S+) at step 1 .* and not above (\S+), before training"
+    (said,) = re.findall(pattern, " ".join(lines))
+    assert said[0] == said[1], "weights that hardly change play alike"
+
+
+def test_a_run_that_is_in_use_is_not_continued_and_not_touched(flexmarl, config):
+    folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
+    (folder / "curve.png").unlink()
+    owner = Ownership.of(folder / "experience.sqlite")
+    (line,) = flexmarl("train", config, "steps=2", "evaluate.tasks=0", "--resume", folder, code=1)
+    owner.give_up()
+    assert f"experience.sqlite is in use by process {os.getpid()}" in line
+    assert not (folder / "curve.png").exists()
 
 
 def test_train_refuses_modelled_devices(flexmarl, config):

@@ -105,8 +105,13 @@ def test_a_tool_that_was_never_called_is_named_and_the_fit_is_written(with_tools
     folder = trained(with_tools, tools, "steps=1")
     text = run("simulate", "--fit", folder)
     assert f"written to {folder / 'fitted.yaml'}" in text
-    assert "cannot be replayed to compare: simulation.tools.never_called is missing" in text.splitlines()[-1]
+    assert "cannot be replayed to compare: simulation.tools.never_called is missing" in text
     assert [*yaml.safe_load((folder / "fitted.yaml").read_text())["simulation"]["tools"]] == ["slow_search"]
+    given = "simulation.tools.never_called={latency_s: 0.25, result: nothing}"
+    assert "simulated" in run("simulate", "--fit", folder, given)
+    tools = yaml.safe_load((folder / "fitted.yaml").read_text())["simulation"]["tools"]
+    assert [*tools] == ["slow_search", "never_called"]
+    assert tools["never_called"]["result"] == "nothing"
 
 
 PURE = [

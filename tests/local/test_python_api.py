@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import flexmarl
+from flexmarl import cli
 from flexmarl.analysis.conversations import open_conversations
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError
 from flexmarl.events.event import Event
@@ -87,6 +89,20 @@ def test_a_trained_run_is_evaluated_and_exported_in_the_same_process(small_run, 
     assert flexmarl.evaluate(settings(small_run)).episodes == 2
     (exported,) = flexmarl.export(run, tmp_path / "models")
     assert AutoModelForCausalLM.from_pretrained(exported).config.hidden_size == 32
+
+
+def test_an_evaluation_on_prompts_that_are_trained_on_is_a_caution(small_run, capsys, monkeypatch):
+    leak = {"tasks.params": {"leak": True}, "evaluate.tasks": 2}
+    said = "2 held-out tasks have the prompts of training tasks, in parentheses, so they are not new: "
+    said += "held_out-0 (train-0), held_out-1 (train-1)"
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        assert flexmarl.evaluate(settings(small_run, leak)).episodes == 2
+    monkeypatch.setattr(
+        sys, "argv", ["flexmarl", "eval", str(small_run), "tasks.params={leak: true}", "evaluate.tasks=2"]
+    )
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert f"flexmarl: caution: {said}" in capsys.readouterr().err
 
 
 def test_errors_are_those_of_the_command_line(small_run, tmp_path):

@@ -36,6 +36,7 @@ class ControlTokens:
         self._names = {token: f"<control-{secret}-{index}>" for index, token in enumerate(sorted(control))}
         self._tokens = {name: token for token, name in self._names.items()}
         self._spelled = _any_of(self._names)
+        self._longest = max(map(len, self._names), default=0)
         self._beginnings = (*{token[:end] for token in control for end in range(1, len(token))},)
         self._ends = (*{token[begin:] for token in control for begin in range(1, len(token))},)
         self._named = _any_of(self._tokens)
@@ -82,8 +83,7 @@ class ControlTokens:
             yield found.start()
             found = self._spelled.search(content, found.start() + 1)
         trimmed = content.strip()  # Templates may trim contents.
-        first = content.find(trimmed)
-        for begin, text in ((0, content), (first, trimmed)):
+        for begin, text in {(0, content), (content.find(trimmed), trimmed)}:
             if self._may_continue(text):
                 yield begin + len(text) - 1
             if self._may_complete(text):
@@ -91,7 +91,8 @@ class ControlTokens:
 
     def _may_continue(self, text: str) -> bool:
         """True if a text ends with the beginning of a control token, or is a piece of one."""
-        return text.endswith(self._beginnings) or (bool(text) and any(text in token for token in self._names))
+        piece = 0 < len(text) <= self._longest and any(text in token for token in self._names)
+        return piece or text.endswith(self._beginnings)
 
     def _may_complete(self, text: str) -> bool:
         """True if a text begins with the end of a control token."""

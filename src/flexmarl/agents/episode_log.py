@@ -13,8 +13,10 @@ Ledger numbers the calls of all seats of one episode, keeps their turns and adds
 """
 
 import math
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -222,10 +224,16 @@ class Ledger:
         return parts
 
 
+def finite(value: float, what: str) -> float:
+    """A finite number as a float. Raises EpisodeError, which begins with `what`, for any other value."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(value):
+            return float(value)
+    raise EpisodeError(f"{what} must be a finite number, got {reprlib.repr(value)}")
+
+
 def _add(parts: dict[str, float], part: str, reward: float) -> None:
-    if not math.isfinite(reward):
-        raise EpisodeError(f"a reward must be a finite number, got {reward!r}")
-    total = parts.get(part, 0.0) + float(reward)
+    total = parts.get(part, 0.0) + finite(reward, "a reward")
     if abs(total) > LARGEST_REWARD:
         raise EpisodeError(
             f"rewards of one part must add up to {LARGEST_REWARD:g} at most, either sign, got {reward!r} for '{part}', "

@@ -104,6 +104,10 @@ class Seat:
         EngineError if a call could not be served, EpisodeError if it was aborted, a tool broke or the act was not
         allowed.
         """
+        if not isinstance(observation, str):
+            instead = "its `.text`" if isinstance(observation, Reply) else "a text that you make of it"
+            kind = type(observation).__name__
+            raise EpisodeError(f"agent {self.name!r} answers a text, and was given {kind}; give it {instead}")
         if turn is not None and type(turn) is not int:
             raise EpisodeError(f"turn must be a whole number, got {turn!r}; give another name to a tag of your own")
         check_tags(tags if turn is None else {"turn": turn, **tags})
@@ -261,13 +265,11 @@ class Seat:
         text = self._joined(turns, call)
         calls = self._calls(text)
         follows = next_move(calls, self._ending(call, left), may_call=may_call)
-        parsed = self._agent.parser(text) if follows is Next.REPLY else None
-        valid = {
-            Next.CONTINUE: True,
-            Next.USE_TOOLS: all(isinstance(one, ToolCall) and one.name in self._agent.tools for one in calls),
-            Next.REPLY: not calls and parsed is not None,
-        }[follows]
-        return text, calls, follows, parsed, valid
+        if follows is Next.REPLY:
+            parsed = self._agent.parser(text)
+            return text, calls, follows, parsed, not calls and parsed is not None
+        readable = all(isinstance(one, ToolCall) and one.name in self._agent.tools for one in calls)
+        return text, calls, follows, None, readable or follows is Next.CONTINUE
 
     def _calls(self, text: str) -> tuple[Found, ...]:
         """The tool calls in a message. Those in its thoughts are not meant."""

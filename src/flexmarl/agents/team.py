@@ -1,6 +1,5 @@
 """Team: the agents of one episode, as a workflow is given them. WORKFLOWS: the workflows that a config can name."""
 
-import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.context import EpisodeContext, Node, episode_seed
-from flexmarl.agents.episode_log import Ledger
+from flexmarl.agents.episode_log import Ledger, finite
 from flexmarl.agents.seat import Seat
 from flexmarl.errors import EpisodeError, is_unicode, writable
 from flexmarl.plugins import Registry
@@ -90,9 +89,7 @@ class Team:
         for name, value in metrics.items():
             if not is_unicode(name):
                 raise EpisodeError(f"the metric {writable(name)!r} has no name that UTF-8 can encode")
-            if not math.isfinite(value):
-                raise EpisodeError(f"the metric {name!r} must be a finite number, got {value!r}")
-            self._ledger.metrics[name] = float(value)
+            self._ledger.metrics[name] = finite(value, f"the metric {name!r}")
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ import numpy as np
 from flexmarl.analysis.conversations import CalledTool
 from flexmarl.analysis.costs import CostSettings, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
-from flexmarl.analysis.fit_engines import EngineFit, nonnegative, relative_error, rounded
+from flexmarl.analysis.fit_engines import EngineFit, identified, nonnegative, relative_error, rounded, slowdowns
 from flexmarl.analysis.queues import BusyCount, Floats
 from flexmarl.errors import ConfigError
 from flexmarl.events.training_events import MicroBatchDone
@@ -39,13 +39,15 @@ class TrainerFit:
         trainers, engines = BusyCount(facts.training().values()), BusyCount(facts.serving().values())
         self._concurrent: dict[str, Floats] = {}
         for policy, batches in self._batches.items():
-            edges = [np.array([batch.began, batch.ended]) for batch in batches]
-            pairs = [(engines.mean(span)[0], max(0.0, trainers.mean(span)[0] - 1.0)) for span in edges]
-            self._concurrent[policy] = np.array(pairs)
+            spans = [(batch.began, batch.ended) for batch in batches]
+            others = np.maximum(trainers.during(spans) - 1.0, 0.0)
+            self._concurrent[policy] = np.stack([engines.during(spans), others], axis=1)
         self.per_engine = self.per_trainer = 0.0
         self._found = {policy: np.zeros(2) for policy in self._batches}
-        for _ in range(ROUNDS if self._batches else 0):
-            self._improve()
+        if self._batches:
+            self._identified = identified(np.concatenate([*self._concurrent.values()]))
+            for _ in range(ROUNDS):
+                self._improve()
 
     def costs(self, policy: str) -> TrainerCosts:
         """Returns the fitted costs of a policy; the defaults if it is not trained."""
@@ -66,7 +68,9 @@ class TrainerFit:
         alone = {policy: self._rows(policy) @ self._found[policy] for policy in self._batches}
         columns = [alone[policy][:, None] * self._concurrent[policy] for policy in self._batches]
         seconds = [self._took(policy) - alone[policy] for policy in self._batches]
-        self.per_engine, self.per_trainer = nonnegative(np.concatenate(columns), np.concatenate(seconds))
+        self.per_engine, self.per_trainer = slowdowns(
+            np.concatenate(columns), np.concatenate(seconds), self._identified
+        )
 
     def _slowness(self, policy: str) -> Floats:
         return 1.0 + self._concurrent[policy] @ np.array([self.per_engine, self.per_trainer])
@@ -106,6 +110,12 @@ class Fit:
     """Errors of the fit by policy."""
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Twins of tools by name, as `simulation.tools` takes them."""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative errors of the fit of the seconds of the run, by what took them."""
+        calls = {f"calls of '{policy}'": one.call_error for policy, one in self.quality.items()}
+        return calls | {f"micro-batches of '{policy}'": one.micro_batch_error for policy, one in self.quality.items()}
 
 
 def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:

@@ -15,6 +15,7 @@ from itertools import combinations
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.analysis.facts import Facts
@@ -46,6 +47,31 @@ def nonnegative(columns: Floats, seconds: Floats) -> Floats:
                 best, least = np.zeros(columns.shape[1]), left
                 best[chosen] = found
     return best / scale
+
+
+LEAST_SPREAD = 0.15
+"""Least standard deviation of the neighbours at work, over calls or micro-batches, from which their share is fitted."""
+MOST_SLOWDOWN = 4.0
+"""Largest share by which a neighbour slows others down. Two that take turns on a core slow each other by about 1."""
+
+
+def identified(neighbours: Floats) -> NDArray[np.bool_]:
+    """Says of each column of `neighbours` [calls, kinds] whether it varies enough to fit a slowdown to it.
+
+    With hardly any overlap a share could be anything: whatever delays a single call would be taken for it. With always
+    the same overlap it cannot be told from the costs.
+
+    >>> identified(np.array([[0.0, 1.0, 0.0], [0.01, 1.0, 1.0]])).tolist()
+    [False, False, True]
+    """
+    return neighbours.std(axis=0) >= LEAST_SPREAD
+
+
+def slowdowns(columns: Floats, seconds: Floats, kinds: NDArray[np.bool_]) -> Floats:
+    """Shares by which each kind of neighbour slows down, at most MOST_SLOWDOWN; 0 for kinds that are not identified."""
+    found = np.zeros(columns.shape[1])
+    found[kinds] = np.minimum(nonnegative(columns[:, kinds], seconds), MOST_SLOWDOWN)
+    return found
 
 
 def relative_error(predicted: Floats, measured: Floats) -> float:
@@ -94,6 +120,8 @@ class EngineFit:
             ]
             for policy in slots
         }
+        spans = [(call.began, call.ended) for call in facts.calls]
+        self._identified = identified(np.stack([trainers.during(spans), all_engines.during(spans) - 1.0], axis=1))
         self._pauses = dict.fromkeys(slots, 0.0) | (pauses_of(facts) if pauses else {})
         self.per_trainer = self.per_engine = 0.0
         self._found = {policy: _first_guess(parts) for policy, parts in self._parts.items()}
@@ -130,7 +158,7 @@ class EngineFit:
             self._found[policy] = nonnegative(*self._columns(policy))
         slowed = [part.slowed(self._found[policy]) for policy, parts in self._parts.items() for part in parts]
         columns, seconds = (np.concatenate(pieces) for pieces in zip(*slowed, strict=True))
-        self.per_trainer, self.per_engine = nonnegative(columns, seconds)
+        self.per_trainer, self.per_engine = slowdowns(columns, seconds, self._identified)
 
     def _columns(self, policy: str) -> tuple[Floats, Floats]:
         pieces = [part.columns() for part in self._parts[policy]]

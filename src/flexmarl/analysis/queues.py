@@ -38,6 +38,14 @@ class BusyCount:
             return np.zeros(len(edges) - 1)
         return np.diff(np.interp(edges, self._changes, self._area)) / np.maximum(np.diff(edges), 1e-12)
 
+    def during(self, spans: Sequence[Interval]) -> Floats:
+        """Mean number of parties at work within each span. Spans may overlap.
+
+        >>> BusyCount([[(0.0, 2.0)], [(1.0, 2.0)]]).during([(0.0, 2.0), (1.0, 2.0)]).tolist()
+        [1.5, 2.0]
+        """
+        return self.mean(np.array(spans).ravel())[::2]
+
 
 def level(first: Indices, last: Indices, weights: Floats, segments: int) -> Floats:
     """Sum of the weights of the items present in each segment. Item i is present from `first[i]` up to `last[i]`."""

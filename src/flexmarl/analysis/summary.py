@@ -4,13 +4,14 @@ The journal gives the history of the run's commands and processes. A process tha
 process of the same name or by an instance with a new name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from flexmarl.analysis.comparison import Measured, difference, held_out_figures
+from flexmarl.analysis.comparison import REWARD, Measured, difference, held_out_figures
 from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import CommandTimes, render_timeline
 from flexmarl.analysis.troubles import Troubles
@@ -84,6 +85,7 @@ def _replace(history: History, process: WorkerId) -> None:
 
 
 Figures = Mapping[str, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +93,11 @@ class Summary:
     """Figures of a whole run; as JSON it is summary.json."""
 
     eval: Mapping[str, Figures]
-    """`before` and `after`: every figure of the first and the last evaluation, `success` among them."""
+    """`before`: every figure of the evaluation before the first step, `success` among them; `after`: of the last one
+    after a step. Empty without such an evaluation."""
     agents: Mapping[str, Figures]
-    """By agent: `reward_before`, `reward_after`, and so on for its other figures. On held-out tasks if evaluated."""
+    """By agent: `reward_before`, `reward_after`, and so on for its other figures. On held-out tasks if evaluated.
+    What was not measured is absent, such as the rewards of an evaluation of which all episodes failed."""
     policies: Mapping[str, Mapping[str, int]]
     """By policy: its newest `version`."""
     wall_s: float
@@ -120,8 +124,8 @@ class Summary:
     held_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """`before` and `after`: the number of `episodes` of these evaluations, and of `tasks` if the episodes were kept."""
     intervals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By figure of the evaluations, `before`, `after` and `change`: its `value`, `low` and `high`, and `how` the
-    interval was found. `low` and `high` are null where the episodes were not kept."""
+    """By figure of the evaluations, `before`, `after` and `change`, as far as measured: its `value`, `low` and `high`,
+    and `how` the interval was found. `low` and `high` are null where the episodes were not kept."""
 
 
 def summarise(
@@ -131,14 +135,14 @@ def summarise(
     timeline: str = "",
     failures: str = "",
     wall_s: float | None = None,
-    held_out: Sequence["HeldOut"] = (),
+    held_out: Mapping[str, "HeldOut"] = MappingProxyType({}),
 ) -> Summary:
     """Computes the summary from the metrics of each step and the history.
 
-    `wall_s`: seconds of the last command. `held_out`: the first and the last evaluation.
+    `wall_s`: seconds of the last command. `held_out`: the evaluations `before` and `after`.
     """
-    evals = [_evaluated(values) for values in steps.values()]
-    evals = [values for values in evals if values] or [{}]
+    evals = _ends(_evaluations(steps, history))
+    evaluated = {when: evals.get(when, {}) for when in ("before", "after")}
     totals: dict[str, float] = {}
     latest: dict[str, float] = {}
     for values in steps.values():
@@ -146,8 +150,8 @@ def summarise(
         for name, value in values.items():
             totals[name] = totals.get(name, 0.0) + value
     return Summary(
-        eval={"before": evals[0], "after": evals[-1]},
-        agents=_agents(steps, evals),
+        eval=evaluated,
+        agents=_agents(steps, **evaluated),
         policies={
             name.removeprefix("version/"): {"version": int(value)}
             for name, value in latest.items()
@@ -170,7 +174,7 @@ def summarise(
         timeline=timeline,
         troubles=history.troubles.as_json(totals),
         failures=failures,
-        held_out={when: one.counts for when, one in zip(("before", "after"), held_out, strict=False)},
+        held_out={when: one.counts for when, one in held_out.items()},
         intervals=_intervals(held_out),
     )
 
@@ -189,29 +193,29 @@ class HeldOut:
         return {"episodes": self.episodes} | ({"tasks": len(tasks)} if tasks else {})
 
 
-def read_held_out(folder: RunFolder, history: History) -> list[HeldOut]:
-    """Reads the first and the last evaluation of a run; nothing if it has none, or if what was kept cannot be read."""
-    if not history.evaluations:
-        return []
-    ends = [history.evaluations[step] for step in (min(history.evaluations), max(history.evaluations))]
+def read_held_out(folder: RunFolder, history: History) -> dict[str, HeldOut]:
+    """Reads the evaluations `before` and `after` of a run, as far as it has them; none if one kept cannot be read."""
+    ends = _ends(history.evaluations)
     try:
-        return [HeldOut(end.evaluation["episodes"], held_out_figures(folder, end)) for end in ends]
+        return {when: HeldOut(of.evaluation["episodes"], held_out_figures(folder, of)) for when, of in ends.items()}
     except FlexmarlError:  # Its episodes may be of an older format. A run does not fail at its end because of that.
-        return []
-
-
-def _intervals(held_out: Sequence[HeldOut]) -> dict[str, dict[str, Any]]:
-    """By figure, its estimates before and after, and that of its change."""
-    if not held_out:
         return {}
-    before, after = (one.figures for one in held_out)
+
+
+def _ends(evaluations: Mapping[int, T]) -> dict[str, T]:
+    """`before`: the evaluation at step 0; `after`: the last later one. Neither stands in for the other."""
+    found = {"before": evaluations[0]} if 0 in evaluations else {}
+    return found | ({"after": evaluations[last]} if (last := max(evaluations, default=0)) else {})
+
+
+def _intervals(held_out: Mapping[str, HeldOut]) -> dict[str, dict[str, Any]]:
+    """By figure, its estimates before and after, and that of its change."""
     found: dict[str, dict[str, Any]] = {}
-    for name in sorted(before.keys() & after.keys()):
-        estimates = {
-            "before": before[name].interval(),
-            "after": after[name].interval(),
-            "change": difference(before[name], after[name], same_tasks=True),
-        }
+    for name in sorted({name for one in held_out.values() for name in one.figures}):
+        measured = {when: one.figures[name] for when, one in held_out.items() if name in one.figures}
+        estimates = {when: one.interval() for when, one in measured.items()}
+        if len(measured) == 2:
+            estimates["change"] = difference(measured["before"], measured["after"], same_tasks=True)
         found[name] = {when: asdict(estimate) for when, estimate in estimates.items()}
     return found
 
@@ -245,31 +249,47 @@ def render_pictures(run_dir: Path) -> None:
         render_timeline(run_dir)
 
 
+def _evaluations(steps: Mapping[int, Figures], history: History) -> Mapping[int, Figures]:
+    """Figures of every evaluation, by completed steps.
+
+    The journal says what was measured, since metrics.jsonl may be gone, or have figures of an earlier play as well.
+    """
+    found = {step: figures for step, values in steps.items() if (figures := _evaluated(values))}
+    for step, event in history.evaluations.items():
+        figures = event.evaluation["metrics"] | {f"{REWARD}{k}": v for k, v in event.evaluation["rewards"].items()}
+        # In the journal, a number that is not finite is a text.
+        found[step] = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    return found
+
+
 def _evaluated(values: Figures) -> dict[str, float]:
     held_out = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {name.removeprefix("team/"): value for name, value in held_out.items()}
 
 
-def _agents(steps: Mapping[int, Figures], evals: Sequence[Figures]) -> dict[str, dict[str, float]]:
+def _agents(steps: Mapping[int, Figures], before: Figures, after: Figures) -> dict[str, dict[str, float]]:
     """Figures of each agent before and after training.
 
-    They are those of the first and the last evaluation; without one, means over the first and the last tenth of steps.
+    They are those of the evaluations; without one, means over the first and the last tenth of steps.
     """
+    if not (before or after):
+        series: dict[str, list[float]] = {}
+        for values in steps.values():
+            for name, value in values.items():
+                series.setdefault(name, []).append(value)
+        tenths = {name: max(1, len(of) // 10) for name, of in series.items()}
+        if min(steps, default=0) <= 1:  # Otherwise the first steps' figures are gone.
+            before = {name: fmean(of[: tenths[name]]) for name, of in series.items()}
+        after = {name: fmean(of[-tenths[name] :]) for name, of in series.items()}
     agents: dict[str, dict[str, float]] = {}
-    names = {name.removeprefix("eval/") for values in steps.values() for name in values}
-    for name in sorted(names):
+    for name in sorted({*before, *after}):
         kind, _, rest = name.partition("/")
-        if kind not in ("reward", "agent"):
-            continue
-        agent, _, figure = rest.partition("/")
-        series = [values[name] for values in evals if name in values]
-        tenth = 1
-        if not series:
-            series = [values[name] for values in steps.values() if name in values]
-            tenth = max(1, len(series) // 10)
-        figures = agents.setdefault(agent, {})
-        figures[f"{figure or 'reward'}_before"] = fmean(series[:tenth])
-        figures[f"{figure or 'reward'}_after"] = fmean(series[-tenth:])
+        if kind in ("reward", "agent"):
+            agent, _, figure = rest.partition("/")
+            figures = agents.setdefault(agent, {})
+            for when, of in (("before", before), ("after", after)):
+                if name in of:
+                    figures[f"{figure or 'reward'}_{when}"] = of[name]
     return agents
 
 

@@ -183,7 +183,8 @@ class _FigureTable:
 def _before_and_after(summary: Summary, between: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
-    steps = {} if summary.eval["before"] else {"before": "first step", "after": "last step"}  # Nothing was held out.
+    held_out = any(summary.eval.values())
+    steps = {} if held_out else {"before": "first step", "after": "last step"}
     for column in ("before", "after", "change"):
         table.add_column(
             "\n".join((steps.get(column, column), *_played(summary.held_out.get(column, {})))), justify="right"
@@ -193,7 +194,9 @@ def _before_and_after(summary: Summary, between: str) -> Table:
         change = None if before is None or after is None else after - before
         of = summary.intervals.get(name, {})
         cells = [
-            "" if value is None else f"{value:{shown}}{between}{bounds(Estimate(**of[when]), '{:.3f}') if of else ''}"
+            "-"
+            if value is None
+            else f"{value:{shown}}{between}{bounds(Estimate(**of[when]), '{:.3f}') if when in of else ''}"
             for when, value, shown in (("before", before, ".3f"), ("after", after, ".3f"), ("change", change, "+.3f"))
         ]
         bold = "bold" if name == "success" else ""
@@ -205,9 +208,9 @@ def _before_and_after(summary: Summary, between: str) -> Table:
             add_row(name, name, before.get(name), after.get(name))
     table.add_section()
     for agent, figures in summary.agents.items():
-        for name in [key.removesuffix("_before") for key in figures if key.endswith("_before")]:
+        for name in dict.fromkeys(key.rpartition("_")[0] for key in figures):
             path = f"{REWARD}{agent}" if name == "reward" else f"{AGENT}{agent}/{name}"
-            add_row(f"{agent}: {name}", path, figures[f"{name}_before"], figures[f"{name}_after"])
+            add_row(f"{agent}: {name}", path, figures.get(f"{name}_before"), figures.get(f"{name}_after"))
     return table
 
 

@@ -107,7 +107,7 @@ def evaluate(source: Run | Source, overrides: Overrides | None = None, *, which:
     nothing to play, CheckpointError without such a checkpoint.
     """
     _refuse_loop("evaluate")
-    return evaluate_and_keep(source, overrides or (), which).evaluation
+    return _cautioned(evaluate_and_keep(source, overrides or (), which))
 
 
 async def evaluate_async(
@@ -115,6 +115,12 @@ async def evaluate_async(
 ) -> "Evaluation":
     """Evaluates as `evaluate` does, in a thread of its own. Cancellation ends it at once."""
     played = await _in_thread(lambda supervisor: evaluate_and_keep(source, overrides or (), which, supervisor))
+    return _cautioned(played)
+
+
+def _cautioned(played: "EvaluatedOnce") -> "Evaluation":
+    if played.caution:
+        warnings.warn(played.caution, stacklevel=3)
     return played.evaluation
 
 

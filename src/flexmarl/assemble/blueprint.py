@@ -22,8 +22,8 @@ from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import IntArray, PolicyName
-from flexmarl.tasks import TaskSource, check_disjoint
-from flexmarl.training.backends.causal_lm import check_model_files
+from flexmarl.tasks import TaskSource, check_disjoint, shared_prompts
+from flexmarl.training.backends.causal_lm import check_model_files, some_of
 
 HUB_ANSWER_S = 10.0
 """Seconds that the Hugging Face hub may take to answer."""
@@ -40,13 +40,16 @@ class Blueprint:
     team: TeamSpec
 
 
-def draw_up(settings: RunSettings) -> Blueprint:
-    """Opens the tasks, builds the team, and checks the models' files. Raises ConfigError that names the key."""
+def draw_up(settings: RunSettings, *, disjoint: bool = True) -> Blueprint:
+    """Opens the tasks, builds the team, and checks the models' files. Raises ConfigError that names the key.
+
+    Without `disjoint`, prompts that are trained on may be held out too; see `trained_on`.
+    """
     check_device(settings.cluster)
     if settings.cluster.backend != "simulated":
         for policy in settings.policies:
             check_model(settings, policy)
-    return Blueprint(settings=settings, source=open_tasks(settings), team=seat_team(settings))
+    return Blueprint(settings=settings, source=open_tasks(settings, disjoint=disjoint), team=seat_team(settings))
 
 
 def refuse_simulated(settings: RunSettings) -> None:
@@ -71,22 +74,35 @@ def check_device(cluster: ClusterSettings) -> None:
         )
 
 
-def open_tasks(settings: RunSettings) -> TaskSource:
-    """Opens the tasks; training and held-out ones must be disjoint."""
+def open_tasks(settings: RunSettings, *, disjoint: bool = True) -> TaskSource:
+    """Opens the tasks; training and held-out ones must be disjoint, unless `disjoint` is False."""
     source = settings.tasks.open(seed=settings.seed, base=settings.base)
     num_train = settings.batch.groups * settings.steps
     if source.num_train is not None and source.num_train < num_train:
+        most = {"steps": source.num_train // settings.batch.groups, "batch.groups": source.num_train // settings.steps}
+        fewer = "".join(f"at most {key}={number}, or " for key, number in most.items() if number)
         raise ConfigError(
             f"tasks: steps={settings.steps} of batch.groups={settings.batch.groups} need {num_train} tasks, there are "
-            f"{source.num_train}; use steps={source.num_train // settings.batch.groups}, or raise tasks.epochs"
+            f"{source.num_train}; use {fewer}a higher tasks.epochs"
         )
     if settings.evaluate.tasks and not source.held_out(1):
         raise ConfigError(
             f"evaluate.tasks is {settings.evaluate.tasks}, but the tasks hold none out; use evaluate.tasks=0, or "
             f"tasks.held_out_share=0.1"
         )
-    check_disjoint(source, num_train=num_train, num_held_out=settings.evaluate.tasks)
+    if disjoint:
+        check_disjoint(source, num_train=num_train, num_held_out=settings.evaluate.tasks)
     return source
+
+
+def trained_on(blueprint: Blueprint) -> str:
+    """Returns a text that counts and names the held-out tasks whose prompts are trained on; empty without any."""
+    settings = blueprint.settings
+    num_train, num_held_out = settings.batch.groups * settings.steps, settings.evaluate.tasks
+    shared = shared_prompts(blueprint.source, num_train=num_train, num_held_out=num_held_out)
+    found = {held_out: f"{held_out} ({task.input_id})" for _, task, held_out in shared}
+    said = f"{len(found)} held-out tasks have the prompts of training tasks, in parentheses, so they are not new"
+    return f"{said}: {some_of([*found.values()])}" if found else ""
 
 
 def seat_team(settings: RunSettings) -> TeamSpec:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary
 from flexmarl.analysis.tables import summary_table
-from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated
+from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated, trained_on
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.export import with_starts
 from flexmarl.assemble.kept import KeptEvaluations, OneEvaluation, write_settings
@@ -25,7 +25,16 @@ from flexmarl.assemble.world import World, initial_versions, make_evaluator, ope
 from flexmarl.cluster.hard_stop import HardStop, run_and_leave_threads
 from flexmarl.cluster.own_folder import check_not_planted, check_ours
 from flexmarl.config import RunSettings, load_run
-from flexmarl.errors import CheckpointError, ConfigError, CreditError, EpisodeError, FlexmarlError, boundary, cause_of
+from flexmarl.errors import (
+    CheckpointError,
+    ConfigError,
+    CreditError,
+    EpisodeError,
+    FlexmarlError,
+    StoreInUse,
+    boundary,
+    cause_of,
+)
 from flexmarl.events.backends.trackers import trackers
 from flexmarl.events.event import Event, Events
 from flexmarl.events.failures import Failures, KeptFailure
@@ -39,11 +48,12 @@ from flexmarl.events.safe_json import is_secret_key, parse_json, plain
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
-from flexmarl.orchestrator.checkpoint import CheckpointFolder, Which
+from flexmarl.orchestrator.checkpoint import CheckpointFolder, RunState, Which
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.publish import Publisher, Versions
-from flexmarl.orchestrator.run import LEFT_BEHIND_S
+from flexmarl.orchestrator.run import LEFT_BEHIND_S, RunOutcome
 from flexmarl.orchestrator.saving import Checkpoints, resume
+from flexmarl.orchestrator.stopping import none_better
 
 LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"})
 """Settings that may differ between a run and its resumption: none of them changes what a step computes."""
@@ -80,6 +90,8 @@ class TrainCommand:
         try:
             with HardStop() as hard:
                 run_and_leave_threads(self._train(console, hard, log, supervisor or Supervisor()))
+        except StoreInUse:  # Another process runs in the folder: nothing there is touched.
+            raise
         except BaseException as error:
             with suppress(OSError, FlexmarlError):  # The error that ended the run must be raised.
                 render_pictures(self.folder)
@@ -96,6 +108,7 @@ class TrainCommand:
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
             stack.enter_context(supervisor.stoppable())
+            gone = [one for one in (path, folder.metrics) if one and not one.exists()]
             store = open_store(self._blueprint, path)  # First: of a folder in which a run is live, nothing is touched.
             stack.push_async_callback(store.close)
             clock = run_clock()
@@ -120,9 +133,7 @@ class TrainCommand:
             checkpoints = Checkpoints(
                 folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
             )
-            start = None
-            if self._resumed:
-                start = await resume(checkpoints, world.trainers, store, events=events, say=console.print)
+            start = await self._resume(checkpoints, world, store, events, console.print, gone=gone)
             settle_memory()
             progress = progress_on(console, clock)
             orchestrator, monitor = wire(
@@ -140,8 +151,35 @@ class TrainCommand:
                 outcome = await run_until_lost(
                     orchestrator.run(), watch=monitor.watch(), lost=[lost, failed], events=events
                 )
-            if outcome.stopped:
-                raise KeyboardInterrupt(f"stopped after step {outcome.steps}: {outcome.stopped}")
+            self._say_end(outcome, console.print)
+
+    def _say_end(self, outcome: RunOutcome, say: Callable[[str], None]) -> None:
+        """Raises KeyboardInterrupt if the run was stopped; says so if its best checkpoint is no improvement."""
+        if outcome.stopped:
+            raise KeyboardInterrupt(f"stopped after step {outcome.steps}: {outcome.stopped}")
+        best = self._settings.checkpoint.best
+        if best and (said := none_better(outcome.evaluations, best)):
+            say(f"checkpoint.best: {said}")
+
+    async def _resume(
+        self,
+        checkpoints: Checkpoints,
+        world: World,
+        store: ExperienceStore,
+        events: Events,
+        say: Callable[[str], None],
+        *,
+        gone: Sequence[Path],
+    ) -> RunState | None:
+        """Goes back to the newest checkpoint; None if the run is new. `gone`: files that were not there."""
+        if not self._resumed:
+            return None
+        state = await resume(checkpoints, world.trainers, store, events=events, say=say)
+        lost = {self._folder.store: "turns", self._folder.metrics: "figures"}
+        for path in gone if state.step else ():
+            only = " to `flexmarl show`" if path == self._folder.store else "; the summary has those of evaluations"
+            say(f"{path} was gone: the {lost[path]} before step {state.step + 1} are lost{only}")
+        return state
 
     def _asked_to_stop(self, progress: Progress, events: Events) -> tuple[float, Callable[[str], None]]:
         """Returns the seconds that a step has after the first Ctrl-C, and a function that says so."""
@@ -280,6 +318,8 @@ class EvaluatedOnce(NamedTuple):
     """The first failure of each kind."""
     asked: int
     """Episodes that `evaluate.tasks` asks for; fewer are played if fewer tasks are held out."""
+    caution: str
+    """Text that names held-out tasks whose prompts are trained on; empty if there are none."""
 
 
 def evaluate_once(
@@ -296,16 +336,18 @@ def evaluate_once(
     refuse_simulated(settings)
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; set it, e.g. evaluate.tasks=64")
-    checkpoint = CheckpointFolder(run.checkpoints).chosen(which) if run else None
-    kept = folder_of_eval(settings, run)
-    if kept is not None:
-        write_settings(settings, RunFolder(kept))  # Those of the config: the folder of the starts is a temporary one.
-    with TemporaryDirectory(prefix="flexmarl-") as starts:
-        blueprint = draw_up(with_starts(settings, Path(starts)))
+    reading = CheckpointFolder(run.checkpoints).reading(which) if run else nullcontext()
+    with TemporaryDirectory(prefix="flexmarl-") as starts, reading as checkpoint:
+        kept = folder_of_eval(settings, run)
+        if kept is not None:
+            write_settings(settings, RunFolder(kept))  # As given: the folder of the starts is a temporary one.
+        blueprint = draw_up(with_starts(settings, Path(starts)), disjoint=False)
         failures = Failures(RunFolder(kept).failures if kept else None)
         evaluating = _evaluate_once(blueprint, checkpoint, kept, failures, supervisor or Supervisor())
-        asked = settings.evaluate.tasks * settings.evaluate.episodes
-        return EvaluatedOnce(run_and_leave_threads(evaluating), checkpoint, kept, failures.kept, asked)
+        evaluation = run_and_leave_threads(evaluating)
+    played = run.checkpoints / checkpoint.name if run and checkpoint else None
+    asked = settings.evaluate.tasks * settings.evaluate.episodes
+    return EvaluatedOnce(evaluation, played, kept, failures.kept, asked, trained_on(blueprint))
 
 
 def folder_of_eval(settings: RunSettings, run: RunFolder | None) -> Path | None:

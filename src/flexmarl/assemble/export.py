@@ -62,14 +62,14 @@ def export_policies(
             raise ConfigError(
                 f"--adapter: policies.{policy}.training.lora is null, so that it has none; export it with --merged"
             )
-    return [_export(settings, folder, policy, out / policy, which, form) for policy in policies]
+    with CheckpointFolder(folder.checkpoints).reading(which) as checkpoint:
+        return [_export(settings, folder, checkpoint, policy, out / policy, form) for policy in policies]
 
 
 def _export(
-    settings: RunSettings, folder: RunFolder, policy: PolicyName, out: Path, which: Which, form: Form | None
+    settings: RunSettings, folder: RunFolder, checkpoint: Path, policy: PolicyName, out: Path, form: Form | None
 ) -> Exported:
     check_model(settings, policy)
-    checkpoint = CheckpointFolder(folder.checkpoints).chosen(which)
     state = asyncio.run(_write(settings, policy, checkpoint, out.absolute(), form))
     (out / "README.md").write_text(model_card(settings, folder, policy, state), encoding="utf-8")
     return Exported(policy=policy, path=out, step=state.step)
@@ -111,7 +111,8 @@ def with_starts(settings: RunSettings, into: Path) -> RunSettings:
             theirs, folder = settings_of_run(settings, origin, key)
             with boundary(ConfigError, f"{key}: taking '{origin.policy}' from {folder.path}"):
                 path = (into / name).absolute()
-                _export(theirs, folder, PolicyName(origin.policy), path, origin.step, "merged")
+                with CheckpointFolder(folder.checkpoints).reading(origin.step) as checkpoint:
+                    _export(theirs, folder, checkpoint, PolicyName(origin.policy), path, "merged")
             policies[name] = policy.model_copy(update={"model": str(path)})
     return settings.model_copy(update={"policies": policies})
 

@@ -119,13 +119,13 @@ def shortened(text: str) -> str:
 
 
 def written(interval: Estimate | None, *, signed: bool = False, between: str = " ") -> str:
-    """A figure and its interval.
+    """A figure and its interval; `-` if it was not measured.
 
     >>> written(Estimate(0.25, 0.125, 0.5, "Wilson, 64 episodes"))
     '0.25 [0.125, 0.5]'
     """
     if interval is None:
-        return ""
+        return "-"
     shown = "{:+.3g}" if signed and interval.value else "{:.3g}"
     of = bounds(interval)
     return f"{shown.format(interval.value)}{between if of else ''}{of}"

@@ -7,6 +7,12 @@ the looks that need its subject are skipped.
 """
 
 import asyncio
+import gc
+import re
+import signal
+import sys
+import warnings
+from _thread import interrupt_main
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,11 +29,15 @@ from flexmarl.config import RunSettings, cautions
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.interface import CreditRow
 from flexmarl.credit.rows import credit_rows, tags_for
-from flexmarl.errors import ConfigError, CreditError, EngineError, MissingExtra
+from flexmarl.errors import ConfigError, CreditError, EngineError, MissingExtra, users_line
+from flexmarl.events.event import Events
 from flexmarl.events.machine import this_machine
 from flexmarl.orchestrator.evaluation import rewards_of
+from flexmarl.orchestrator.monitor import REMEDY, STUCK_S, BlockingWatch
 from flexmarl.records import (
+    AgentName,
     Episode,
+    EpisodeStatus,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -41,7 +51,7 @@ from flexmarl.rollout.player import Player
 from flexmarl.tasks.interface import MOST_COMPARED
 from flexmarl.tasks.table import TableSource
 
-PLAY_S = 20.0
+PLAY_S = 12.0
 """Most seconds of one play with scripted replies. A tool or environment of the user's may wait for something."""
 
 Examination = Callable[[], Iterable[Finding]]
@@ -71,7 +81,7 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     models = {} if simulated else examine_models(settings, of_models)
     readable = not of_models and all(found.readable for found in models.values())
     if all(parts) and not simulated:
-        succeeded(lambda: _play(settings, longest, own_tokenizers=readable))
+        succeeded(lambda: _awaited(_play(settings, longest, own_tokenizers=readable)))
     problems += of_models
     findings += [found.finding for found in models.values()]
     if not problems and readable:
@@ -118,11 +128,14 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
         name: getattr(policy.engine, "max_len", None) if own_tokenizers else None
         for name, policy in settings.policies.items()
     }
+    told = {name: agent.system.removeprefix(settings.team.agents[name].system) for name, agent in team.agents.items()}
     group, episodes = GroupRecord(group=GroupId(0), task=task, step=0), dict[str, Episode]()
     for index, reply in enumerate(reply for reply in (task.reference, "I do not know.") if reply):
-        generate = _scripted(renderer_of, max_lens, reply, longest)
+        generate = _scripted(renderer_of, max_lens, reply, longest, told)
         player = Player(team=team, generate=generate, run_seed=settings.seed, timeout_s=timeout_s)
-        episodes[reply] = asyncio.run(player.play(group, index))
+        episodes[reply] = _played(player, group, index)
+        if episodes[reply].status is EpisodeStatus.TIMED_OUT:
+            break  # The other reply would most likely take as long.
     failed = {reply: _reason(episode) for reply, episode in episodes.items() if not episode.finished}
     if len(failed) == len(episodes):
         raise ConfigError(
@@ -130,17 +143,84 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
             f"fails with each of them: {next(iter(failed.values()))}"
         )
     fails = "".join(f"; with the reply {reply!r} it fails: {reason}" for reply, reason in failed.items())
-    yield Finding("a task", f"'{task.input_id}' was played with scripted replies{fails}")
+    todo = "mend it, unless no model gives this reply: an episode that fails trains nothing" if fails else ""
+    yield Finding("a task", f"'{task.input_id}' was played with scripted replies{fails}", todo)
+    for name, max_len in max_lens.items():
+        if max_len is not None and longest.get(PolicyName(name), 0) > max_len:
+            found = (
+                f"{max_len}, but a prompt of the trial play and sampling.max_tokens take {longest[PolicyName(name)]}"
+            )
+            yield Finding(f"policies.{name}.engine.max_len", found, "raise it, or replies are cut to what is left")
+    asked = {turn.agent for episode in episodes.values() for turn in episode.turns}
+    for name in settings.team.agents:
+        if name not in asked:
+            todo = "if the workflow asks it for no other task either, remove it or mend the workflow"
+            yield Finding(f"team.agents.{name}", f"the workflow never asked agent '{name}' in the trial play", todo)
     played = replace(group, episodes=tuple(episodes.values()))
     _check_tags(settings, played)
-    _check_credit(settings.credit, credit_rows(played, trained))
+    shaped = _shaped(settings.credit, credit_rows(played, trained))
     yield from _figures(settings, played)
     if settings.credit.filter is not None:
         bottom, top = settings.credit.filter.reward_range
-        best = max((reward for of_agent in rewards_of(played.finished).values() for reward in of_agent), default=top)
+        best = max((settings.credit.filter.compared(row) for row in shaped if row.reward is not None), default=top)
         if best > top:
-            todo = f"a play gave {best:g}: set it to the worst and the best reward of your workflow"
+            todo = (
+                f"a play gave {best:g}: set it to the worst and the best reward that credit.filter.filter_on compares"
+            )
             yield Finding("credit.filter.reward_range", f"[{bottom:g}, {top:g}]", todo)
+
+
+def _played(player: Player, group: GroupRecord, index: int) -> Episode:
+    """Plays one episode. Raises ConfigError if user code keeps the event loop: no time limit can end that."""
+    stuck: list[str] = []
+
+    def end(place: str) -> None:
+        stuck.append(place)
+        interrupt_main()
+
+    async def play() -> Episode:
+        with BlockingWatch(Events(), end):
+            return await player.play(group, index)
+
+    # The handler of `asyncio.run` only cancels a task at the first Ctrl-C, which the task would never notice.
+    handler = signal.signal(signal.SIGINT, lambda *_: signal.default_int_handler(*_))
+    try:
+        return asyncio.run(play())
+    except KeyboardInterrupt:
+        if not stuck:
+            raise
+        raise ConfigError(
+            f"team.workflow: task '{group.task.input_id}', played with scripted replies: {stuck[0]} has kept the event "
+            f"loop for {STUCK_S:g} s, so that no time limit could end it; {REMEDY}"
+        ) from None
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _awaited(looks: Iterable[Finding]) -> list[Finding]:
+    """The findings of the play, and one for each line whose call was made in it and never awaited."""
+    depth, caught = sys.get_coroutine_origin_tracking_depth(), list[warnings.WarningMessage]()
+    sys.set_coroutine_origin_tracking_depth(1)  # So that Python's warning says where a call was made.
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "coroutine .* was never awaited", RuntimeWarning)
+            try:
+                findings = [*looks]
+            finally:
+                gc.collect(1)  # Python warns when it frees the call, which is young.
+    finally:
+        sys.set_coroutine_origin_tracking_depth(depth)
+        forgotten = dict[str, None]()
+        for one in caught:
+            if not (made := _MADE.search(str(one.message))):
+                warnings.showwarning(one.message, one.category, one.filename, one.lineno)
+            elif place := users_line([(made["file"], int(made["line"]))]):
+                forgotten[f"{place}: the call `{made['text']}` was made and never awaited, so it did not run"] = None
+    return findings + [Finding("team.workflow", found, "write `await` before it") for found in forgotten]
+
+
+_MADE = re.compile(r'was never awaited\n.*\n  File "(?P<file>.+)", line (?P<line>\d+), in .*\n *(?P<text>.+)')
+"""Python's warning of a call that was never awaited, with the line that made it."""
 
 
 def _reason(episode: Episode) -> str:
@@ -160,18 +240,21 @@ def _check_tags(settings: RunSettings, played: GroupRecord) -> None:
                 raise ConfigError(f"credit.{where}.key: {error}") from None
 
 
-def _check_credit(credit: CreditSettings, rows: Sequence[CreditRow]) -> None:
-    """Raises ConfigError if a term or an estimator of the user's own raises an error on these rows.
+def _shaped(credit: CreditSettings, rows: Sequence[CreditRow]) -> Sequence[CreditRow]:
+    """The rows with their final rewards. Raises ConfigError if a term or an estimator of the user's own fails on them.
 
-    What flexmarl itself refuses says nothing here: a run has more episodes, and rows with values or a baseline.
+    What flexmarl itself refuses says nothing here, since a run has more episodes, and rows with values or a baseline:
+    then there are none.
     """
     try:
         shaped = credit.shape(rows)
         if not credit.uses:
             credit.credit(shaped)
+        return shaped
     except CreditError as error:
         if error.__cause__ is not None:
             raise ConfigError(str(error)) from error
+        return ()
 
 
 def _figures(settings: RunSettings, played: GroupRecord) -> Iterator[Finding]:
@@ -192,15 +275,20 @@ def _scripted(
     max_lens: Mapping[str, int | None],
     reply: str,
     longest: dict[str, int],
+    told: Mapping[AgentName, str],
 ) -> Generate:
-    """A model that gives the same reply to every prompt. As an engine, it refuses a prompt that is too long for it."""
+    """A model that gives the same reply to every prompt. As an engine, it refuses a prompt that is too long for it.
+
+    `told`: what the role prompt of each agent says of its tools.
+    """
 
     async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
         renderer, max_len, length = renderers[request.policy], max_lens[request.policy], len(request.prompt_ids)
         if max_len is not None and length > max_len:
+            of_tools = len(renderer.encode(told.get(request.agent, ""))) if request.agent else 0
             raise EngineError(
                 f"the prompt of {request.agent} has {length} tokens, and policies.{request.policy}.engine.max_len is "
-                f"{max_len}"
+                f"{max_len}{f'; {of_tools} of them tell it of its tools' if of_tools else ''}"
             )
         longest[request.policy] = max(longest.get(request.policy, 0), length + request.sampling.max_tokens)
         whole = [*renderer.encode(reply), renderer.stop_ids[0]]

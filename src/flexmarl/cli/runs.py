@@ -21,11 +21,12 @@ from flexmarl.cli.terminal import ignoring_hangup, print_text, working
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
 from flexmarl.config import cautions, load_run
-from flexmarl.errors import ConfigError, FlexmarlError
+from flexmarl.errors import ConfigError, FlexmarlError, StoreInUse
 from flexmarl.events.log import EventLog, LogLevel
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
+from flexmarl.tasks import JsonlTasks
 
 if TYPE_CHECKING:
     from flexmarl.orchestrator.checkpoint import Which
@@ -70,6 +71,8 @@ def train(
         except KeyboardInterrupt:
             print_text(f"flexmarl: stopped. {commands.resume_hint(run.folder)}", err=True)
             raise typer.Exit(130) from None
+        except StoreInUse:  # The run goes on, in another process.
+            raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # User code may raise the last two.
             print_text(f"flexmarl: the run failed. {commands.resume_hint(run.folder, error)}", err=True)
             if (failures := RunFolder(run.folder).failures).is_dir():
@@ -100,7 +103,9 @@ def evaluate(
     `flexmarl show`.
     """
     with working(f"loading {source}, and playing its held-out tasks"):
-        evaluation, checkpoint, kept, failures, asked = evaluate_and_keep(source, overrides or (), _which(step, best))
+        evaluation, checkpoint, kept, failures, asked, caution = evaluate_and_keep(
+            source, overrides or (), _which(step, best)
+        )
     if as_json:
         paths = {"checkpoint": checkpoint, "folder": kept}
         shown = {name: None if path is None else str(path) for name, path in paths.items()}
@@ -112,6 +117,8 @@ def evaluate(
         )
         if kept is not None:
             print_text(str(kept))
+    if caution:
+        print_text(f"flexmarl: caution: {caution}", err=True)
     if evaluation.episodes < asked:
         said = f"evaluate.tasks asks for {asked} episodes, and the tasks that are held out give {evaluation.episodes}"
         print_text(f"flexmarl: caution: {said}: all of them were played", err=True)
@@ -142,9 +149,8 @@ def _show_evaluation(evaluation: "Evaluation", figures: Mapping[str, Measured]) 
         of = figures.get(name)
         table.add_row(label, value, *((bounds(of.interval(), "{:.3f}"), str(len(of.values))) if of else ()))
 
-    none = evaluation.failed == evaluation.episodes
     for name, value in evaluation.metrics.items():
-        add_row(name, "-" if none else f"{value:.3f}", name)
+        add_row(name, f"{value:.3f}", name)
     for agent, reward in evaluation.rewards.items():
         add_row(f"{agent}: reward", f"{reward:.3f}", f"{REWARD}{agent}")
     if evaluation.failed:
@@ -154,7 +160,9 @@ def _show_evaluation(evaluation: "Evaluation", figures: Mapping[str, Measured]) 
 
 def check(config: Config, overrides: Overrides = None) -> None:
     """Validate CONFIG and look at this machine. Exit code 2 if the config is wrong; a to-do is no error."""
-    settings = load_run(config, overrides or ())  # Before `examine` loads PyTorch: a misspelt key is told at once.
+    settings = load_run(config, overrides or ())  # Before `examine` loads PyTorch: a misspelt key is told at once,
+    if isinstance(settings.tasks, JsonlTasks):  # and so is a faulty row.
+        settings.tasks.open(seed=settings.seed, base=settings.base)
     with working("loading PyTorch, and looking at the config and this machine"):
         findings, problems = examine.examine(settings)
     table = Table(box=box.SIMPLE_HEAD, title=str(config))

@@ -9,7 +9,7 @@ from rich.console import Console
 from flexmarl.api.handle import load_run_folder
 from flexmarl.cli.options import plots, simulations
 from flexmarl.cli.terminal import ignoring_hangup, working
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.progress import SafeConsole
 
 YAML = (".yaml", ".yml")
@@ -126,18 +126,36 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
     if configs:
         raise ConfigError(f"--fit simulates {recorded} itself, got {configs[0]} with it; let that extend fitted.yaml")
     settings, folder = load_run_folder(recorded)
-    fitted = simulations.fitted(settings, folder)
+    given = simulations.load(folder.config, overrides).simulation
+    fitted = simulations.fitted(settings.model_copy(update={"simulation": given}), folder)
     console.print(simulations.fit_table(fitted))
     written = simulations.write_fit(fitted, folder)
     console.print(
         f"written to {written}; use it in a config: `extends: [run.yaml, {written.absolute()}]`", soft_wrap=True
     )
-    replay = simulations.load(folder.config, [*overrides, *simulations.as_overrides(fitted, folder)])
+    replay = simulations.load(folder.config, [*simulations.as_overrides(fitted, folder), *overrides])
     try:
         outcome = simulations.simulated(replay, console)
     except simulations.Unmodelled as lacking:
         console.print(f"the run cannot be replayed to compare: {'; '.join(lacking.lines)}", soft_wrap=True)
+        _caution(console, simulations.poor_fit(fitted.errors, settings))
         return
+    except ConfigError:
+        raise
+    except FlexmarlError as error:
+        raise FlexmarlError(
+            f"the simulation with the costs fitted to {recorded} failed: {error}; do not extend {written}; "
+            f"{simulations.poor_fit(fitted.errors, settings) or 'fit a longer run'}"
+        ) from error
     measured = simulations.measured(settings, folder)
     console.print(simulations.comparison_table({"recorded": measured, "simulated": outcome.report}))
+    errors, recorded_s = fitted.errors, measured.step_s.mean
+    if recorded_s and not overrides:  # With overrides another run is simulated.
+        errors["the mean step"] = abs(outcome.report.step_s.mean / recorded_s - 1.0)
+    _caution(console, simulations.poor_fit(errors, settings))
     console.print(f"simulation: {outcome.folder.path}", soft_wrap=True)
+
+
+def _caution(console: Console, text: str) -> None:
+    if text:
+        console.print(f"caution: {text}", soft_wrap=True)

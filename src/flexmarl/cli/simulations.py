@@ -1,7 +1,7 @@
 """Simulations on the command line: from a config to a report, and the tables that show it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -49,6 +49,8 @@ MOST_RUNS = 100
 
 MOST_FLAT = 0.5
 """Share of groups with equal rewards up to which a simulation's figures are those of training."""
+MOST_ERROR = 0.25
+"""Largest error of a fit, or of the step simulated with it, that is printed without a caution."""
 MEANINGLESS = (
     "Replies without meaning (type lengths or asked) earn equal rewards; use simulation.rewards={success: 0.5}, or "
     "credit.filter=null"
@@ -266,6 +268,18 @@ def fit_table(fit: Fit) -> Table:
     for key, value in fit.shared_host.model_dump().items():
         table.add_row(f"shared_host.{key}", _number(value))
     return table
+
+
+def poor_fit(errors: Mapping[str, float], settings: RunSettings) -> str:
+    """Says which errors of a fit to a run with these settings are large, and what to do; "" if none is."""
+    large = [f"{error:.0%} in {name}" for name, error in errors.items() if error > MOST_ERROR]
+    if not large:
+        return ""
+    inline = " with cluster.backend=ray, since inline engines and trainers take turns on one thread"
+    return (
+        f"the fit is poor (off by {', '.join(large)}): do not trust simulated times; fit a longer run on a machine "
+        f"with no other work{inline if settings.cluster.backend == 'inline' else ''}"
+    )
 
 
 def _slots(settings: RunSettings) -> dict[str, int]:

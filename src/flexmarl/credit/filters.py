@@ -7,7 +7,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -134,7 +134,19 @@ class OutcomeFilter(Settings):
         tasks: dict[str, list[CreditRow]] = {}
         for row in in_order(rows):
             tasks.setdefault(row.task, []).append(row)
-        return tuple(_decision(task, self._effects(members, key), learn_from_equal) for task, members in tasks.items())
+        decisions = [_decision(task, self._effects(members, key), learn_from_equal) for task, members in tasks.items()]
+        return tuple(self._with_hint(decision, tasks[decision.task], key) for decision in decisions)
+
+    def _with_hint(self, decision: FilterDecision, rows: Sequence[CreditRow], key: GroupKey) -> FilterDecision:
+        """Says of a task that is dropped if the workflow's own parts of the rewards differ, though outcomes do not."""
+        if decision.kept or self.filter_on == "final":
+            return decision
+        asked = [replace(row, outcome=(row.reward or 0.0) - sum(row.prices.values())) for row in rows]
+        effects = self._effects(asked, key)
+        differing = ", ".join(agent for agent, counts in effects.items() if counts[Effect.EFFECTIVE])
+        outcomes = decision.because.replace("rewards differ", "outcomes differ")
+        hint = f"{outcomes}; rewards with their other parts do, for {differing}: credit.filter.filter_on=final"
+        return replace(decision, because=hint) if differing else decision
 
     def _effects(self, rows: Sequence[CreditRow], key: GroupKey) -> dict[AgentName, Counter[Effect]]:
         effects: dict[AgentName, Counter[Effect]] = {}
@@ -143,11 +155,12 @@ class OutcomeFilter(Settings):
             for agent in {row.agent: None for row in members}:
                 own = [row for row in members if row.agent == agent]
                 if any(row.trains for row in own):
-                    effect = effect_of([self._reward(row) for row in own], tol=self.tol, bottom=bottom, top=top)
+                    effect = effect_of([self.compared(row) for row in own], tol=self.tol, bottom=bottom, top=top)
                     effects.setdefault(agent, Counter())[effect] += 1
         return effects
 
-    def _reward(self, row: CreditRow) -> float:
+    def compared(self, row: CreditRow) -> float:
+        """The reward by which the row's group is judged."""
         chosen = row.reward if self.filter_on == "final" or row.outcome is None else row.outcome
         assert chosen is not None, "in_order refuses rows without a reward"
         return chosen

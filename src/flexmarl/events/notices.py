@@ -49,6 +49,20 @@ class EpisodeBroke(Notice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeWaits(Notice):
+    """A workflow has waited for long, though none of its calls is under way."""
+
+    task: str
+    """Id of its task."""
+    place: str
+    """File and line of the user's code at which it waits, e.g. `team.py:61`."""
+    seconds: float
+    """How long, so far."""
+    timeout_s: float
+    """The setting `rollout.episode_timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJudged(Notice):
     """A finished group was judged, by the filter if there is one. It does not say whether the group is kept.
 

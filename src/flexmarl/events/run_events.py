@@ -167,6 +167,17 @@ class AlarmRaised(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopBlocked(Event):
+    """User code kept the event loop of the controller: no other episode could go on meanwhile."""
+
+    name: ClassVar[str] = "loop_blocked"
+    place: str
+    """File and line of the user's code, e.g. `team.py:61`."""
+    seconds: float
+    """How long it did, at least a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Timed):
     """A checkpoint was written to disk."""
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import psutil
 
-from flexmarl.errors import StoreError, boundary
+from flexmarl.errors import StoreError, StoreInUse, boundary
 from flexmarl.experience.interface import Column, ColumnKind, Row, Table
 from flexmarl.experience.schema import quote as quote_name
 from flexmarl.experience.transactions import Tables, connect, query, transaction
@@ -137,7 +137,7 @@ class Ownership:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Takes the ownership of the store at `path`. Raises StoreError with the owner's process id if it is taken."""
+        """Takes the ownership of the store at `path`. Raises StoreInUse with the owner's process id if it is taken."""
         owner = Path(f"{path}.owner")
         with explained(path, "taking ownership of the experience store"):
             lock = owner.open("a+")
@@ -147,7 +147,7 @@ class Ownership:
             lock.seek(0)
             pid = lock.read().strip() or "unknown"
             lock.close()
-            raise StoreError(
+            raise StoreInUse(
                 f"{path} is in use by process {pid}: wait until that run ends, or end it (kill {pid}); "
                 f"to read it during the run, use `flexmarl store`"
             ) from None

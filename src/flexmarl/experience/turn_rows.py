@@ -136,31 +136,35 @@ def open_row(sample: CreditedTurn) -> PartialRow:
 
 def turn_from_row(row: Row) -> Turn:
     """Reads the turn that `response_row` wrote. Raises StoreError if the response is missing."""
-    return Turn(
-        sample_id=row.sample_id,
-        episode=EpisodeId(split_sample_id(row.sample_id)[2]),
-        agent=row.agent,
-        policy=row.policy,
-        prompt_ids=_value(row, "prompt_ids"),
-        response_ids=_value(row, "response_ids"),
-        logprobs=_value(row, "logprobs"),
-        raw_logprobs=_value(row, "raw_logprobs"),
-        versions=tuple(VersionRun(start, Version(version)) for start, version in _value(row, "version_runs")),
-        finish=FinishReason(_value(row, "finish")),
-        text=_value(row, "text"),
-        parent=_value(row, "parent") or None,
-        call=_value(row, "call"),
-        act_hop=row.values.get("act_hop"),
-        turn=_value(row, "turn"),
-        branch=_value(row, "branch"),
-        path=tuple(row.values.get("path", ())),
-        context_hash=_value(row, "context_hash"),
-        after=tuple(row.values.get("after", ())),
-        tool_s=_value(row, "tool_s"),
-        purpose=Purpose(_value(row, "purpose")),
-        tags=_value(row, "tags"),
-        valid=_value(row, "valid"),
-    )
+    values = row.values
+    try:
+        return Turn(
+            sample_id=row.sample_id,
+            episode=EpisodeId(split_sample_id(row.sample_id)[2]),
+            agent=row.agent,
+            policy=row.policy,
+            prompt_ids=values["prompt_ids"],
+            response_ids=values["response_ids"],
+            logprobs=values["logprobs"],
+            raw_logprobs=values["raw_logprobs"],
+            versions=tuple(VersionRun(start, Version(version)) for start, version in values["version_runs"]),
+            finish=FinishReason(values["finish"]),
+            text=values["text"],
+            parent=values["parent"] or None,
+            call=values["call"],
+            act_hop=values.get("act_hop"),
+            turn=values["turn"],
+            branch=values["branch"],
+            path=tuple(values.get("path", ())),
+            context_hash=values["context_hash"],
+            after=tuple(values.get("after", ())),
+            tool_s=values["tool_s"],
+            purpose=Purpose(values["purpose"]),
+            tags=values["tags"],
+            valid=values["valid"],
+        )
+    except KeyError as missing:
+        raise _lacks(row, missing.args[0]) from None
 
 
 def sample_from_row(row: Row) -> Sample:
@@ -192,8 +196,12 @@ def _prompt(prompt_ids: IntArray, parent: SampleId | None) -> IntArray | Extende
 
 def _value(row: Row, column: str) -> Any:
     if column not in row.values:
-        raise StoreError(
-            f"table {row.agent!r}, row {row.sample_id!r} ({row.state}) has no {column}; there are: "
-            f"{', '.join(row.values) or 'none'}"
-        )
+        raise _lacks(row, column)
     return row.values[column]
+
+
+def _lacks(row: Row, column: str) -> StoreError:
+    return StoreError(
+        f"table {row.agent!r}, row {row.sample_id!r} ({row.state}) has no {column}; there are: "
+        f"{', '.join(row.values) or 'none'}"
+    )

@@ -2,7 +2,7 @@
 
     queue_gap          one instance per decision, when the numbers of waiting requests differ by more than the gap
     queue_gap_literal  as many instances as that difference, as the paper words it
-    drain_time         one instance per decision, when the queued requests will end clearly sooner
+    drain_time         as many instances as make the queued requests end sooner, each by itself
 
 No rule takes the last instance of a policy. `Demand` estimates the expected length and speed of a policy's requests,
 from the requests that it has answered:
@@ -13,7 +13,7 @@ from the requests that it has answered:
 L is the number of sampled tokens of an answer. The lengths of waiting and running requests themselves are unknown.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -169,38 +169,58 @@ class QueueGap:
 
 @dataclass(frozen=True, slots=True)
 class DrainTime:
-    """Our rule: moves an instance to the policy that takes longest to drain, from the one that spares it best."""
+    """Our rule: moves instances to the policy that takes longest to drain, from those that spare them best."""
 
-    least_gain: float = 0.1
-    """Least share of the longest drain time that a move must save. Estimates are not more precise than that, and a
-    wrong move costs a second one back."""
+    least_gain: float = 0.05
+    """Least share of the longest drain time that each move must save: less is chance, and is moved back."""
+    most: float = 0.25
+    """Most moves of a decision, as a share of all instances. What moves serves nobody, and queues change meanwhile."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """Decides on at most one move: the one that shortens the longest drain time most."""
+        """The moves that shorten the longest drain time most, one after the other, each as if those before were made.
+
+        `queue_gap` makes one move and waits until it is made. Where one policy has most of the work, that takes longer
+        than the work does.
+        """
         known = {policy: load for policy, load in loads.items() if load.expected is not None}
-        waiting = [policy for policy in known if known[policy].waiting]
-        if not waiting:
-            return ()
-        to = max(waiting, key=lambda policy: (drain_s(known[policy]), policy))
-        before = drain_s(known[to])
-        if before <= 2 * move_s:
+        arriving, moves = Counter[PolicyName](), list[Move]()
+        most = max(1, int(self.most * sum(len(load.instances) for load in loads.values())))
+        while len(moves) < most and (best := self._best(known, arriving, move_s)):
+            donor, move = best
+            moves.append(move)
+            arriving[move.to] += 1
+            known[donor] = without(known[donor], move.instance)
+            known[move.to] = replace(known[move.to], instances={**known[move.to].instances, move.instance: 0})
+        return moves
+
+    def _best(
+        self, known: Mapping[PolicyName, PolicyLoad], arriving: Mapping[PolicyName, int], move_s: float
+    ) -> tuple[PolicyName, Move] | None:
+        """The move that shortens the longest drain time most, with its donor. `arriving`: instances on their way."""
+        drains = {
+            policy: drain_s(load, arriving=arriving.get(policy, 0), from_s=move_s) for policy, load in known.items()
+        }
+        to = max(
+            (policy for policy in known if known[policy].waiting), key=lambda one: (drains[one], one), default=None
+        )
+        if to is None or (before := drains[to]) <= 2 * move_s:
             # An instance is idle for move_s, and needs as long again to make up for it. The step lasts at least the
             # longest drain time, so only a drain time above 2 * move_s leaves time for a gain.
-            return ()
-        after_to = drain_s(known[to], more=1, from_s=move_s)
+            return None
+        after_to = drain_s(known[to], more=1, arriving=arriving.get(to, 0) + 1, from_s=move_s)
         best: tuple[float, PolicyName] | None = None
-        for donor in known:
-            if donor == to or len(known[donor].instances) < 2:
+        for donor in known.keys() - arriving.keys() - {to}:
+            if len(known[donor].instances) < 2:
                 continue
             if drain_s(without(known[donor], idlest(known[donor])[0])) >= before:
                 continue  # The next decision would find the donor overloaded, and move the instance back.
             after = max(after_to, drain_s(known[donor], more=-1))
             best = min(best or (after, donor), (after, donor))
         if best is None or before - best[0] <= self.least_gain * before:
-            return ()
+            return None
         after, donor = best
         because = f"'{to}' drains in {before:.1f} s; with one instance of '{donor}' both will have in {after:.1f} s"
-        return [Move(idlest(known[donor])[0], to, because)]
+        return donor, Move(idlest(known[donor])[0], to, because)
 
 
 def without(load: PolicyLoad, instance: InstanceId) -> PolicyLoad:
@@ -209,26 +229,23 @@ def without(load: PolicyLoad, instance: InstanceId) -> PolicyLoad:
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
 
 
-def drain_s(load: PolicyLoad, *, more: int = 0, from_s: float = 0.0) -> float:
+def drain_s(load: PolicyLoad, *, more: int = 0, arriving: int = 0, from_s: float = 0.0) -> float:
     """Seconds until all waiting and running requests are done, if the number of instances changes by `more`.
 
-    New instances begin after `from_s` seconds. The result is the expected number of tokens left, divided by the tokens
-    that all instances sample per second, but at least the time that one request takes alone. `load.expected` must not
-    be None.
+    `arriving` of them begin after `from_s` seconds. The result is the expected number of tokens left, divided by the
+    tokens that all instances sample per second, but at least the time that one request takes alone. `load.expected`
+    must not be None.
     """
     expected = load.expected
     assert expected is not None
     queued_tokens = load.waiting * expected.tokens + load.running * expected.tokens_left
     if not queued_tokens:
         return 0.0
-    rate = load.slots * expected.tokens_per_s
-    latency_s = (expected.tokens if load.waiting else expected.tokens_left) / expected.tokens_per_s
-    count = len(load.instances)
-    if not count + more:
+    count = len(load.instances) + more
+    if not count:
         return float("inf")
-    if more > 0:
-        return max((queued_tokens / rate + more * from_s) / (count + more), latency_s)
-    return max(queued_tokens / rate / (count + more), latency_s)
+    latency_s = (expected.tokens if load.waiting else expected.tokens_left) / expected.tokens_per_s
+    return max((queued_tokens / (load.slots * expected.tokens_per_s) + arriving * from_s) / count, latency_s)
 
 
 def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move]:

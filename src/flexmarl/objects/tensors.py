@@ -208,6 +208,7 @@ def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
     return sums
 
 
+@lru_cache(maxsize=64)
 def facts_digest(layout: Layout) -> str:
     """64-bit BLAKE2b over names, dtypes and shapes, in hex."""
     facts = [[buffer.dtype, [[slot.name, slot.shape] for slot in buffer.slots]] for buffer in layout.buffers]

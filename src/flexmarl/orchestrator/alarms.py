@@ -4,7 +4,8 @@
 |-----------|----------|---------------------------------------------------------------------|--------------------|
 | untrained | a policy | no update                                                           | `alarms.untrained` |
 | no_spread | the team | the rewards of this share of the groups, dropped or kept, are equal | `alarms.no_spread` |
-|           | an agent | its own are, not all of them the best, while those of others differ |                    |
+|           | an agent | its own are, of the groups judged and of those trained on in the    |                    |
+|           |          | step, not all of them the best, while those of others differ        |                    |
 | failed    | the team | this share of the episodes failed                                   | `alarms.failed`    |
 | cut       | an agent | `max_tokens` ended this share of its replies                        | `alarms.cut`       |
 | entropy   | a policy | its entropy is below this share of that of the first update         | `alarms.entropy`   |
@@ -55,8 +56,8 @@ class AlarmRules:
         """Number of steps in a row in which a condition held."""
         self._sounded: set[tuple[AlarmKind, str]] = set()
         self._first_entropy: dict[PolicyName, float] = {}
-        self._differed = False
-        """True if the rewards of enough groups differed in an earlier step."""
+        self._fewest_equal: dict[str, float] = {}
+        """Smallest share of groups with equal rewards in an earlier step, by subject of `no_spread`."""
 
     def after_step(self, step: int, values: Mapping[str, float]) -> list[AlarmRaised]:
         """Returns the alarms that sound now. `step`: steps done; `values`: the metrics of the last one, by name."""
@@ -116,41 +117,50 @@ class AlarmRules:
         dropped = {reason: values.get(f"filtered/{reason}", 0.0) for reason in NO_SPREAD}
         share = sum(dropped.values()) / groups
         verdicts = f"{_counts(dropped)}{_by_agent(values)}"
-        said = [f"the rewards of {share:.0%} of {groups:.0f} groups did not differ ({verdicts})"] if share else []
+        said = [f"{share:.0%} of {groups:.0f} groups have equal rewards by credit.filter ({verdicts})"] if share else []
         compared, alike = _credit_groups(values)
         if equal := sum(alike.values()):  # Groups that are trained on although their rewards are equal.
             share += (1 - share) * equal / compared
             said.append(f"the rewards of {equal:.0f} of {compared:.0f} credit groups did not differ ({_counts(alike)})")
             dropped = {reason: dropped[reason] + alike[reason] for reason in NO_SPREAD}
-        remedies = [
-            "too_hard: give easier tasks or partial rewards; too_easy: give harder tasks; flat: look whether the "
-            "reward depends on the replies; raise batch.episodes or sampling.temperature"
-        ]
-        learned = 2 * dropped[FilterReason.TOO_EASY] > sum(dropped.values())
-        if self._differed and not learned:
-            remedies.insert(
-                0,
-                "rewards differed in earlier steps: look at the replies with `flexmarl show`; if an update has ruined "
-                "them, lower training.optimizer.learning_rate and begin anew",
-            )
         yield Condition(
             subject="",
             holds=share >= limit,
             value=share,
             says=f"{' and '.join(said)}, so nothing can be learned from comparing them",
-            remedy="; ".join(remedies),
+            remedy=self._spread_remedy("", share, limit, dropped),
         )
-        self._differed = self._differed or share < limit
         for agent, (judged, equal_by) in _verdicts(values).items():
             # One that always does best has nothing left to learn. If no agent's rewards differ, it is said above.
             alone = share < limit and 2 * equal_by[FilterReason.TOO_EASY] <= sum(equal_by.values())
+            # In the asynchronous modes a step trains on groups that were judged in earlier ones.
+            trained, differ = (values.get(f"credit/{agent}/{kind}", 0.0) for kind in ("groups", "effective"))
+            equal_share = sum(equal_by.values()) / judged
             yield Condition(
                 subject=agent,
-                holds=alone and sum(equal_by.values()) >= limit * judged,
-                value=sum(equal_by.values()) / judged,
+                holds=alone and equal_share >= limit and differ <= (1 - limit) * trained,
+                value=equal_share,
                 says=f"the rewards of agent '{agent}' did not differ, so it learns nothing ({_counts(equal_by)})",
-                remedy="; ".join(remedies),
+                remedy=self._spread_remedy(agent, equal_share, limit, equal_by),
             )
+
+    def _spread_remedy(self, subject: str, share: float, limit: float, equal_by: Mapping[FilterReason, float]) -> str:
+        """The remedy for equal rewards of the subject, by what earlier steps showed; notes the share of this step."""
+        fewest = self._fewest_equal.get(subject, 1.0)
+        self._fewest_equal[subject] = now = min(fewest, share)
+        before = ""
+        if now == 1:
+            before = "they have not differed since this command began; "
+        elif fewest < limit and 2 * equal_by[FilterReason.TOO_EASY] <= sum(equal_by.values()):
+            before = (
+                "rewards differed in earlier steps: look at the replies with `flexmarl show`; if an update has ruined "
+                "them, lower training.optimizer.learning_rate and begin anew; "
+            )
+        return (
+            f"{before}too_hard: give easier tasks or partial rewards (if they are parts of their own, with "
+            "credit.filter.filter_on=final); too_easy: give harder tasks; flat: look whether the reward depends on the "
+            "replies; raise batch.episodes or sampling.temperature"
+        )
 
     def _entropy(self, values: Mapping[str, float], limit: float) -> Iterator[Condition]:
         for policy in self._trained:

@@ -21,10 +21,12 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypedDict
 
 from flexmarl.cluster.own_folder import require_space
@@ -161,6 +163,33 @@ class CheckpointFolder:
         if found.path is None:
             raise CheckpointError(self.none_intact(found))
         return found.path
+
+    @contextmanager
+    def reading(self, which: Which) -> Iterator[Path]:
+        """The checkpoint that `chosen` gives. The block can read it even if a run that goes on removes it meanwhile.
+
+        The path is of a folder with links to its files, or its own where no link can be made.
+        """
+        if not os.access(self.path, os.W_OK):
+            yield self.chosen(which)
+            return
+        with TemporaryDirectory(prefix=f"{_PARTIAL}read-", dir=self.path, ignore_cleanup_errors=True) as links:
+            yield self._linked(which, Path(links))
+
+    def _linked(self, which: Which, into: Path) -> Path:
+        while True:
+            newest = self._folders()[-1:]
+            try:
+                checkpoint = self.chosen(which)
+            except CheckpointError:
+                if newest == self._folders()[-1:]:
+                    raise
+                continue  # The run has removed what was read here: there is a newer one.
+            try:
+                return shutil.copytree(checkpoint, into / checkpoint.name, copy_function=os.link)
+            except OSError:
+                if checkpoint.is_dir():  # It is still there, but links cannot be made.
+                    return checkpoint
 
     def named(self, which: Which) -> Path:
         """Path of the newest, the best, or a step's checkpoint, which need not be intact. Raises as `chosen` does."""

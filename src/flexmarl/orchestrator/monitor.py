@@ -1,22 +1,30 @@
 """Runs the monitor: a live screen, the queues of the engines, and a probe of the event loop.
 
+    loop ──► beat, again and again        a thread ──► no beat for BLOCKED_S ──► the line of user code that runs now
+
 consumes    steps, evaluations, groups and figures, as they are reported
 waits for   no report; the look at the queues and the probe wait for their intervals
-produces    the live screen; the queues on the timeline; how late the event loop wakes a sleeping task
+produces    the live screen; the queues on the timeline; how late the event loop wakes a sleeping task; the lines of
+            user code that keep it from all other work: a `time.sleep`, a loop without an await
 unblocked by time
 """
 
 import asyncio
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
-from flexmarl.errors import cause_of
+from flexmarl.errors import cause_of, users_line
 from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics, time_shares, tokens_per_s
-from flexmarl.events.notices import EvaluationStarted, FiguresWritten, GroupPlayed
+from flexmarl.events.notices import EpisodeWaits, EvaluationStarted, FiguresWritten, GroupPlayed
 from flexmarl.events.progress import Progress, ProgressView
-from flexmarl.events.run_events import AlarmRaised, Evaluated, StepStarted, StoppedEarly
+from flexmarl.events.run_events import AlarmRaised, Evaluated, LoopBlocked, StepStarted, StoppedEarly
 from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.untrained import NotTrained, in_words
 from flexmarl.inference.pool import InferencePool
@@ -39,6 +47,73 @@ async def measure_lag(note: Callable[[float], None]) -> None:
         due = clock() + PROBE_S
         await asyncio.sleep(PROBE_S)
         note(max(0.0, clock() - due))
+
+
+BLOCKED_S = 1.0
+"""Time without a beat of the event loop after which the line of user code that runs is looked up."""
+STUCK_S = 10.0
+"""The same after which it is told at once: the loop may never go on."""
+BEAT_S = 0.25
+"""Seconds between two beats, and between two looks of the thread."""
+_CALLBACK = asyncio.Handle._run.__code__  # pyright: ignore[reportPrivateUsage]
+REMEDY = "write `await asyncio.sleep(s)` for time.sleep(s), and `await asyncio.to_thread(f, x)` for a slow f(x)"
+
+
+class BlockingWatch:
+    """A block in which a thread watches whether the loop that it is entered from goes on.
+
+    In virtual time it watches nothing: such a loop may work for long without its clock going on, and a simulated run
+    must have the same journal each time.
+    """
+
+    def __init__(self, events: Events, stuck: Callable[[str], None]) -> None:
+        """`events` get `LoopBlocked` when the loop goes on. `stuck` is called in the thread, with the line."""
+        self._events, self._stuck = events, stuck
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._beat_at = time.monotonic()
+        self._blocked: tuple[float, str] = (0.0, "")
+        """The last beat before user code blocked the loop; its line."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="blocking-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._timer = self._loop.call_soon(self._beat)
+        if abs(self._loop.time() - time.monotonic()) < BLOCKED_S:  # The clock of every loop but those in virtual time.
+            self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._timer.cancel()
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        now, (since, place) = time.monotonic(), self._blocked
+        if since == self._beat_at:
+            self._events.emit(LoopBlocked(place=place, seconds=now - since))
+        self._beat_at = now
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    def _look(self) -> None:
+        told = ""
+        while not self._ended.wait(BEAT_S):
+            since = self._beat_at
+            late = time.monotonic() - since
+            if late < BLOCKED_S or not (place := self._place()):
+                continue
+            self._blocked = since, place
+            if late >= STUCK_S and place != told:
+                told = place
+                with suppress(Exception):  # The screen may be closed meanwhile.
+                    self._stuck(place)
+
+    def _place(self) -> str:
+        """The innermost line of user code that the loop runs now; empty if it runs none."""
+        frame, lines = sys._current_frames().get(self._loop_thread), list[tuple[str, int]]()
+        while frame is not None and frame.f_code is not _CALLBACK:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return users_line(lines[::-1]) if frame is not None else ""
 
 
 class Monitor:
@@ -76,6 +151,7 @@ class Monitor:
         self._queues: Mapping[str, Any] = {}
         self._step_lag_ms = 0.0
         self._look_lag_ms = 0.0
+        self._slow_places: set[str] = set()
         self._started = asyncio.get_running_loop().time()
         events.listen(StepStarted, lambda begun: self._begin(begun.step, "rollout and training"))
         events.listen(EvaluationStarted, lambda begun: self._begin(begun.step, f"evaluating {_when(begun)}"))
@@ -84,14 +160,17 @@ class Monitor:
         events.listen(FiguresWritten, self._figures_written)
         events.listen(StoppedEarly, lambda end: progress.note(f"stopped after step {end.step}: {end.because}"))
         events.listen(AlarmRaised, lambda alarm: progress.note(f"alarm: {alarm.because}; {alarm.remedy}"))
+        events.listen(LoopBlocked, self._loop_blocked)
+        events.listen(EpisodeWaits, self._episode_waits)
 
     async def watch(self) -> None:
         """Draws the screen and watches the queues and the event loop, until it is cancelled."""
         self._progress.start(self._name, self._steps)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(measure_lag(self._lagged), name="lag")
-                tasks.create_task(self._look(), name="screen")
+            with BlockingWatch(self._events, self._stuck):
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(measure_lag(self._lagged), name="lag")
+                    tasks.create_task(self._look(), name="screen")
         except ExceptionGroup as group:
             raise cause_of(group) from group
         finally:
@@ -114,8 +193,6 @@ class Monitor:
         found = evaluated.evaluation
         success = found["metrics"].get("success")
         shown = "" if success is None else f": success {success:.3f}"
-        if found["failed"] == found["episodes"]:
-            shown = ": success -"
         reasons = f" ({in_words(found['failures'])})" if found["failures"] else ""
         counts = f"{found['episodes']} held-out episodes, {found['failed']} failed{reasons}"
         self._progress.note(f"evaluation {_when(evaluated)}, {counts}{shown}")
@@ -130,6 +207,25 @@ class Monitor:
             self._successes.append(values["team/success"])
         self._done = figures.step
         self._draw()
+
+    def _loop_blocked(self, blocked: LoopBlocked) -> None:
+        """Notes a line of user code the first time."""
+        if blocked.place not in self._slow_places:
+            self._slow_places.add(blocked.place)
+            seconds = f"{blocked.seconds:.1f} s"
+            self._progress.note(f"{blocked.place} kept all other episodes waiting for {seconds}; {REMEDY}")
+
+    def _episode_waits(self, waits: EpisodeWaits) -> None:
+        """Notes a line of user code the first time."""
+        if waits.place not in self._slow_places:
+            self._slow_places.add(waits.place)
+            self._progress.note(
+                f"an episode of task {waits.task} has waited for {waits.seconds:.0f} s at {waits.place}, and has no "
+                f"call under way; it ends as timed out after rollout.episode_timeout_s={waits.timeout_s:g}"
+            )
+
+    def _stuck(self, place: str) -> None:
+        self._progress.note(f"the run stands still: {place} has kept the event loop for {STUCK_S:g} s; {REMEDY}")
 
     def _lagged(self, delay_s: float) -> None:
         delay_ms = delay_s * 1000

@@ -10,7 +10,7 @@ unblocked by every part in turn; any failure ends the run as an exception; a `St
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -87,6 +87,8 @@ class RunOutcome:
 
     before: Evaluation | None
     after: Evaluation | None
+    evaluations: Mapping[int, Evaluation]
+    """Every evaluation, by completed steps."""
     steps: int
     wall_s: float
     """Sum of the seconds that each process of the run took; a resumed run has several."""
@@ -210,6 +212,7 @@ class Orchestrator:
         return RunOutcome(
             before=progress.before,
             after=after,
+            evaluations=dict(progress.evaluations),
             steps=progress.step,
             wall_s=progress.wall_s,
             stopped="" if done else self._request.because,

@@ -367,7 +367,7 @@ async def resume(
     events: Events,
     say: Callable[[str], None],
 ) -> RunState:
-    """Goes back to the newest intact checkpoint, or to step 0 if the run was killed before its first.
+    """Goes back to the newest intact checkpoint, or to step 0 if the run has none.
 
     Groups of which the checkpoint knows nothing are discarded from the store, and played again under the same ids.
     Raises CheckpointError if there are checkpoints and none is intact.
@@ -396,6 +396,6 @@ async def _restored(
         return await checkpoints.restore(found.path, trainers)
     if found.passed_over:
         raise CheckpointError(checkpoints.none_intact(found))
-    say("the run was ended before its first checkpoint: it begins again, in the same folder")
+    say("the run has no checkpoint: it begins again at step 0, in the same folder")
     start = AdmissionState(next_group=0, next_position=0)
     return RunState(step=0, admission=start, versions=dict.fromkeys(trainers, Version(0)))

@@ -95,6 +95,22 @@ def best_of(history: History, settings: FigureSettings) -> Ruling | None:
     return Ruling(step=best, because=f"{because}{figure.remark}")
 
 
+def none_better(history: History, settings: FigureSettings) -> str:
+    """Says that no evaluation was better than the one before the first step; "" if one was, or if a figure is missing.
+
+    >>> half, all = (Evaluation(versions={}, episodes=8, failed=0, metrics={"success": value}) for value in (0.5, 1.0))
+    >>> none_better({0: all, 10: half}, FigureSettings())
+    'success 0.5 at step 10 is the highest of 1 evaluations, and not above 1, before training'
+    """
+    best, figures = best_of(history, settings), dict(compared(history, settings))
+    if best is None or 0 not in figures:
+        return ""
+    mark = figures[0].value
+    if math.isnan(mark) or settings.gain(figures[best.step].value) > settings.gain(mark):
+        return ""
+    return f"{best.because}, and not {'above' if settings.mode == 'max' else 'below'} {mark:.4g}, before training"
+
+
 def stop_after(history: History, settings: StopSettings) -> Ruling | None:
     """Returns the ruling that ends the run now, or None if it goes on.
 

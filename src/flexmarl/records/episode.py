@@ -6,9 +6,12 @@ Episode      one run of the workflow on one task
 GroupRecord  all episodes of one task in one step
 """
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -54,16 +57,14 @@ class Task:
         return "\0".join((*(f"{one.role}\1{one.content}" for one in self.opening), self.prompt))
 
     def score(self, answer: str) -> float:
-        """The score of an answer, by `scorer`; 1.0 is a full success. Raises EpisodeError if that is no number."""
+        """The score of an answer, by `scorer`; 1.0 is a full success. Raises EpisodeError if it is no finite number."""
         assert callable(self.scorer), "a name was looked up when the task was made"
         given = self.scorer(answer, self.reference)
-        try:
-            return float(given)
-        except (TypeError, ValueError):
-            name = getattr(self.scorer, "__name__", type(self.scorer).__name__)
-            raise EpisodeError(
-                f"the scorer {name} returned {given!r}; return a number, 1.0 for a full success"
-            ) from None
+        with suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(score := float(given)):
+                return score
+        name = getattr(self.scorer, "__name__", type(self.scorer).__name__)
+        raise EpisodeError(f"the scorer {name} returned {given!r}; return a finite number, 1.0 for a full success")
 
 
 IntArray = NDArray[np.int32]
@@ -137,10 +138,11 @@ class SentCall:
 
     def shared(self) -> dict[str, Any]:
         """The fields of a SentCall by name, to make a turn of it."""
-        return {name: getattr(self, name) for name in _SHARED}
+        return dict(zip(_SHARED, _shared_of(self), strict=True))
 
 
 _SHARED = tuple(each.name for each in fields(SentCall))
+_shared_of = attrgetter(*_SHARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,13 @@ class EpisodeCalls:
         self._cuts: dict[asyncio.Timeout, None] = {}
         """One timeout for each call under way; it expires to cut the call."""
         self._call_ended = asyncio.Event()
+        self._idle_since = asyncio.get_running_loop().time()
+        """Time of the loop at which the last call ended."""
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call ended, or since the start; 0 while one is under way."""
+        return 0.0 if self._cuts else asyncio.get_running_loop().time() - self._idle_since
 
     async def send(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
         """Sends one call, once it may be sent. Raises EpisodeError if the episode ends before the answer."""
@@ -116,6 +123,7 @@ class EpisodeCalls:
                     return await self._generate(request, interrupted=interrupted)
                 finally:
                     del self._cuts[cut]
+                    self._idle_since = asyncio.get_running_loop().time()
                     self._call_ended.set()
         except TimeoutError:
             if not cut.expired():

@@ -20,7 +20,7 @@ from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
 from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, place_of, text_of, type_name
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import episode_failed
-from flexmarl.events.notices import EpisodeBroke
+from flexmarl.events.notices import EpisodeBroke, EpisodeWaits
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.records import (
     LONGEST_LABEL,
@@ -40,6 +40,8 @@ from flexmarl.tools.open_tools import OpenTools, RunningCalls
 
 AT_THE_END_S = 2.0
 """Upper bound on a workflow's grace period when the whole run ends, because such a run has only seconds."""
+IDLE_S = 60.0
+"""Time without a call after which it is told where a workflow waits."""
 
 UNTRAINED = {
     Purpose.GREEDY: "the greedy play: others are compared with it",
@@ -178,7 +180,7 @@ class Player:
         try:
             async with limit:
                 with stop.ends(limit.timeout):
-                    await asyncio.wait([workflow])
+                    await self._ended(workflow, context, calls)
         except TimeoutError:
             late = stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
             place = waits_at(workflow)
@@ -194,6 +196,14 @@ class Player:
             failure = Failure(kind=STOPPED if stop.because else "timed_out", text=_one_line(late), place=place)
             return _Ended(EpisodeStatus.TIMED_OUT, late, failure)
         return ending_of(workflow, f"workflow on task {context.task.input_id}")
+
+    async def _ended(self, workflow: "asyncio.Task[None]", context: EpisodeContext, calls: EpisodeCalls) -> None:
+        """Waits until the workflow has ended. Tells `events` if it goes on for long without a call."""
+        while not (await asyncio.wait([workflow], timeout=IDLE_S / 2))[0]:
+            if self._events and calls.idle_s >= IDLE_S and (place := waits_at(workflow)):
+                task = context.task.input_id
+                idle = EpisodeWaits(task=task, place=place, seconds=calls.idle_s, timeout_s=self._timeout_s)
+                self._events.emit(idle)
 
     def _note_failure(self, episode: Episode, context: EpisodeContext, error: BaseException | None) -> None:
         """Emits a failed episode. Its exception is only passed to listeners, and kept by nobody."""
@@ -268,7 +278,7 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
     cause = cause_of(error)
     if isinstance(cause, KeyboardInterrupt):
         raise cause
-    because = described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}"
+    because = described(cause) if isinstance(cause, FlexmarlError) else f"{doing}: {described(cause)}{_hint(cause)}"
     return _Ended(EpisodeStatus.FAILED, because, failure_of(cause), cause)
 
 
@@ -283,10 +293,13 @@ def _where_cancelled(workflow: "asyncio.Task[None]") -> str:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure that an exception is: its type, its text in one line, and the line of code that raised it."""
-    text = _one_line(text_of(error))
-    if isinstance(error, AttributeError | TypeError) and "'coroutine' object" in text:
-        text += ": write `await` before the call that made it"
-    return Failure(kind=type_name(error), text=text, place=place_of(error))
+    return Failure(kind=type_name(error), text=f"{_one_line(text_of(error))}{_hint(error)}", place=place_of(error))
+
+
+def _hint(error: BaseException) -> str:
+    """The remedy for an error that a forgotten `await` caused; "" for any other error."""
+    forgotten = isinstance(error, AttributeError | TypeError) and "'coroutine' object" in text_of(error)
+    return ": write `await` before the call that made it" if forgotten else ""
 
 
 def _failed(episode: Episode, reason: str, failure: Failure) -> Episode:

@@ -38,6 +38,7 @@ class CpuShare:
     def __init__(self, shared: SharedHost | None = None) -> None:
         """Without `shared`, engines and trainers do not slow each other down."""
         self._shared = shared or SharedHost()
+        self._slows = self._shared != SharedHost()
         self._engines: dict[Callable[[], None], None] = {}
         self._trainers = 0
 
@@ -74,6 +75,9 @@ class CpuShare:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
+        if not self._slows:
+            yield
+            return
         before = self.engine_factor()
         yield
         if self.engine_factor() != before:

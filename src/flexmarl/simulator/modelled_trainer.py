@@ -149,7 +149,7 @@ class ModelledTrainer:
         if version != self.version:
             raise TrainingError(f"policy '{self.policy}' is at version {self.version}, asked to publish {version}")
         await self._spend(self.costs.publish_s)
-        tree = {"weight": torch.tensor([self.weight], dtype=torch.float64), "version": torch.tensor(int(version))}
+        tree = {"weight and version": torch.tensor([self.weight, float(version)], dtype=torch.float64)}
         return (await self._objects.set(weights_key(self.policy, version), tree)).checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:

@@ -7,12 +7,13 @@ from pydantic import Field
 from flexmarl.records.scorers import SCORERS, scorer
 from flexmarl.tasks.environment import Environment, EnvironmentSettings, StepResult, environment
 from flexmarl.tasks.generator import GeneratorTasks, TaskGenerator, task_generator
-from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource, check_disjoint
+from flexmarl.tasks.interface import SourceExhausted, Split, TaskSource, check_disjoint, shared_prompts
 from flexmarl.tasks.table import HuggingFaceTasks, JsonlTasks
 
 __all__ = [
     "Environment",
     "EnvironmentSettings",
+    "JsonlTasks",
     "SCORERS",
     "SourceExhausted",
     "Split",
@@ -21,6 +22,7 @@ __all__ = [
     "TaskSettings",
     "TaskSource",
     "check_disjoint",
+    "shared_prompts",
     "environment",
     "scorer",
     "task_generator",

@@ -5,7 +5,7 @@ No held-out prompt is trained on, and each task can be played and recorded.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from flexmarl.errors import ConfigError, is_unicode, writable
@@ -40,7 +40,17 @@ MOST_COMPARED = 200_000
 
 
 def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> None:
-    """Raises ConfigError naming the first held-out task whose prompt is among the first `num_train` training tasks.
+    """Raises ConfigError naming the first held-out task whose prompt is among the first `num_train` training tasks."""
+    for index, task, held_out in shared_prompts(source, num_train=num_train, num_held_out=num_held_out):
+        prompt = task.prompt if len(task.prompt) <= 80 else f"{task.prompt[:77]}..."
+        raise ConfigError(
+            f"tasks: training task '{task.input_id}' (position {index}) has the prompt of held-out task "
+            f"'{held_out}': {prompt!r}; remove it from one of the two"
+        )
+
+
+def shared_prompts(source: TaskSource, *, num_train: int, num_held_out: int) -> Iterator[tuple[int, Task, str]]:
+    """Yields each of the first `num_train` training tasks whose prompt is held out: its position, it, the other's id.
 
     Looks at no more than `MOST_COMPARED` training tasks, so that a run of any length begins soon.
     """
@@ -52,11 +62,7 @@ def check_disjoint(source: TaskSource, *, num_train: int, num_held_out: int) -> 
     for index in range(min(num_train, MOST_COMPARED)):
         task = source.train(index)
         if task.question in held_out:
-            prompt = task.prompt if len(task.prompt) <= 80 else f"{task.prompt[:77]}..."
-            raise ConfigError(
-                f"tasks: training task '{task.input_id}' (position {index}) has the prompt of held-out task "
-                f"'{held_out[task.question]}': {prompt!r}; remove it from one of the two"
-            )
+            yield index, task, held_out[task.question]
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

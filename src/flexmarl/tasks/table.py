@@ -130,9 +130,11 @@ def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
 
 
 def _field(row: Mapping[str, Any], where: str, key: str, field: str) -> Any:
-    if row.get(field) is None:
+    if field not in row:
         fields = ", ".join(sorted(row)) or "none"
         raise ConfigError(f"{where}: no field '{field}' (set by tasks.{key}); there are: {fields}")
+    if row[field] is None:
+        raise ConfigError(f"{where}: '{field}' (set by tasks.{key}) is null; give it a value, or remove the row")
     return row[field]
 
 
@@ -193,15 +195,21 @@ class JsonlTasks(TaskTable):
     def open(self, *, seed: int, base: Path = Path(".")) -> TableSource:
         """Opens the source. Raises ConfigError naming file and line."""
         held_out = None if self.held_out_file is None else read_jsonl(base / self.held_out_file)
-        return TableSource(self, name=self.file.stem, rows=read_jsonl(base / self.file), held_out=held_out, seed=seed)
+        rows = read_jsonl(base / self.file)
+        if not rows:
+            raise ConfigError(f"tasks.file: {self.file} has no rows; write a JSON object per line")
+        return TableSource(self, name=self.file.stem, rows=rows, held_out=held_out, seed=seed)
 
 
 def read_jsonl(file: Path) -> list[Row]:
     """The objects of a file, each with its place; blank lines are skipped."""
     rows: list[Row] = []
     try:
-        lines = file.read_text("utf-8").split("\n")
-    except (OSError, UnicodeError) as error:
+        lines = file.read_text("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        number, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(f"{file}:{number}: the byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
         raise ConfigError(f"tasks: cannot read {file}: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import to_json
 
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.settings import Settings
 from flexmarl.tools.calculator import Calculator
 from flexmarl.tools.interface import Observation, Tool, ToolContext
@@ -83,6 +83,8 @@ class FunctionTool(Settings):
             return Observation(str(refusal), ok=False)
         if isinstance(result, Observation):
             return result
+        if isinstance(result, bytes | bytearray):
+            raise EpisodeError(f"the tool {self.name!r} returned bytes; return a text or a value that JSON can hold")
         return Observation(result if isinstance(result, str) else to_json(result).decode())
 
 

@@ -78,6 +78,12 @@ def test_no_interval_is_broken_on_a_screen_of_80_columns(width: int) -> None:
     assert any(name in line for line in lines for name in names) == (width > 80)
 
 
+def test_a_figure_that_a_run_lacks_is_a_dash() -> None:
+    runs = [RunFigures("one", {"reward of a, after": measured([0.5] * 8)}), RunFigures("two", {})]
+    table, _ = comparison(compare_runs(runs), 2)
+    assert [list(column.cells) for column in table.columns][2:4] == [["-"], ["-"]]
+
+
 def test_settings_of_one_run_alone_differ_too() -> None:
     one = {"name": "a", "steps": 8, "stop": None, "batch": {"groups": 4}}
     other = {"name": "b", "steps": 9, "stop": {"patience": 2}}

@@ -1,10 +1,16 @@
 """Costs that are fitted to a simulated run's journal are those that it was simulated with."""
 
+import random
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from flexmarl.analysis.costs import CostSettings, EngineCosts, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit import Fit, fit_costs
+from flexmarl.analysis.fit_engines import MOST_SLOWDOWN, slowdowns
+from flexmarl.analysis.queues import BusyCount
 from flexmarl.errors import ConfigError
 from tests.unit.analysis.simulated_runs import AGENTS, simulated_run
 
@@ -69,6 +75,35 @@ def test_who_shares_a_host_is_found_out() -> None:
 def test_devices_of_their_own_are_not_taken_for_a_shared_host() -> None:
     shared = fitted(EngineCosts(slots=8, decode_s=0.01, decode_request_s=0.002)).shared_host
     assert max(shared.model_dump().values()) < 0.05
+
+
+def delayed_once() -> Facts:
+    """A run of which one policy was trained, while no call was computed but for one, which was delayed by 3 s."""
+    facts = simulated_run({"default": CostSettings(engine=EngineCosts(slots=8))}, rollout=PARALLEL, mode="sync")
+    rng = random.Random(7)
+    facts.micro_batches = [
+        replace(batch, ended=batch.ended - rng.random() * (batch.ended - batch.began) / 3)
+        for batch in facts.micro_batches
+        if batch.policy == "solver"
+    ]
+    before = facts.micro_batches[0].began
+    delayed = max((call for call in facts.calls if call.ended <= before), key=lambda call: call.ended)
+    facts.calls[facts.calls.index(delayed)] = replace(delayed, ended=before + 3.0)
+    return facts
+
+
+def test_a_slowdown_without_overlap_is_not_fitted() -> None:
+    facts = delayed_once()
+    trainers = BusyCount(facts.training().values()).during([(call.began, call.ended) for call in facts.calls])
+    assert 1 <= np.count_nonzero(trainers > 1e-3) <= 2, "hardly any call overlaps with training"
+    host = fit_costs(facts, dict.fromkeys(AGENTS, 8), origin="a simulated run").shared_host
+    assert (host.engine_per_trainer, host.trainer_per_engine, host.trainer_per_trainer) == (0, 0, 0)
+
+
+def test_a_slowdown_is_bounded() -> None:
+    columns, seconds = np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([100.0, 0.5])
+    assert slowdowns(columns, seconds, np.array([True, True])).tolist() == [0.5, MOST_SLOWDOWN]
+    assert slowdowns(columns, seconds, np.array([True, False])).tolist() == [0.5, 0.0]
 
 
 def test_the_origin_is_said() -> None:

@@ -66,9 +66,10 @@ def shown(summary: Summary, width: int = 100) -> str:
     return out.getvalue()
 
 
-def evaluate(journal: Path, when: str, step: int, success: float, episodes: int) -> None:
+def evaluate(journal: Path, when: str, step: int, success: float, episodes: int, *, failed: int = 0) -> None:
     """Adds an evaluation to a journal, whose reward has no interval: its episodes are not kept."""
-    found = {"episodes": episodes, "failed": 0, "metrics": {"success": success}, "rewards": {"solver": 0.5}}
+    rewards = {"solver": 0.5} if failed < episodes else {}
+    found = {"episodes": episodes, "failed": failed, "metrics": {"success": success}, "rewards": rewards}
     found["failures"] = {}
     events_on(journal, lambda: 100.0).emit(
         Evaluated(process=CONTROLLER, began=99.0, when=when, step=step, evaluation=found)
@@ -95,6 +96,53 @@ def test_the_table_has_the_number_of_tasks_and_intervals(tmp_path):
         assert "A change whose interval holds 0 may be chance" in text
         (reward,) = (line for line in text.splitlines() if line.startswith("  solver: reward"))
         assert "[" not in reward, "its episodes are not kept"
+
+
+@pytest.mark.parametrize("failed", ["before", "after"])
+def test_an_evaluation_of_which_all_failed_has_success_0_and_no_reward(tmp_path, failed):
+    write_command(tmp_path / "journal.jsonl", steps=2, first_pid=10)
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for when, step in (("before", 0), ("after", 2)):
+        ok = failed != when
+        evaluate(tmp_path / "journal.jsonl", when, step, 0.25 * ok, 8, failed=8 * (not ok))
+        # The figures of an earlier play of this evaluation are in metrics.jsonl, too.
+        sink.write(step, {"reward/solver": 0.125, "eval/team/success": 0.25 * ok, "eval/reward/solver": 0.5})
+    sink.close()
+    summary = render_summary(tmp_path)
+    other = "after" if failed == "before" else "before"
+    assert summary.eval == {failed: {"success": 0.0}, other: {"success": 0.25, "reward/solver": 0.5}}
+    assert summary.agents == {"solver": {f"reward_{other}": 0.5}}
+    assert set(summary.intervals["reward/solver"]) == {other}
+    (reward,) = (line.split() for line in shown(summary).splitlines() if line.startswith("  solver: reward"))
+    assert reward == ["solver:", "reward", *(["-", "0.500"] if failed == "before" else ["0.500", "-"]), "-"]
+
+
+def test_rewards_of_training_do_not_stand_in_for_those_of_evaluations_that_failed(tmp_path):
+    write_command(tmp_path / "journal.jsonl", steps=2, first_pid=10)
+    for when, step in (("before", 0), ("after", 2)):
+        evaluate(tmp_path / "journal.jsonl", when, step, 0.0, 8, failed=8)
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"reward/solver":0.5}\n')
+    assert render_summary(tmp_path).agents == {}
+
+
+def test_the_figures_before_are_right_if_the_metrics_of_the_first_steps_are_gone(tmp_path):
+    play(tmp_path)
+    for when, step, success in (("before", 0, 0.4), ("after", 20, 0.8)):
+        evaluate(tmp_path / "journal.jsonl", when, step, success, 40)
+    (tmp_path / "metrics.jsonl").write_text('{"step":20,"eval/team/success":0.8,"eval/reward/solver":0.5}\n')
+    summary = render_summary(tmp_path)
+    assert (summary.eval["before"]["success"], summary.eval["after"]["success"]) == (0.4, 0.8)
+    assert summary.agents == {"solver": {"reward_before": 0.5, "reward_after": 0.5}}
+    assert summary.held_out.keys() == {"before", "after"}
+
+
+def test_what_is_gone_with_metrics_and_journal_is_not_replaced_by_later_figures(tmp_path):
+    later = summarise({20: {"eval/team/success": 0.8, "eval/reward/solver": 0.5}}, History())
+    assert later.eval == {"before": {}, "after": {"success": 0.8, "reward/solver": 0.5}}
+    (row,) = (line.split() for line in shown(later).splitlines() if line.startswith("  success"))
+    assert row == ["success", "-", "0.800", "-"]
+    assert "first step" not in shown(later)
+    assert summarise({20: {"reward/solver": 0.5}}, History()).agents == {"solver": {"reward_after": 0.5}}
 
 
 def test_a_narrow_screen_has_the_intervals_below_the_figures(tmp_path):
@@ -128,10 +176,7 @@ def test_the_summary_says_before_after_and_what_it_took(tmp_path):
     assert written["eval"]["after"]["success"] == pytest.approx(0.8)
     assert written["eval"]["after"]["tool_use/level_10"] == pytest.approx(0.9)
     assert written["agents"]["solver"] == pytest.approx({"reward_before": 0.3, "reward_after": 0.7})
-    # The verifier's reward was not evaluated: first and last tenth of 20 training steps.
-    assert written["agents"]["verifier"] == pytest.approx(
-        {"accuracy_before": 0.6, "accuracy_after": 0.9, "reward_before": 0.53, "reward_after": 0.89}
-    )
+    assert written["agents"]["verifier"] == pytest.approx({"accuracy_before": 0.6, "accuracy_after": 0.9})
     assert written["policies"] == {"solver": {"version": 20}, "verifier": {"version": 20}}
     assert written["time"] == {"evaluate": 2.0, "rollout": 30.0, "train": 20.0}
     assert (written["wall_s"], written["steps"], written["tokens"]) == (45.25, 20, 100_000)
@@ -250,8 +295,10 @@ def test_a_run_that_ended_early_has_its_curve_and_summary(tmp_path, lines):
     assert "0 tokens" in shown(summary)
 
 
-def test_a_run_without_evaluation_has_empty_before_and_after():
-    assert summarise({1: {"team/success": 0.5}}, History()).eval == {"before": {}, "after": {}}
+def test_a_run_without_evaluation_has_empty_before_and_after_and_rewards_of_the_first_and_last_tenth_of_steps():
+    found = summarise({step: {"team/success": 0.5, "reward/a": float(step)} for step in range(1, 21)}, History())
+    assert found.eval == {"before": {}, "after": {}}
+    assert found.agents == {"a": {"reward_before": 1.5, "reward_after": 19.5}}
 
 
 @given(st.lists(st.floats(min_value=-1, max_value=2), min_size=1, max_size=8))

@@ -1,6 +1,7 @@
 """What `check` looks at in which world."""
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,43 @@ def test_tasks_of_a_file_are_counted(small_run: Path) -> None:
     assert tasks("epochs: 3").startswith("to train on: 8, 24 with repeats; held out: 2;")
 
 
+@pytest.mark.parametrize(
+    ("groups", "epochs", "works"),
+    [
+        (400, 1, "need 800 tasks, there are 8; use at most batch.groups=4, or a higher tasks.epochs"),
+        (6, 1, "need 12 tasks, there are 8; use at most steps=1, or at most batch.groups=4, or a higher tasks.epochs"),
+    ],
+)
+def test_too_few_tasks_are_answered_with_numbers_that_work(small_run: Path, groups, epochs, works) -> None:
+    rows = small_run.parent / "few.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}+1=", "reference": "{n + 1}"}}\n' for n in range(10)))
+    table = f"tasks={{type: jsonl, file: {rows}, held_out_share: 0.2, epochs: {epochs}}}"
+    _, problems = examine(load_run(small_run, [*SHORT, table, "steps=2", f"batch.groups={groups}"]))
+    assert any(works in problem for problem in problems)
+
+
+def test_a_faulty_row_is_told_before_the_models_are_looked_at(small_run: Path, monkeypatch, capsys) -> None:
+    rows = small_run.parent / "faulty.jsonl"
+    rows.write_text('{"prompt": "1+1=", "reference": "2"}\n{"prompt": null}\n')
+    monkeypatch.setattr(cli.runs, "examine", None)
+    monkeypatch.setattr(sys, "argv", ["flexmarl", "check", str(small_run), f"tasks={{type: jsonl, file: {rows}}}"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "faulty.jsonl:2: 'prompt' (set by tasks.prompt) is null" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_too_long_says_how_much_of_it_tells_of_tools(small_run: Path) -> None:
+    tools = ["team.agents.solver.tools=[{type: calculator}]", "team.agents.solver.tell_tools=prompt"]
+
+    def too_long(*more: str) -> list[str]:
+        _, problems = examine(load_run(small_run, ["policies.one.engine.max_len=8", *SHORT[1:], *more]))
+        return [problem for problem in problems if "engine.max_len is 8" in problem]
+
+    (told,) = too_long(*tools)
+    assert re.search(r"engine\.max_len is 8; \d+ of them tell it of its tools", told)
+    assert not any("tell it" in problem for problem in too_long())
+
+
 def test_what_is_allowed_and_has_a_price_is_to_do(small_run: Path) -> None:
     findings, problems = examine(load_run(small_run, ["mode=async", *UNCORRECTED]))
     assert problems == []
@@ -84,6 +122,8 @@ def own_credit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BROKEN = """
+import asyncio
+
 from flexmarl.agents import workflow
 from flexmarl.records import Task
 from flexmarl.tasks import scorer, task_generator
@@ -123,9 +163,39 @@ async def reports(task, team):
     team.report(gained=1.0)
 
 
+@workflow("examined_parts")
+async def parts(task, team):
+    reply = await team.solver.act(task.prompt)
+    reply.reward(1.0)
+    reply.reward(2.0, part="style")
+
+
+@workflow("examined_forgets")
+async def forgets(task, team):
+    reply = await team.solver.act(task.prompt)
+    reply.reward(1.0)
+    team.solver.act("and then?")
+
+
+@workflow("examined_hurries")
+async def hurries(task, team):
+    team.solver.act(task.prompt).reward(1.0)
+
+
 @workflow("examined_misspells")
 async def misspells(task, team):
     reply = await team.sover.act(task.prompt)
+
+
+@workflow("examined_waits")
+async def waits(task, team):
+    await asyncio.Event().wait()
+
+
+@workflow("examined_loops")
+async def loops(task, team):
+    while True:
+        pass  # for ever
 """
 
 
@@ -170,17 +240,85 @@ def test_a_scorer_that_nobody_registered_is_refused_where_the_task_is_made(small
     assert any("there is no scorer 'numbr'; did you mean 'number'?" in problem for problem in problems)
 
 
-def test_a_workflow_that_fails_with_some_answers_is_no_problem_and_said(small_run: Path) -> None:
-    played, problems = examined(small_run, "examined_reads", "number")
+def test_a_workflow_that_fails_with_some_answers_is_no_problem_and_to_do(small_run: Path) -> None:
+    findings, problems = examined_with(small_run, "examined_reads", "tasks.params={scorer: number}")
+    (played,) = [finding for finding in findings if finding.subject == "a task"]
     assert problems == []
-    assert "with the reply 'I do not know.' it fails" in played
-    assert "ValueError: invalid literal for int()" in played
+    assert "with the reply 'I do not know.' it fails" in played.found
+    assert "ValueError: invalid literal for int()" in played.found
+    assert played.todo.startswith("mend it, unless no model gives this reply")
+
+
+def test_a_prompt_that_leaves_less_than_max_tokens_is_to_do(small_run: Path) -> None:
+    def told(max_len: int) -> list[Finding]:
+        chosen = [f"policies.one.engine.max_len={max_len}", "team.agents.solver.sampling.max_tokens=8"]
+        findings, problems = examined_with(small_run, "examined_scores", "tasks.params={scorer: number}", *chosen)
+        assert problems == []
+        return [finding for finding in findings if finding.subject == "policies.one.engine.max_len"]
+
+    assert told(25) == []
+    (finding,) = told(24)
+    assert finding.found == "24, but a prompt of the trial play and sampling.max_tokens take 25"
+
+
+def test_the_range_of_rewards_is_that_of_what_the_filter_compares(small_run: Path) -> None:
+    def told(*overrides: str) -> list[str]:
+        findings, _ = examined_with(small_run, "examined_parts", *overrides)
+        return [finding.todo for finding in findings if finding.subject == "credit.filter.reward_range"]
+
+    assert told() == []
+    assert told("credit.filter.filter_on=final")[0].startswith("a play gave 3: ")
 
 
 def test_a_workflow_that_raises_is_named_with_file_and_line(small_run: Path) -> None:
     line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if "team.sover" in text)
     _, (problem,) = examined(small_run, "examined_misspells")
     assert problem.endswith(f"(examined.py:{line})")
+
+
+def test_a_workflow_that_waits_for_ever_is_ended_and_not_played_again(small_run: Path, monkeypatch) -> None:
+    monkeypatch.setattr("flexmarl.cli.examine.PLAY_S", 0.1)
+    line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if "asyncio.Event" in text)
+    _, (problem,) = examined(small_run, "examined_waits")
+    assert "played with scripted replies ('7'), fails with each of them: took longer than" in problem
+    assert problem.endswith(f"(examined.py:{line})")
+
+
+def test_a_workflow_that_never_gives_the_event_loop_back_is_ended_and_its_line_is_named(
+    small_run: Path, monkeypatch
+) -> None:
+    for name, seconds in {"BLOCKED_S": 0.05, "STUCK_S": 0.2, "BEAT_S": 0.05}.items():
+        monkeypatch.setattr(f"flexmarl.orchestrator.monitor.{name}", seconds)
+    before = signal.getsignal(signal.SIGINT)
+    lines = [n for n, text in enumerate(BROKEN.splitlines(), start=1) if "while True" in text or "pass  #" in text]
+    _, (problem,) = examined(small_run, "examined_loops")
+    assert re.search(rf"examined.py:({lines[0]}|{lines[1]}) has kept the event loop for 10 s", problem)
+    assert "await asyncio.to_thread(f, x)" in problem
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_call_that_is_never_awaited_is_to_do_and_python_does_not_warn_of_it(small_run: Path, recwarn) -> None:
+    line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if "and then?" in text)
+    findings, problems = examined_with(small_run, "examined_forgets")
+    (forgotten,) = [finding for finding in findings if finding.todo == "write `await` before it"]
+    assert forgotten.found == (
+        f'examined.py:{line}: the call `team.solver.act("and then?")` was made and never awaited, so it did not run'
+    )
+    assert (problems, [*recwarn]) == ([], [])
+
+
+def test_a_reply_that_was_not_awaited_is_a_problem_that_says_so(small_run: Path, recwarn) -> None:
+    _, (problem,) = examined(small_run, "examined_hurries")
+    assert "write `await` before the call that made it (examined.py:" in problem
+    assert not [*recwarn]
+
+
+def test_an_agent_that_the_workflow_never_asks_is_to_do(small_run: Path) -> None:
+    helper = "team.agents.helper={policy: one, sampling: {max_tokens: 8}}"
+    findings, problems = examined_with(small_run, "examined_reports", helper)
+    (finding,) = [finding for finding in findings if "never asked" in finding.found]
+    assert (finding.subject, problems) == ("team.agents.helper", [])
+    assert finding.found == "the workflow never asked agent 'helper' in the trial play"
 
 
 def test_a_figure_that_no_play_has_is_to_do(small_run: Path) -> None:

@@ -1,5 +1,6 @@
 """`flexmarl simulate`: one run, several, a sweep, and a run whose costs are fitted."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from typer.testing import CliRunner
 
 from flexmarl.assemble.commands import assemble_run, evaluate_once
 from flexmarl.assemble.export import export_policies
+from flexmarl.cli import simulations
 from flexmarl.cli.simulate import simulate
 from flexmarl.config import load_run
-from flexmarl.errors import ConfigError, EpisodeError
+from flexmarl.errors import ConfigError, EngineError, EpisodeError, FlexmarlError
 from flexmarl.events.metrics import read_metrics
 from flexmarl.events.run_folder import RunFolder
 
@@ -150,6 +152,23 @@ def test_a_fit_has_the_slots_that_were_simulated_and_says_where_it_is(
     assert f"extends: [run.yaml, {written}]" in said("--fit", recorded)
     fitted = yaml.safe_load(written.read_text())["simulation"]["costs"]
     assert {costs["engine"]["slots"] for costs in fitted.values()} == {2}
+
+
+def test_a_poor_fit_and_a_failure_with_it_are_said_in_one_line(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Path(said(config, "tasks.params.tool_mean_s=0").splitlines()[-1])
+    assert "caution" not in said("--fit", recorded)
+    monkeypatch.setattr(simulations, "MOST_ERROR", -1.0)
+    (caution,) = (line for line in said("--fit", recorded).splitlines() if line.startswith("caution: "))
+    assert re.search(
+        r"the fit is poor \(off by \d+% in calls of 'planner', .*% in the mean step\): .*; fit a longer run", caution
+    )
+
+    def fail(*_: Any) -> None:
+        raise EngineError("no instance of 'planner' serves version 4")
+
+    monkeypatch.setattr(simulations, "simulated", fail)
+    with pytest.raises(FlexmarlError, match=r"costs fitted to .*: no instance .*; do not extend .*fitted.yaml"):
+        said("--fit", recorded)
 
 
 def test_a_simulation_without_steps_names_the_key(config: Path) -> None:

@@ -56,6 +56,19 @@ def test_a_penalty_alone_keeps_a_solved_task_only_when_filtering_on_final_reward
     assert [decision.reason for decision in OutcomeFilter(filter_on="final").decide(rows)] == ["effective"]
 
 
+def test_a_dropped_task_whose_own_parts_differ_names_the_setting_that_compares_them() -> None:
+    rows = [replace(row, outcome=0.0) for row in scored(0.1, 0.4)]
+    (decision,) = OutcomeFilter().decide(rows)
+    assert (decision.reason, decision.because) == (
+        "too_hard",
+        "no group's outcomes differ: 1 too_hard; rewards with their other parts do, for solver: "
+        "credit.filter.filter_on=final",
+    )
+    penalised = [replace(row, prices={"invalid_action": row.reward}) for row in rows]
+    (decision,) = OutcomeFilter().decide(penalised)
+    assert decision.because == "no group's rewards differ: 1 too_hard"
+
+
 def test_a_task_without_sampled_tokens_is_dropped() -> None:
     (decision,) = OutcomeFilter().decide([credit_row(None, num_tokens=0)])
     assert (decision.kept, decision.reason) == (False, "flat")

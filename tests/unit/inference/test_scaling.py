@@ -52,7 +52,8 @@ def test_the_drain_time_is_queued_tokens_over_what_all_instances_sample() -> Non
     load = load_of(12, 4, 4)
     assert drain_s(load) == pytest.approx((12 * 100 + 8 * 50) / (2 * 4 * 10))
     assert drain_s(load, more=-1) == pytest.approx(40)
-    assert drain_s(load, more=1, from_s=3.0) == pytest.approx((40 + 3) / 3)
+    assert drain_s(load, more=1, arriving=1, from_s=3.0) == pytest.approx((40 + 3) / 3)
+    assert drain_s(load, arriving=2, from_s=3.0) == pytest.approx((40 + 6) / 2)
 
 
 def test_nothing_drains_faster_than_a_request_takes_alone() -> None:
@@ -65,6 +66,19 @@ def test_drain_time_moves_where_both_will_have_drained_sooner() -> None:
     loads = {SOLVER: load_of(12, 4, 4), JUDGE: load_of(0, 2, 0)}
     because = "'solver' drains in 20.0 s; with one instance of 'judge' both will have in 14.2 s"
     assert DrainTime().decide(loads, move_s=2.5) == [Move("x1", SOLVER, because)]
+
+
+def test_drain_time_makes_as_many_moves_at_once_as_pay_each_by_itself() -> None:
+    loads = {SOLVER: load_of(40, 4, 4, name="s"), JUDGE: load_of(0, 2, 0, 1, 0, 3, 0, name="j")}
+    moves = DrainTime(most=0.5).decide(loads, move_s=1.0)
+    assert [move.instance for move in moves] == ["j1", "j3", "j5", "j2"]
+    assert {move.to for move in moves} == {SOLVER}
+    drains = [float(move.because.split("drains in ")[1].split(" s")[0]) for move in moves]
+    assert drains == sorted(drains, reverse=True)
+    assert drains[0] == pytest.approx((40 * 100 + 8 * 50) / (2 * 4 * 10))
+    assert drains[1] == pytest.approx((4400 / 40 + 1) / 3, abs=0.05)  # As if the first had been made, on its way.
+    assert DrainTime(most=0.25).decide(loads, move_s=1.0) == moves[:2]
+    assert DrainTime(most=0.0).decide(loads, move_s=1.0) == moves[:1]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +141,9 @@ def test_under_constant_load_drain_time_moves_no_instance_twice_and_comes_to_res
     instances = [name for load in loads.values() for name in load.instances]
     seen: list[str] = []
     while moves := DrainTime().decide(loads, move_s=1.0):
-        (move,) = moves
-        loads = constant(loads, move)
-        seen.append(move.instance)
+        for move in moves:
+            loads = constant(loads, move)
+            seen.append(move.instance)
     assert len(seen) == len(set(seen)) <= len(instances)
 
 

@@ -57,7 +57,7 @@ def test_no_figures_break_the_rules_and_no_alarm_sounds_twice(values):
     ("kind", "says", "tries"),
     [
         (AlarmKind.UNTRAINED, "policy 'solver' was not updated", "credit.filter.refill"),
-        (AlarmKind.NO_SPREAD, "the rewards of 100% of 4 groups did not differ (3 too_hard, 1 flat)", "easier tasks"),
+        (AlarmKind.NO_SPREAD, "100% of 4 groups have equal rewards by credit.filter (3 too_hard, 1 flat)", "filter_on"),
         (AlarmKind.FAILED, "8 of 16 episodes failed", "flexmarl show RUN --failed"),
         (AlarmKind.CUT, "50% of the replies of agent 'solver' were cut off", "team.agents.solver.sampling.max_tokens"),
         (AlarmKind.ENTROPY, "entropy of policy 'solver' is 0.001 nats per token, 0.1%", "learning_rate"),
@@ -99,10 +99,10 @@ def test_equal_rewards_sound_without_a_filter_too_and_groups_of_one_do_not():
 def test_a_team_with_one_agent_at_its_best_and_one_at_its_worst_is_told_which_is_which():
     alike = WELL | {"filtered/flat": 4.0, "filter/solver/too_hard": 4.0, "filter/checker/too_easy": 4.0}
     ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike] * 3)
-    assert "did not differ (4 flat; checker: 4 too_easy; solver: 4 too_hard)" in alarm.because
+    assert "by credit.filter (4 flat; checker: 4 too_easy; solver: 4 too_hard)" in alarm.because
     same = alike | {"filter/checker/too_easy": 0.0, "filter/checker/too_hard": 4.0}
     ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [same] * 3)
-    assert "did not differ (4 flat)" in alarm.because
+    assert "by credit.filter (4 flat)" in alarm.because
 
 
 def test_an_agent_whose_rewards_never_differ_is_named_though_those_of_another_do():
@@ -114,6 +114,23 @@ def test_an_agent_whose_rewards_never_differ_is_named_though_those_of_another_do
     assert "give easier tasks" in alarm.remedy
     best = WELL | {"filter/checker/effective": 4.0, "filter/solver/too_easy": 4.0}
     assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [best] * 3)
+
+
+@pytest.mark.parametrize("differed", [True, False])
+def test_an_update_is_suspected_only_if_the_agents_own_rewards_differed_before(differed):
+    stuck = WELL | {"filter/checker/effective": 4.0, "filter/solver/too_hard": 4.0}
+    before = stuck | ({"filter/solver/too_hard": 2.0, "filter/solver/effective": 2.0} if differed else {})
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [before, stuck, stuck])
+    assert alarm.subject == "solver"
+    assert alarm.remedy.startswith("rewards differed in earlier steps") is differed
+    assert alarm.remedy.startswith("they have not differed since this command began; too_hard") is not differed
+
+
+def test_an_agent_that_learns_from_groups_judged_in_an_earlier_step_is_not_called_stuck():
+    stuck = WELL | {"filter/checker/effective": 4.0, "filter/solver/too_hard": 4.0, "credit/solver/groups": 8.0}
+    assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [stuck | {"credit/solver/effective": 2.0}, stuck] * 3)
+    ((step, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [stuck] * 3)
+    assert (step, alarm.subject) == (2, "solver")
 
 
 def test_a_run_without_a_filter_whose_rewards_never_differ_says_so_once():

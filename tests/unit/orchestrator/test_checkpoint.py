@@ -292,6 +292,52 @@ def test_a_checkpoint_behind_which_the_run_went_back_goes_at_the_next_save(tmp_p
     assert names(tmp_path) == ["step-00004", "step-00006"]
 
 
+def test_a_checkpoint_that_is_read_stays_until_it_is_read_though_the_run_goes_on(tmp_path):
+    checkpoints = save(tmp_path, 4, keep=1)
+    with checkpoints.reading("newest") as path:
+        save_step(checkpoints, 8)
+        assert [name for name in names(tmp_path) if name.startswith("step")] == ["step-00008"]
+        assert path.name == "step-00004"
+        restored = trainers()
+        assert run_virtual(checkpoints.restore(path, restored)).step == 4
+        assert restored[SOLVER].weight == 4.0
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00008"]
+
+
+@pytest.mark.parametrize("at", ["chosen", "linked"])
+def test_a_checkpoint_that_goes_before_it_can_be_read_is_replaced_by_the_newest(tmp_path, at, monkeypatch):
+    checkpoints = save(tmp_path, 4, keep=1)
+    choose, goes_on = checkpoints.chosen, iter([8])
+
+    def chosen(which):
+        found = choose(which) if at == "linked" else None
+        for step in goes_on:
+            save_step(checkpoints, step)
+            if at == "chosen":
+                raise CheckpointError("it went while it was read")
+        return found or choose(which)
+
+    monkeypatch.setattr(checkpoints, "chosen", chosen)
+    with checkpoints.reading("newest") as path:
+        assert path.name == "step-00008"
+        assert run_virtual(checkpoints.restore(path, trainers())).step == 8
+
+
+def test_where_no_links_can_be_made_the_checkpoint_itself_is_read(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError("links are not supported")
+
+    checkpoints = save(tmp_path, 4)
+    monkeypatch.setattr("flexmarl.orchestrator.checkpoint.os.link", refused)
+    with checkpoints.reading("newest") as path:
+        assert path == tmp_path / "step-00004"
+    monkeypatch.setattr("flexmarl.orchestrator.checkpoint.os.access", lambda *_: False)
+    with checkpoints.reading(4) as path:
+        assert path == tmp_path / "step-00004"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5"), checkpoints.reading(5):
+        pass
+
+
 def test_when_none_is_intact_the_error_says_what_is_wrong_with_each_and_what_to_do(tmp_path):
     checkpoints = save(tmp_path, 4)
     tear(tmp_path / "step-00004")

@@ -15,6 +15,7 @@ from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.metrics import Metrics, tokens_per_s
 from flexmarl.events.notices import (
     EpisodesTaken,
+    EpisodeWaits,
     EvaluationStarted,
     FiguresWritten,
     GroupJudged,
@@ -24,7 +25,7 @@ from flexmarl.events.notices import (
     phase,
 )
 from flexmarl.events.progress import NullProgress, ProgressView, line
-from flexmarl.events.run_events import Evaluated, StepStarted
+from flexmarl.events.run_events import Evaluated, LoopBlocked, StepStarted
 from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Updated, UpdateSkipped
 from flexmarl.inference.pool import InferencePool
@@ -313,13 +314,13 @@ def test_an_evaluation_is_noted_on_the_screen_and_its_figures_belong_to_the_step
     run_virtual(scenario())
 
 
-def test_an_evaluation_of_which_all_failed_has_no_figure_on_the_screen():
+def test_an_evaluation_of_which_all_failed_has_success_0_on_the_screen():
     async def scenario():
         screen, events = Screen(), RememberedEvents()
         monitor_of(screen, Values(), events=events)
         found = Evaluation(versions={SOLVER: Version(3)}, episodes=8, failed=8, metrics={"success": 0.0})
         events.emit(Evaluated(process=CONTROLLER, began=0.0, when="before", step=0, evaluation=asdict(found)))
-        assert screen.notes == ["evaluation before training, 8 held-out episodes, 8 failed: success -"]
+        assert screen.notes == ["evaluation before training, 8 held-out episodes, 8 failed: success 0.000"]
 
     run_virtual(scenario())
 
@@ -585,5 +586,25 @@ def test_training_is_hidden_only_where_devices_are_separate():
         settle(events, 4)
         assert values["time/train_s"] == 4.0
         assert not {"overlap/training_hidden", "overlap/training_s"} & values.keys()
+
+    run_virtual(scenario())
+
+
+def test_a_line_of_user_code_that_holds_up_the_run_is_told_once():
+    async def scenario():
+        screen, events = Screen(), RememberedEvents(asyncio.get_running_loop().time)
+        monitor_of(screen, events=events)
+        for seconds in (2.04, 3.0):
+            events.emit(LoopBlocked(place="team.py:61", seconds=seconds))
+        for task in ("t-1", "t-2"):
+            events.emit(EpisodeWaits(task=task, place="team.py:70", seconds=60.0, timeout_s=600.0))
+        blocked, waits = screen.notes
+        assert blocked.startswith(
+            "team.py:61 kept all other episodes waiting for 2.0 s; write `await asyncio.sleep(s)`"
+        )
+        assert waits == (
+            "an episode of task t-1 has waited for 60 s at team.py:70, and has no call under way; it ends as timed out "
+            "after rollout.episode_timeout_s=600"
+        )
 
     run_virtual(scenario())

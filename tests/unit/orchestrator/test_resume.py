@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     resumed = go_on(*left_behind(tmp_path / "checkpoints"))
     assert resumed.state == RunState(step=0, admission=at_group(0), versions={SOLVER: Version(0)})
     assert resumed.rewound.rows == 6
-    assert resumed.said[0] == "the run was ended before its first checkpoint: it begins again, in the same folder"
+    assert resumed.said[0] == "the run has no checkpoint: it begins again at step 0, in the same folder"
 
 
 def test_when_every_checkpoint_is_damaged_the_error_says_what_to_do_and_the_store_is_left_alone(tmp_path):

@@ -15,7 +15,7 @@ from flexmarl.events.run_events import CheckpointBest, CheckpointDropped, Evalua
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, read_state
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.settings import FigureSettings, StopSettings
-from flexmarl.orchestrator.stopping import best_of, compared, stop_after
+from flexmarl.orchestrator.stopping import best_of, compared, none_better, stop_after
 from flexmarl.records import GenerationRequest
 from flexmarl.testing.scripted_run import ScriptedRun
 
@@ -153,6 +153,25 @@ def test_a_best_step_that_is_not_due_is_saved_too(tmp_path: Path) -> None:
     scripted(tmp_path, [0, 1, 3, 2, 2], checkpoint={"every": 4, "keep": 1, "best": {"metric": "success"}}).play()
     assert kept(tmp_path) == ["step-00002", "step-00004"]
     assert read_state(CheckpointFolder(tmp_path).chosen("best")).versions == {"solver": 2}
+
+
+@pytest.mark.parametrize(
+    ("counts", "mode", "said"),
+    [
+        ([2, 1, 2], "max", "success 0.5 at step 2 is the highest of 2 evaluations, and not above 0.5, before training"),
+        ([1, 3, 2], "min", "success 0.5 at step 2 is the lowest of 2 evaluations, and not below 0.25, before training"),
+        ([1, 2, 0], "max", ""),
+    ],
+)
+def test_a_best_step_that_is_not_better_than_before_training_is_said(counts: list[int], mode: str, said: str) -> None:
+    history = {
+        step: Evaluation(versions={}, episodes=4, failed=0, metrics={"success": count / 4})
+        for step, count in enumerate(counts)
+    }
+    settings = FigureSettings.model_validate({"mode": mode})
+    assert none_better(history, settings) == said
+    del history[0]
+    assert none_better(history, settings) == ""
 
 
 def test_the_last_step_may_be_the_best(tmp_path: Path) -> None:

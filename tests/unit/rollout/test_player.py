@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from flexmarl.errors import EpisodeError, StoreError
+from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeFailed
 from flexmarl.events.journal import RememberedEvents
-from flexmarl.events.notices import EpisodeBroke
+from flexmarl.events.notices import EpisodeBroke, EpisodeWaits
 from flexmarl.experience.turn_rows import turn_from_row
 from flexmarl.records import EpisodeStatus, Failure, Purpose
 from flexmarl.rollout.player import Stop
@@ -179,6 +180,7 @@ def test_a_failure_names_its_kind_and_the_line_of_the_users_code(workflow, kind,
         (failed,) = events.of(EpisodeFailed)
         assert (failed.kind, failed.place, failed.text) == (kind, place, text)
         assert (failed.because, failed.purpose) == (episode.reason, Purpose.TRAINING)
+        assert ("write `await`" in episode.reason) == (workflow is hasty)
         (one,) = broke
         assert (one.task, one.failure) == ("sum-1", episode.failure)
         assert (one.error is None) == (kind in ("unrewarded", "timed_out"))
@@ -331,5 +333,26 @@ def test_a_call_that_a_workflow_left_behind_opens_no_row_after_the_episode():
         assert episode.finished
         assert list(await rows(store)) == ["sum-1_0_g0e0a0"]
         assert errors == ["call sum-1_1_g0e0a0 came after the end of its episode; await every act in the workflow"]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("delay_s", "told"), [(1.0, 2), (200.0, 0)])
+def test_it_is_told_where_a_workflow_waits_that_has_no_call_under_way(delay_s, told):
+    """A workflow that waits for 130 s: after a call of one second; or for a call that takes as long."""
+
+    async def waiting(task, team):
+        answer = await team.solver.act(task.prompt)
+        if delay_s == 1.0:
+            await asyncio.sleep(130)
+        answer.reward(1.0)
+
+    async def scenario():
+        events, waits = Events(now), []
+        events.listen(EpisodeWaits, waits.append)
+        await player(waiting, delay_s=lambda request: delay_s, timeout_s=300, events=events)[0].play(GROUP, 0)
+        place = f"test_player.py:{line_of('await asyncio.sleep(130)')}"
+        assert [(one.task, one.place, one.timeout_s) for one in waits] == [("sum-1", place, 300)] * told
+        assert [round(one.seconds) for one in waits] == [89, 119][:told]
 
     run_virtual(scenario())

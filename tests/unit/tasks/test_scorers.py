@@ -55,10 +55,11 @@ def test_scorers_cross_processes_and_have_one_name_each() -> None:
         scorer("number")(lambda answer, reference: 0.0)
 
 
-def test_a_scorer_that_returns_no_number_is_named_with_what_it_returned() -> None:
+@pytest.mark.parametrize(("given", "told"), [("good", "'good'"), (None, "None"), (float("nan"), "nan"), (1e999, "inf")])
+def test_a_scorer_that_returns_no_finite_number_is_named_with_what_it_returned(given: object, told: str) -> None:
     def closeness(answer: str, reference: str) -> object:
-        return "good"
+        return given
 
     task = Task(input_id="a", prompt="?", reference="1", scorer=closeness)  # type: ignore[arg-type]
-    with pytest.raises(EpisodeError, match="the scorer closeness returned 'good'; return a number"):
+    with pytest.raises(EpisodeError, match=f"the scorer closeness returned {told}; return a finite number"):
         task.score("1")

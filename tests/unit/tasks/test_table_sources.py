@@ -116,7 +116,8 @@ def test_a_share_never_splits_equal_prompts_and_ignores_seed_and_order(
             '{"question": "1", "answer": 1}',
             r"tasks.jsonl:1: no field 'prompt' \(set by tasks.prompt\); there are: answer",
         ),
-        ('{"prompt": "1", "reference": null}', r"tasks.jsonl:1: no field 'reference' \(set by tasks.reference\)"),
+        ('{"prompt": "1", "reference": null}', r"tasks.jsonl:1: 'reference' \(set by tasks.reference\) is null"),
+        ('{"prompt": "1"}', r"tasks.jsonl:1: no field 'reference' \(set by tasks.reference\); there are: prompt"),
         ('{"prompt": 1, "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text or a list of messages, got 1"),
         ('{"prompt": [], "reference": 1}', r"tasks.jsonl:1: 'prompt' must be a text or a list of messages, got \[\]"),
         (
@@ -147,13 +148,27 @@ def test_a_share_never_splits_equal_prompts_and_ignores_seed_and_order(
             '{"prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}], "reference": 1}',
             r"tasks.jsonl:1: message 0: has the role 'assistant', and 'user' is due",
         ),
-        ("\n", "tasks has no rows"),
+        ("\n", "tasks.file: tasks.jsonl has no rows"),
         ('{"prompt": "1", "reference": 1}', r"held_out_share: 0.1 of the 1 prompts of tasks leaves none to train on"),
     ],
 )
 def test_a_bad_file_is_refused_by_name_and_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tasks.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message):
+        JsonlTasks(file=Path("tasks.jsonl")).open(seed=0, base=tmp_path)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.jsonl", products(2))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert JsonlTasks(file=path, held_out_share=0.0, shuffle=False).open(seed=0).train(0).prompt == "0*7"
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path, mark: bytes) -> None:
+    lines = ['{"prompt": "1", "reference": 1}', '{"prompt": "B\xe4r", "reference": 2}']
+    (tmp_path / "tasks.jsonl").write_bytes(mark + "\r\n".join(lines).encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"tasks.jsonl:2: the byte 0xe4 is not UTF-8; save the file as UTF-8"):
         JsonlTasks(file=Path("tasks.jsonl")).open(seed=0, base=tmp_path)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.testing.plugin_checks import check_tool
 from flexmarl.tools import TOOLS, Calculator, Observation, Refusal, Tool, ToolContext, is_pure, tool
 from flexmarl.tools.arguments import BadArguments, check_schema, example_of, fitted, signature
@@ -40,6 +40,12 @@ def add(a: int, b: Annotated[int, Field(ge=0)] = 1, *, unit: Literal["m", "km"] 
 async def join(words: list[str], options: dict[str, float]) -> dict[str, Any]:
     """Joins words."""
     return {"text": "".join(words), "sum": sum(options.values())}
+
+
+@tool("raw")
+def encoded(text: str) -> bytes:
+    """Encodes a text."""
+    return text.encode()
 
 
 def made(name: str) -> Tool:
@@ -79,6 +85,8 @@ def test_what_a_function_returns_is_the_observation() -> None:
     assert called(made("many"), {"words": ["a", "b"], "options": {"x": 0.5}}) == Observation('{"text":"ab","sum":0.5}')
     assert called(made("add"), {"a": 101}) == Observation("too long", ok=False)
     assert called(made("add"), {"a": 1, "b": -1}).ok is False
+    with pytest.raises(EpisodeError, match="the tool 'raw' returned bytes; return a text"):
+        called(made("raw"), {"text": "a"})
 
 
 @pytest.mark.parametrize(
