@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId, Version
+from flexmarl.records import AgentName, EpisodeId, GroupId, PolicyName, RowState, SampleId, Version
 
 
 class ColumnKind(StrEnum):
@@ -43,7 +43,7 @@ class Extended:
     """
 
     parent: SampleId
-    """The other row. It must be of the same group, since groups are dropped whole. Its table may be another agent's."""
+    """The other row, of any agent's table. It must be of the same episode, since episodes are dropped whole."""
     columns: tuple[str, ...]
     """The columns of `parent` whose tensors, concatenated, are the beginning."""
     value: np.ndarray
@@ -113,7 +113,10 @@ class ExperienceStore(Protocol):
     """
 
     async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
-        """Opens or fills rows in the agent's table; a sample id belongs to one table only."""
+        """Opens or fills rows in the agent's table; a sample id belongs to one table only.
+
+        It may be repeated: equal values change nothing, whatever became of the row. A different value is refused.
+        """
         ...
 
     async def claim(self, policy: PolicyName, n: int, *, holder: str = "") -> list[SampleId]:
@@ -143,6 +146,15 @@ class ExperienceStore(Protocol):
         """
         ...
 
+    async def discard(self, trajectories: Collection[EpisodeId]) -> int:
+        """Deletes the rows of episodes that are played again under the same ids. Returns how many rows were deleted.
+
+        Raises StoreError, and changes nothing, if one of these rows is further than OPEN. An episode without rows is
+        passed over, so the call may be repeated; then the number is that of the last call alone. It takes as long as
+        its rows need, however large the store is.
+        """
+        ...
+
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of the oldest groups before `before_group` while the store is larger than `budget_bytes`.
 
@@ -153,7 +165,7 @@ class ExperienceStore(Protocol):
         ...
 
     async def get(self, ids: Sequence[SampleId]) -> list[Row]:
-        """Reads rows by sample id, in the order of `ids`."""
+        """Reads rows by sample id, in the order of `ids`. It may be repeated, as all calls that only read."""
         ...
 
     async def counts(self, policy: PolicyName) -> Mapping[RowState, int]:

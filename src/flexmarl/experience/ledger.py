@@ -8,16 +8,27 @@ The table of moves is in `records.lifecycle`. Only `claim` makes a row CLAIMED. 
 
 import re
 import reprlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from flexmarl.errors import StoreError, TransitionError
+from flexmarl.errors import StoreError, TransitionError, boundary
 from flexmarl.experience.interface import Extended, Outcome
 from flexmarl.experience.schema import Stored
-from flexmarl.records import ROW_MOVES, ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId, Version
+from flexmarl.records import (
+    ROW_MOVES,
+    ROW_TERMINAL,
+    AgentName,
+    EpisodeId,
+    GroupId,
+    PolicyName,
+    RowState,
+    SampleId,
+    Version,
+    split_trajectory_id,
+)
 
 _SAMPLE_ID = re.compile(r"[^\0]*_(\d+)_g(\d+)e(\d+)a(\d+)", re.ASCII)
 """Reads in one match what `records.split_sample_id` and `split_trajectory_id` read: every row that opens needs it."""
@@ -76,17 +87,17 @@ def set_once(
 
 
 def check_extended(table: str, extended: Mapping[tuple[SampleId, str], Extended]) -> None:
-    """Checks that each tensor has one dimension and begins with values of its own group: groups are dropped whole."""
+    """Checks that each tensor has one dimension and begins with values of its own episode, which is dropped whole."""
     for (sample_id, column), value in extended.items():
         if value.value.ndim != 1 or not value.columns:
             raise StoreError(
                 f"table {table!r}, row {sample_id!r}: {column} has shape {value.value.shape} and begins with columns "
                 f"{value.columns}; only a tensor of one dimension can begin with one or more columns of another row"
             )
-        if claim_order(value.parent).group_id != claim_order(sample_id).group_id:
+        if claim_order(value.parent)[:3] != claim_order(sample_id)[:3]:
             raise StoreError(
                 f"table {table!r}, row {sample_id!r}: {column} begins with values of row {value.parent!r}, which is "
-                f"of another group; give it whole"
+                f"of another episode; give it whole"
             )
 
 
@@ -158,4 +169,21 @@ def check_rewound(table: str, sample_id: SampleId, state: RowState, next_group: 
         raise StoreError(
             f"table {table!r}, row {sample_id!r} is {state}, but groups before {next_group} have ended in the "
             f"checkpoint: the store is of another run, or has lost what came after it"
+        )
+
+
+def places_of(trajectories: Collection[EpisodeId]) -> frozenset[tuple[int, int, int]]:
+    """The (group, episode, attempt) of the trajectories. Raises StoreError for an id of another form."""
+    with boundary(StoreError, "discarding episodes"):
+        return frozenset(split_trajectory_id(trajectory) for trajectory in trajectories)
+
+
+def check_discarded(rows: Iterable[tuple[str, SampleId, RowState]]) -> None:
+    """Checks that all these (table, sample id, state) are OPEN: later rows are settled, or part of an update."""
+    later = [row for row in rows if row[2] is not RowState.OPEN]
+    if later:
+        table, sample_id, state = min(later, key=lambda row: (claim_order(row[1]), row[1]))
+        raise StoreError(
+            f"table {table!r}, row {sample_id!r} is {state}, so its episode has ended and cannot be discarded; only "
+            f"episodes whose rows are all open can"
         )

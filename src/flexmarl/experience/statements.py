@@ -83,6 +83,10 @@ class Statements:
         played_again = f"FROM {self._name} WHERE group_id >= ?1 OR group_id IN (SELECT value FROM json_each(?2))"
         self.drop_payloads = self._payloads_of(played_again)
         self.drop = f"DELETE {played_again}"
+        self.of_episodes = self._of_episodes()
+        listed = f"FROM {self._name} WHERE sample_id IN (SELECT value FROM json_each(?1))"
+        self.discard_payloads = self._payloads_of(listed)
+        self.discard = f"DELETE {listed}"
         self.prune_payloads = self._payloads_of(f"FROM {self._name} WHERE {self._ended_in_group()}")
         open_rows = (
             f"FROM {self._name} WHERE policy IN (SELECT policy FROM tally) AND state IN ({not_ended}) AND group_id = ?2"
@@ -117,6 +121,19 @@ class Statements:
             for name in names
         ]
         return f"SELECT {', '.join(cells)} FROM {self._name} WHERE sample_id {which}"
+
+    def _of_episodes(self) -> str:
+        """Selects the rows of a list of (group, episode, attempt). The tally has every policy and state that a row has,
+        so one search in the index by state for each of these finds them.
+        """
+        of_one = " AND ".join(
+            f"row.{column} = json_extract(asked.value, '$[{number}]')"
+            for number, column in enumerate(ClaimOrder._fields[:3])
+        )
+        return (
+            f"SELECT sample_id, row.state FROM json_each(?) AS asked CROSS JOIN tally CROSS JOIN {self._name} AS row "
+            f"ON row.policy = tally.policy AND row.state = tally.state AND {of_one} WHERE tally.n > 0"
+        )
 
     def _payloads_of(self, rows: str) -> str:
         return f"DELETE FROM payloads WHERE key IN ({self._keys_of(rows)})"

@@ -19,6 +19,7 @@ from flexmarl.experience.ledger import (
     RowStanding,
     check_begins,
     check_claim,
+    check_discarded,
     check_extended,
     check_known,
     check_move,
@@ -27,6 +28,7 @@ from flexmarl.experience.ledger import (
     check_released,
     check_rewound,
     claim_order,
+    places_of,
     set_once,
 )
 from flexmarl.experience.schema import CODECS, Stored, as_text, check_names, decode, encode, encode_tensor, tensor_text
@@ -41,7 +43,7 @@ from flexmarl.experience.statements import (
     claimable,
     is_chain,
 )
-from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+from flexmarl.records import AgentName, EpisodeId, GroupId, PolicyName, RowState, SampleId
 
 READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 CACHED_STATEMENTS = 512
@@ -172,6 +174,20 @@ class Tables:
             db.execute(table.drop_payloads, which)
             dropped += db.execute(table.drop, which).rowcount
         return dropped
+
+    def discard(self, db: sqlite3.Connection, trajectories: Collection[EpisodeId]) -> int:
+        """Deletes the OPEN rows of these episodes with their payloads. It finds them by the index by state."""
+        which = json.dumps([*places_of(trajectories)])
+        found = {agent: db.execute(table.of_episodes, (which,)).fetchall() for agent, table in self._tables.items()}
+        check_discarded((agent, row[0], RowState(row[1])) for agent, rows in found.items() for row in rows)
+        groups = [claim_order(sample_id).group_id for rows in found.values() for sample_id, _ in rows]
+        if groups:
+            db.execute("UPDATE pruned SET before_group = min(before_group, ?)", (min(groups),))
+        for agent, rows in found.items():
+            listed = json.dumps([sample_id for sample_id, _ in rows])
+            db.execute(self._tables[agent].discard_payloads, (listed,))
+            db.execute(self._tables[agent].discard, (listed,))
+        return len(groups)
 
     def prune_one_group(self, db: sqlite3.Connection, before_group: GroupId, budget_bytes: int) -> int | None:
         """Deletes the payloads (texts, lists, tensors) of the oldest group's ended rows. Returns the number of rows.

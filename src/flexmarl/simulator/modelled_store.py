@@ -23,6 +23,7 @@ from flexmarl.experience.ledger import (
     RowStanding,
     check_begins,
     check_claim,
+    check_discarded,
     check_known,
     check_move,
     check_outcome,
@@ -30,11 +31,12 @@ from flexmarl.experience.ledger import (
     check_released,
     check_rewound,
     claim_order,
+    places_of,
     set_once,
 )
 from flexmarl.experience.schema import CODECS, Stored, decode
 from flexmarl.experience.transactions import EncodedRows, Tables, connect, query, transaction
-from flexmarl.records import ROW_TERMINAL, AgentName, GroupId, PolicyName, RowState, SampleId
+from flexmarl.records import ROW_TERMINAL, AgentName, EpisodeId, GroupId, PolicyName, RowState, SampleId
 
 OPEN = RowStanding(RowState.OPEN)
 
@@ -129,10 +131,20 @@ class SimulatedStore:
             if row.sample_id not in discarded:
                 check_rewound(row.agent, row.sample_id, row.place.state, next_group)
         for sample_id in discarded:
-            row = self._rows.pop(sample_id)
-            self._counts[row.policy][row.place.state] -= 1
+            self._drop(sample_id)
         self._pruned = min(self._pruned, next_group, *again)
         return len(discarded)
+
+    async def discard(self, trajectories: Collection[EpisodeId]) -> int:
+        """Deletes the OPEN rows of these episodes; returns how many. It looks at every row: it follows a rare fault."""
+        self._check_open()
+        places = places_of(trajectories)
+        rows = [row for row in self._rows.values() if row.order[:3] in places]
+        check_discarded((row.agent, row.sample_id, row.place.state) for row in rows)
+        for row in rows:
+            self._drop(row.sample_id)
+        self._pruned = min([self._pruned, *(GroupId(_group(row)) for row in rows)])
+        return len(rows)
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of rows that have ended, oldest groups first, while the store is larger than the budget.
@@ -196,6 +208,10 @@ class SimulatedStore:
         if parent is not None and all(column in parent.cells for column in extended.columns):
             beginning = [decode(self._kinds[column], parent.cells[column]) for column in extended.columns]
             check_begins(agent, sample_id, name, extended, np.concatenate(beginning))
+
+    def _drop(self, sample_id: SampleId) -> None:
+        row = self._rows.pop(sample_id)
+        self._counts[row.policy][row.place.state] -= 1
 
     def _move(self, row: _Kept, place: RowStanding) -> None:
         counts = self._counts[row.policy]

@@ -11,6 +11,7 @@ from flexmarl.errors import StoreError, TransitionError
 from flexmarl.experience.interface import Column, ColumnKind, ExperienceStore, Extended, Outcome, PartialRow
 from flexmarl.records import (
     AgentName,
+    EpisodeId,
     GroupId,
     PolicyName,
     RowState,
@@ -32,6 +33,7 @@ COLUMNS = (
     Column("answer", ColumnKind.TENSOR),
 )
 READY = Outcome(state=RowState.READY)
+TRAINED = Outcome(state=RowState.TRAINED, version=Version(1))
 
 
 async def check_experience_store(make_store: MakeStore) -> None:
@@ -71,7 +73,7 @@ async def train(store: ExperienceStore, *ids: SampleId) -> None:
     await store.settle(ids, READY)
     await store.claim(SHARED, len(ids))
     await store.settle(ids, Outcome(state=RowState.ACCUMULATED, cache="c"))
-    await store.settle(ids, Outcome(state=RowState.TRAINED, version=Version(1)))
+    await store.settle(ids, TRAINED)
 
 
 async def refuses(call: Any, kind: type[StoreError], *words: str) -> None:
@@ -144,6 +146,25 @@ async def a_refused_put_changes_nothing(store: ExperienceStore) -> None:
         await refuses(store.put(SOLVER, [partial(sample(1)), partial(sample(0), text="late"), bad]), StoreError)
     assert await store.counts(SHARED) == {RowState.OPEN: 1}
     assert dict((await store.get([sample(0)]))[0].values) == {"int": 1}
+
+
+async def putting_equal_values_again_changes_nothing_whatever_became_of_the_row(store: ExperienceStore) -> None:
+    """A client on another node puts again what it does not know to be put."""
+    values = {"int": -1, "float": -0.5, "bool": True, "word": "w", "text": "é", "json": {"a": [1, None]}}
+    first = partial(sample(0), **values, tensor=np.array([np.nan, 1.0]))
+    second = partial(sample(0, hop=1), tensor=Extended(sample(0), ("tensor",), np.array([np.nan, 1.0, 2.0])))
+    ids = [sample(0), sample(0, hop=1)]
+    await store.put(SOLVER, [first])
+    for outcome in (READY, Outcome(state=RowState.ACCUMULATED, cache="c"), TRAINED):
+        await asyncio.gather(store.put(SOLVER, [first, second]), store.put(SOLVER, [first]))
+        await store.settle(ids, outcome)
+        await store.put(SOLVER, [first, second])
+        await store.claim(SHARED, 2)
+    await store.put(SOLVER, [first, second])
+    await refuses(store.put(SOLVER, [partial(sample(0), **{**values, "int": 0})]), StoreError, sample(0), "int")
+    assert await store.counts(SHARED) == {RowState.TRAINED: 2}
+    await same_tensors(store, {ids[0]: np.array([np.nan, 1.0]), ids[1]: np.array([np.nan, 1.0, 2.0])})
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((4,),)
 
 
 async def what_is_not_there_is_named(store: ExperienceStore) -> None:
@@ -344,6 +365,44 @@ async def rewinding_discards_older_groups_too_that_were_active_whatever_became_o
     assert (await store.get([sample(1)]))[0].values["text"] == "again"
 
 
+async def discarding_drops_the_rows_of_these_episodes_and_they_are_played_again(store: ExperienceStore) -> None:
+    for agent, hop in ((SOLVER, 0), (VERIFIER, 1)):
+        for index, attempt in ((0, 0), (0, 1), (1, 0)):
+            row = partial(sample(3, episode=index, attempt=attempt, hop=hop), text=f"{index}/{attempt}", json=[hop])
+            await store.put(agent, [row])
+    await ready(store, SOLVER, sample(3, episode=1, attempt=1, hop=5), sample(30))
+    assert await store.discard([EpisodeId("g3e0a0"), EpisodeId("g3e7a0"), EpisodeId("g3e1a0")]) == 4
+    assert await store.counts(SHARED) == {RowState.OPEN: 2, RowState.READY: 2}
+    assert (await store.query("SELECT count(*) FROM payloads")).rows == ((4,),)
+    await refuses(store.get([sample(3)]), StoreError, sample(3))
+    assert await store.discard([EpisodeId("g3e0a0"), EpisodeId("g3e1a0")]) == 0
+    assert await store.discard([]) == 0
+    await store.put(VERIFIER, [partial(sample(3), policy=OTHER, text="again")])
+    assert (await store.get([sample(3)]))[0].values["text"] == "again"
+    assert await store.discard([EpisodeId("g3e0a0"), EpisodeId("g3e0a0")]) == 1
+
+
+async def discarding_an_episode_that_has_a_later_row_is_refused_and_changes_nothing(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0)), partial(sample(1), text="open")])
+    await ready(store, VERIFIER, sample(1, hop=1))
+    both = [EpisodeId("g0e0a0"), EpisodeId("g1e0a0")]
+    await refuses(store.discard(both), StoreError, VERIFIER, sample(1, hop=1), "ready")
+    await store.settle([sample(1, hop=1)], Outcome(state=RowState.FILTERED))
+    await refuses(store.discard(both), StoreError, sample(1, hop=1), "filtered")
+    assert await store.counts(SHARED) == {RowState.OPEN: 2, RowState.FILTERED: 1}
+    assert (await store.get([sample(1)]))[0].values["text"] == "open"
+    await refuses(store.discard([EpisodeId("episode 1")]), StoreError, "episode 1", "g12e3a0")
+
+
+async def a_discarded_group_is_pruned_again(store: ExperienceStore) -> None:
+    await store.put(SOLVER, [partial(sample(0), text="lost")])
+    assert await store.prune(GroupId(1), 0) == 0
+    assert await store.discard([EpisodeId("g0e0a0")]) == 1
+    await store.put(SOLVER, [partial(sample(0), text="again")])
+    await train(store, sample(0))
+    assert await store.prune(GroupId(1), 0) == 1
+
+
 async def pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough(
     store: ExperienceStore,
 ) -> None:
@@ -424,8 +483,9 @@ async def a_tensor_that_does_not_begin_with_what_it_was_said_to_is_refused(store
     for wrong in ([1, 3, 4], [1], [[1, 2]], [1.0, 2.0, 3.0]):
         extended = Extended(sample(0), ("tensor",), np.array(wrong))
         await refuses(store.put(SOLVER, [partial(row, tensor=extended)]), StoreError, str(row), "tensor")
-    other = Extended(sample(1), ("tensor",), np.array([1, 2, 3]))
-    await refuses(store.put(SOLVER, [partial(row, tensor=other)]), StoreError, str(row), "group")
+    for parent in (sample(1), sample(0, episode=1), sample(0, attempt=1)):
+        other = Extended(parent, ("tensor",), np.array([1, 2, 3]))
+        await refuses(store.put(SOLVER, [partial(row, tensor=other)]), StoreError, str(row), "episode")
     await refuses(store.get([row]), StoreError, str(row))
 
 
@@ -449,6 +509,8 @@ async def dropping_rows_leaves_those_whole_that_begin_with_them(store: Experienc
     await store.put(SOLVER, [partial(sample(0, hop=6), tensor=Extended(ended[0], ("tensor",), np.arange(3)))])
     await same_tensors(store, {sample(0, hop=6): np.arange(3)})
     assert await store.rewind(GroupId(0)) == 6
+    await talk(store, 3)
+    assert await store.discard([EpisodeId("g0e0a0")]) == 3
     assert (await store.query("SELECT count(*) FROM payloads")).rows == ((0,),)
 
 
@@ -509,6 +571,7 @@ CHECKS = (
     a_missing_value_is_a_state_and_never_zero,
     a_value_that_is_there_is_not_overwritten,
     a_refused_put_changes_nothing,
+    putting_equal_values_again_changes_nothing_whatever_became_of_the_row,
     what_is_not_there_is_named,
     a_sample_id_belongs_to_one_table,
     claims_follow_group_episode_and_hop_over_all_tables,
@@ -527,6 +590,9 @@ CHECKS = (
     rewinding_discards_these_and_younger_groups_and_they_are_played_again,
     rewinding_past_a_row_that_has_not_ended_is_refused,
     rewinding_discards_older_groups_too_that_were_active_whatever_became_of_them,
+    discarding_drops_the_rows_of_these_episodes_and_they_are_played_again,
+    discarding_an_episode_that_has_a_later_row_is_refused_and_changes_nothing,
+    a_discarded_group_is_pruned_again,
     pruning_drops_payloads_of_the_oldest_ended_rows_until_the_store_is_small_enough,
     pruning_leaves_rows_that_have_not_ended,
     a_tensor_that_begins_with_those_of_another_row_is_read_back_whole,

@@ -8,7 +8,7 @@ from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import Column, ColumnKind, Outcome
 from flexmarl.experience.transactions import StoreConnection
-from flexmarl.records import AgentName, GroupId, RowState
+from flexmarl.records import AgentName, EpisodeId, GroupId, RowState
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.experience import (
     AGENTS,
@@ -114,7 +114,7 @@ def test_a_query_leaves_puts_as_they_were_even_with_their_own_statements():
 
 
 def test_no_statement_on_the_way_of_a_row_scans_a_table():
-    """Claims, settles, releases and prunes must not slow down as rows pile up."""
+    """Claims, settles, releases, discards and prunes must not slow down as rows pile up."""
 
     async def life():
         store = in_memory(AGENTS, COLUMNS)
@@ -127,6 +127,8 @@ def test_no_statement_on_the_way_of_a_row_scans_a_table():
         await store.release(holder="h")
         await store.release(cache="c")
         await store.counts(SHARED)
+        await store.put(SOLVER, [partial(sample(2), text="lost")])
+        assert await store.discard([EpisodeId("g2e0a0")]) == 1
         await store.prune(GroupId(9), 0)
         store._connection().set_trace_callback(None)
         statements = {sql for sql in seen if sql.startswith(("SELECT", "UPDATE", "INSERT", "DELETE"))}
@@ -135,9 +137,10 @@ def test_no_statement_on_the_way_of_a_row_scans_a_table():
 
     statements, plans = run_virtual(life())
     assert len(statements) >= 12
-    tables = (SOLVER, VERIFIER, "samples", "payloads")
+    tables = (SOLVER, VERIFIER, "row", "samples", "payloads")
     assert [plan for plan in plans if plan.startswith(tuple(f"SCAN {table}" for table in tables))] == []
     assert any(plan.startswith(f"SEARCH {SOLVER} USING") for plan in plans)
+    assert any(plan.startswith("SEARCH row USING") for plan in plans)
 
 
 def test_virtual_time_does_not_pass_in_the_store():

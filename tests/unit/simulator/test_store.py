@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import ExperienceStore, Outcome
-from flexmarl.records import GroupId, RowState, Version
+from flexmarl.records import EpisodeId, GroupId, RowState, Version
 from flexmarl.simulator.modelled_store import SimulatedStore
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.experience import (
@@ -39,6 +39,7 @@ MOVES = st.one_of(
     st.tuples(st.just("claim"), st.integers(0, 3), st.sampled_from(["a", "b"])),
     st.tuples(st.just("release"), st.sampled_from([None, "a", "b"]), st.sampled_from([None, "c"])),
     st.tuples(st.just("rewind"), st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(st.just("discard"), st.integers(0, 6), st.integers(0, 6)),
 )
 
 
@@ -72,6 +73,8 @@ async def _make(store: ExperienceStore, kind: str, first, second) -> object:
         return await store.claim(SHARED, first, holder=second)
     if kind == "release":
         return await store.release(holder=first, cache=second)
+    if kind == "discard":
+        return await store.discard([EpisodeId(f"g{group}e0a0") for group in (first, second)])
     return await store.rewind(GroupId(first), replay=[GroupId(second)])
 
 

@@ -35,7 +35,7 @@ from flexmarl.experience.store_file import (
     require_file,
 )
 from flexmarl.experience.transactions import EncodedRows, Tables, connect, joined_rows, query, transaction
-from flexmarl.records import AgentName, GroupId, PolicyName, RowState, SampleId
+from flexmarl.records import AgentName, EpisodeId, GroupId, PolicyName, RowState, SampleId
 
 Result = TypeVar("Result")
 Work = Callable[[sqlite3.Connection], Result]
@@ -69,6 +69,11 @@ class SqlStore(ABC):
         """Deletes the rows of `next_group`, of all younger groups and of those in `replay`, with their payloads."""
         doing = f"rewinding to group {next_group}"
         return await self._write(doing, lambda db: self._tables.rewind(db, next_group, replay))
+
+    async def discard(self, trajectories: Collection[EpisodeId]) -> int:
+        """Deletes the OPEN rows of episodes that are played again, with their payloads."""
+        doing = f"discarding the rows of {len(trajectories)} episodes"
+        return await self._write(doing, lambda db: self._tables.discard(db, trajectories))
 
     async def prune(self, before_group: GroupId, budget_bytes: int) -> int:
         """Drops payloads of the oldest groups, one group per transaction, until the store fits `budget_bytes`."""
