@@ -92,6 +92,18 @@ class Resident(Protocol[T_co]):
         ...
 
 
+class Address(Protocol):
+    """Reaches one resident by its name from any process of the run, also from another node. It can be pickled."""
+
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the hosted object.
+
+        Raises the method's own error, or WorkerError if the resident does not answer: it is lost, or is being started
+        anew. Then nobody knows whether the work was done.
+        """
+        ...
+
+
 class Cluster(Protocol):
     """The residents of one run. A context manager opens it and, at the end of its block, calls `close`.
 
