@@ -74,6 +74,10 @@ class StoreInUse(StoreError):
     """Another process runs on the experience store; the text has its process id."""
 
 
+class ObjectError(FlexmarlError):
+    """Weights could not be stored or fetched. The text says why and, if room is missing, how to make it."""
+
+
 class TransitionError(StoreError):
     """A row or group was asked to make a move that its life cycle does not have."""
 

@@ -3,9 +3,12 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+
+from flexmarl.cluster.settings import ClusterSettings
 
 
 @pytest.fixture
@@ -19,5 +22,48 @@ def short_root() -> Iterator[Path]:
 def somebodys_ray() -> Iterator[str]:
     """Address of a Ray with two CPUs that is not ours."""
     theirs = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    yield theirs.address
+    yield str(theirs.address)
     theirs.shutdown()
+
+
+class Nodes:
+    """A Ray that is not ours: three nodes of this machine, `head`, `left` and `right`."""
+
+    def __init__(self, *, cpus: int) -> None:
+        self._cpus = cpus
+        self._ray = Cluster(initialize_head=True, head_node_args=self._node("head", include_dashboard=False))
+        self._others = {name: self._ray.add_node(**self._node(name)) for name in ("left", "right")}
+
+    @property
+    def address(self) -> str:
+        return str(self._ray.address)
+
+    def settings(self, **more: Any) -> ClusterSettings:
+        """Settings that join it."""
+        return ClusterSettings(backend="ray", address=self.address, **more)
+
+    def kill(self, name: str) -> None:
+        """Ends a node as a power cut would."""
+        self._ray.remove_node(self._others.pop(name), allow_graceful=False)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+    def _node(self, name: str, **more: Any) -> dict[str, Any]:
+        return {"num_cpus": self._cpus, "node_name": name, "object_store_memory": 100 * 2**20, **more}
+
+
+@pytest.fixture(scope="session")
+def shared_nodes() -> Iterator[Nodes]:
+    """Three nodes that the tests leave as they were."""
+    nodes = Nodes(cpus=3)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """Three nodes for one test, which may kill some: there is room for what was on them."""
+    nodes = Nodes(cpus=6)
+    yield nodes
+    nodes.close()

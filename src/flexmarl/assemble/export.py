@@ -81,7 +81,7 @@ async def _write(settings: RunSettings, policy: PolicyName, checkpoint: Path, ou
             settings=settings,
             objects=InlineObjectStore(),
             device="cpu",
-            store=SqliteStore(agents=list(map(AgentName, settings.team.agents)), columns=TURN_COLUMNS),
+            open_store=lambda: SqliteStore(agents=list(map(AgentName, settings.team.agents)), columns=TURN_COLUMNS),
             thread=thread,
         )
         trainer = materials.make_trainer(policy)

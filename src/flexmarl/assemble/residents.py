@@ -2,16 +2,19 @@
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
 trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
 """
 
 import gc
-import pkgutil
+import importlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -21,15 +24,18 @@ from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
-from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
+from flexmarl.cluster.interface import Address, Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
 from flexmarl.events.event import Events
+from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreService
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
+from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.training.backends.causal_lm import load_model
@@ -48,8 +54,8 @@ class Materials:
     objects: ObjectStore
     device: str
     """Torch's name of the device in the resident's process."""
-    store: ExperienceStore | Path
-    """The run's store, or the path of its file, which a resident in another process opens."""
+    open_store: Callable[[], ExperienceStore]
+    """Opens the run's store where a resident lives."""
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
@@ -76,7 +82,6 @@ class Materials:
         settings = self.settings
         with boundary(TrainingError, f"policies.{policy}.training: making a trainer"):
             self._begin()
-            store = DurableStore.join(self.store) if isinstance(self.store, Path) else self.store
             trainer = SingleProcessTrainer(
                 policy,
                 load_model(model_source(settings, policy)),
@@ -87,7 +92,7 @@ class Materials:
                 device=self.device,
                 seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
                 deterministic=settings.deterministic,
-                rows=StoreRows(store),
+                rows=StoreRows(self.open_store()),
             )
             self._made()
             if self.thread is None and self.device == "cpu":
@@ -111,6 +116,8 @@ class RealResidents:
     materials: Materials
     open_cluster: Callable[[int, Events], AbstractAsyncContextManager[Cluster]]
     """Opens the cluster for a number of residents."""
+    serve_store: Callable[[], StoreService] | None = None
+    """Makes the service of the store's file for other nodes; None if there can be none."""
 
     @property
     def objects(self) -> ObjectStore:
@@ -146,6 +153,15 @@ class RealResidents:
             threads=self._threads,
         )
 
+    def services(self, cluster: Cluster) -> Sequence[ResidentSpec[Any]]:
+        """Specifies what the others need: the store's service, if the cluster has several nodes."""
+        if self.serve_store is None or len(cluster.nodes) == 1:
+            return []
+        home = cluster.nodes[0].name
+        return [
+            ResidentSpec(name=STORE, kind=ResidentKind.STORE, contract=StoreService, make=self.serve_store, node=home)
+        ]
+
     def replacement_s(self, policy: PolicyName) -> float:
         """Returns 0: a real start takes the time that it takes."""
         return 0.0
@@ -173,7 +189,11 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
     thread = DeviceThread()
     try:
         materials = Materials(
-            settings=settings, objects=InlineObjectStore(thread), device=cluster.device, store=store, thread=thread
+            settings=settings,
+            objects=InlineObjectStore(thread),
+            device=cluster.device,
+            open_store=lambda: store,
+            thread=thread,
         )
         yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
     finally:
@@ -182,29 +202,68 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
 
 @contextmanager
 def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
-    """Opens residents on Ray, each in its own process of this machine; weights cross in shared memory."""
+    """Opens residents on Ray, each in its own process. `path` is the store's file, in the run's folder.
+
+    On a private Ray, weights cross in the shared memory of this machine. On a Ray that others started, they also cross
+    from node to node, and trainers on other nodes read their rows through `store/0`.
+    """
     settings = blueprint.settings
-    ray_cluster = ray_or_refuse()
-    with RunLeases(f"{settings.name} ({path.absolute().parent})") as leases:
-        objects = ShmObjectStore(leases.shared_memory())
-        objects.create()
+    path = path.absolute()  # Other processes may have another working directory.
+    backend = ray_or_refuse()
+    with RunLeases(f"{settings.name} ({path.parent})") as leases:
         device = "cpu" if settings.cluster.device == "cpu" else "cuda:0"  # Of accelerators, each sees its own.
+        opened = partial(backend.ray_cluster, settings.cluster, leases=leases)
+        if settings.cluster.address == "local":
+            objects = ShmObjectStore(leases.shared_memory())
+            objects.create()
+            yield RealResidents(
+                materials=Materials(
+                    settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
+                ),
+                open_cluster=lambda residents, events: opened(residents=residents, events=events),
+            )
+            return
+        files, visible = backend.RayFiles(), [path.parent, *local_paths(settings)]
+
+        @asynccontextmanager
+        async def open_cluster(residents: int, events: Events) -> AsyncIterator[Cluster]:
+            async with opened(residents=residents, events=events, visible=visible) as cluster:
+                files.home = cluster.nodes[0].id
+                yield cluster
+
         yield RealResidents(
-            # Absolute: other processes may have another working directory.
-            materials=Materials(settings=settings, objects=objects, device=device, store=path.absolute()),
-            open_cluster=lambda residents, events: ray_cluster(
-                settings.cluster, leases=leases, residents=residents, events=events
+            materials=Materials(
+                settings=settings,
+                objects=NodeObjectStore(files),
+                device=device,
+                open_store=partial(store_on_node, path, files, backend.RayAddress(STORE)),
             ),
+            open_cluster=open_cluster,
+            serve_store=partial(StoreHost.join, path),
         )
 
 
-def ray_or_refuse() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
-    """Returns the function that opens a cluster on Ray, imported here so that other runs work without Ray.
+STORE = WorkerId(ResidentKind.STORE, number=0)
+
+
+def store_on_node(path: Path, files: NodeFiles, address: Address) -> ExperienceStore:
+    """Opens the run's store for a process of any node: its file at home, elsewhere the resident `store/0`."""
+    return DurableStore.join(path) if files.at_home else RemoteStore(address)
+
+
+def local_paths(settings: RunSettings) -> list[Path]:
+    """The folders and files of a config that residents read: models that are folders, and code."""
+    models = [Path(model_source(settings, policy)) for policy in settings.policies]
+    return [*(model.absolute() for model in models if model.exists()), *map(settings.path, settings.code)]
+
+
+def ray_or_refuse() -> ModuleType:
+    """Returns the backend of clusters on Ray, imported here so that other runs work without Ray.
 
     Raises ConfigError if Ray is not installed.
     """
     try:
-        return pkgutil.resolve_name("flexmarl.cluster.backends.ray:ray_cluster")
+        return importlib.import_module("flexmarl.cluster.backends.ray")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"cluster.backend is 'ray', which needs the package '{error.name}', and that is not installed: pip "

@@ -8,8 +8,8 @@ player_of     plays the run's team on them, in training and in evaluation
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.residents import open_inline, open_ray
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
 from flexmarl.config import RunSettings
-from flexmarl.errors import TrainingError
+from flexmarl.errors import ConfigError, TrainingError, WorkerError
 from flexmarl.events.event import Events
 from flexmarl.events.notices import Starting
 from flexmarl.events.run_events import ProcessStarted, WorkerLost
@@ -108,11 +109,11 @@ async def open_world(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
         if settings.cluster.backend == "inline":
-            residents: Residents = stack.enter_context(open_inline(blueprint, store))
+            residents = stack.enter_context(open_inline(blueprint, store))
         else:
             assert path is not None, "settings of this world that keep the store in memory are refused"
             residents = stack.enter_context(open_ray(blueprint, path))
-        yield await stack.enter_async_context(world_of(settings, store, residents, events))
+        yield await stack.enter_async_context(world_of(settings, store, residents, events, services=residents.services))
 
 
 @asynccontextmanager
@@ -123,9 +124,11 @@ async def world_of(
     events: Events,
     *,
     make_pool: Callable[..., InferencePool] = InferencePool,
+    services: Callable[[Cluster], Sequence[ResidentSpec[Any]]] = lambda cluster: [],
 ) -> AsyncIterator[World]:
     """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
 
+    `services` specifies what they need on the open cluster; a service that is lost is started anew.
     Cluster, pool and residency emit to `events` what happens to them.
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
@@ -141,6 +144,7 @@ async def world_of(
         counts = (("engine", len(engines)), ("trainer", len(trainers)))
         loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
         events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
+        await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
         for resident in await cluster.spawn([*engines, *trainers]):
             remotes[resident.name] = resident.remote
             if cluster.has_processes:
@@ -166,6 +170,37 @@ async def world_of(
             processes=processes,
             running=RunningCalls(settings.rollout.tool_calls_at_once),
         )
+
+
+@asynccontextmanager
+async def kept_alive(
+    cluster: Cluster, services: Sequence[ResidentSpec[Any]], processes: Processes
+) -> AsyncIterator[None]:
+    """Spawns services for the length of a block, and starts each anew whenever it is lost."""
+    specs = {spec.name: spec for spec in services}
+
+    async def start(*started: ResidentSpec[Any]) -> None:
+        for resident in await cluster.spawn(started):
+            processes.add(resident)
+
+    async def restart(spec: ResidentSpec[Any]) -> None:
+        with suppress(
+            WorkerError, ConfigError
+        ):  # The cluster has ended, or its node: whoever calls the service is told.
+            await start(spec)
+            place = processes.places[spec.name]
+            cluster.events.emit(ProcessStarted(process=spec.name, pid=place.pid, node=place.node))
+
+    await start(*services)
+    async with task_block() as tasks:
+
+        def lost(worker: WorkerLost) -> None:
+            if spec := specs.get(worker.process):
+                tasks.create_task(restart(spec), name=f"restart {spec.name}")
+
+        cluster.events.listen(WorkerLost, lost)
+        yield
+        specs.clear()
 
 
 async def respawn(
@@ -224,7 +259,7 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
         world.processes.places.pop(worker.process, None)
         if worker.process.kind == ResidentKind.ENGINE:
             world.pool.lose(worker.process.instance, worker.because)
-        elif not failed.done():
+        elif worker.process.kind == ResidentKind.TRAINER and not failed.done():
             failed.set_exception(
                 TrainingError(
                     f"policy '{worker.process.policy}': the trainer's process (pid {worker.pid} on {worker.node}) "

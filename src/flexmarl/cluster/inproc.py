@@ -12,7 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.host import Host, answer, packed
-from flexmarl.cluster.interface import Resident, ResidentPlace, ResidentSpec, require_new_names, require_one_process
+from flexmarl.cluster.interface import (
+    ClusterNode,
+    Resident,
+    ResidentPlace,
+    ResidentSpec,
+    require_new_names,
+    require_one_process,
+)
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
@@ -190,6 +197,11 @@ class InprocCluster:
         self._free = dict(nodes)
         self._start_s, self._crosses, self._latency_s = start_s, crosses, latency_s
         self._pids = itertools.count(FIRST_PID)
+
+    @property
+    def nodes(self) -> Sequence[ClusterNode]:
+        """The nodes that it was given and that are not lost; their CPUs are what is free now."""
+        return [ClusterNode(name=name, id=name, address="", cpus=free, devices=0) for name, free in self._free.items()]
 
     @property
     def crosses(self) -> bool:

@@ -23,10 +23,30 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ResidentKind(StrEnum):
-    """The pool of devices that a resident belongs to."""
+    """The part that a resident has in the run."""
 
     ENGINE = "engine"
     TRAINER = "trainer"
+    STORE = "store"
+    """Reads and writes the store's file for residents on other nodes."""
+    NODE = "node"
+    """Looks after the run's files and processes on one node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """One machine of a cluster."""
+
+    name: str
+    """Unique in the cluster."""
+    id: str
+    """Unique for all time: a machine that comes back has another one."""
+    address: str
+    """Address in the network."""
+    cpus: int
+    """Residents that fit on it, as each takes one."""
+    devices: int
+    """Accelerators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +134,11 @@ class Cluster(Protocol):
     @property
     def events(self) -> Events:
         """Where it emits them."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[ClusterNode]:
+        """The live machines, the controller's first and then by name."""
         ...
 
     @property

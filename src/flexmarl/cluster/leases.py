@@ -12,13 +12,17 @@ code of the removal is in remains.py.
 import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from flexmarl.cluster.own_folder import locked, open_folder, opened, own_folder
 from flexmarl.cluster.remains import RECORD, Leases, end_processes, live_processes, release, shared_memory, started_at
@@ -43,6 +47,8 @@ class RunLeases:
 
     def __init__(self, run: str, *, root: Path | None = None) -> None:
         """Raises ConfigError if `root` is not a folder of this user alone."""
+        self.run, self.root = run, root
+        """As they were given; the run's agents on other nodes have leases of their own with the same."""
         root = own_folder(root or leases_root())
         self._leases = Leases(run=run)
         with opened(root) as held, locked(held):
@@ -51,7 +57,7 @@ class RunLeases:
             self._lock = open_folder(self.folder)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._write()  # While the root is locked, so that nobody finds a folder without its record.
-        self._warden = start_warden(self.folder)
+        self._warden = Warden(self.folder)
 
     def add_processes(self, pids: Iterable[int]) -> None:
         """Records processes that end with the run; a process that has already ended is left out."""
@@ -77,7 +83,7 @@ class RunLeases:
         if self.folder.exists():
             release(self.folder)
             os.close(self._lock)
-        self._warden.communicate()
+        self._warden.close()
 
     def __enter__(self) -> "RunLeases":
         return self
@@ -97,14 +103,38 @@ class RunLeases:
         new.replace(self.folder / RECORD)
 
 
-def start_warden(folder: Path) -> subprocess.Popen[bytes]:
-    """Starts the process that waits for our end. It has its own session: no Ctrl-C or kill of our group reaches it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "flexmarl.cluster.remains", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    )
+class Warden:
+    """The process that waits for our end.
+
+    It has its own session, so that no Ctrl-C or kill of our group reaches it, and is no child of ours: Ray kills the
+    children of an actor that ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Starts it for a run's folder."""
+        command = shlex.join([sys.executable, "-m", "flexmarl.cluster.remains", str(folder)])
+        reading, self._held = os.pipe()
+        try:
+            starter = subprocess.run(
+                # A shell gives what it starts in the background no stdin, unless it is told which.
+                ["/bin/sh", "-c", f"exec 3<&0; {command} <&3 3<&- >/dev/null & echo $!"],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=reading,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                check=True,
+            )
+        finally:
+            os.close(reading)
+        self.pid = int(starter.stdout)
+        self._process = psutil.Process(self.pid)
+
+    def close(self) -> None:
+        """Ends it, after it has removed what is left. Calling it twice is allowed."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+        with suppress(psutil.NoSuchProcess):
+            self._process.wait()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar, get_origin, get_type_hints
 
-from flexmarl.cluster.interface import ResidentSpec
+from flexmarl.cluster.interface import Address, ResidentSpec
 from flexmarl.cluster.streams import Streams
 from flexmarl.errors import FlexmarlError, WorkerError
 
@@ -144,6 +144,22 @@ def proxy_class(contract: type) -> type[Proxy[Any]]:
     """
     methods = {name: forwarded(method) for name, method in methods_of(contract).items()}
     return type(f"{contract.__name__}Proxy", (Proxy,), {"__doc__": contract.__doc__, **methods})
+
+
+def reached(contract: type, address: Address) -> Any:
+    """Makes an object with the methods of a contract, which calls a resident by its address. Streams are not offered.
+
+    Each call crosses by itself, from whichever process the caller is in.
+    """
+
+    def forward(name: str) -> Callable[..., Any]:
+        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return await address.call(name, *args, **kwargs)
+
+        return call
+
+    methods = {name: forward(name) for name, method in methods_of(contract).items() if not streams(method)}
+    return type(f"{contract.__name__}Reached", (), methods)()
 
 
 @lru_cache

@@ -7,6 +7,17 @@ from pydantic import Field
 from flexmarl.settings import Settings
 
 
+class NodePool(Settings):
+    """The part of a cluster's nodes that some residents may use."""
+
+    nodes: list[str] | None = Field(
+        default=None, min_length=1, description="ray: names of the nodes, as `ray status -v` has them; null: all."
+    )
+    devices: int | None = Field(
+        default=None, ge=0, description="ray: accelerators of each node that the pool takes at most; null: all."
+    )
+
+
 class ClusterSettings(Settings):
     """The world that a run is played in; the same config runs in each of them."""
 
@@ -28,5 +39,14 @@ class ClusterSettings(Settings):
     address: str = Field(
         default="local",
         pattern=r"^(local|.+:\d+)$",
-        description="ray: local starts a private Ray for this run; host:port joins one that runs on this machine.",
+        description="ray: local starts a private Ray for this run; host:port joins one that runs, with all its nodes.",
+    )
+    pools: dict[Literal["rollout", "training"], NodePool] = Field(
+        default={},
+        description="ray: nodes of the engines (rollout) and of the trainers (training); without: all of the Ray.",
+    )
+    node_timeout_s: float = Field(
+        default=15.0,
+        gt=0,
+        description="ray: silence in seconds after which a node counts as lost, with all that ran on it.",
     )

@@ -94,6 +94,15 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Event):
+    """A machine of the cluster does not answer any more. All residents on it are lost."""
+
+    name: ClassVar[str] = "node_lost"
+    node: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStarted(Event):
     """A step began."""
 

@@ -15,7 +15,6 @@ from typing import NewType, Protocol, Self
 
 import torch
 
-from flexmarl.errors import FlexmarlError
 from flexmarl.objects.tensors import facts_digest, layout_of, tree_sums, whole_digest
 from flexmarl.records import PolicyName, Version
 
@@ -24,10 +23,6 @@ ObjectKey = NewType("ObjectKey", str)
 Checksum = NewType("Checksum", str)
 """Digest of a tensor tree, in hex: `{names, dtypes and shapes}:{bytes}`, or the first part alone (tensors.py)."""
 TensorTree = Mapping[str, torch.Tensor]
-
-
-class ObjectError(FlexmarlError):
-    """An object could not be stored. The text says why and, if room is missing, how much and how to make it."""
 
 
 def weights_key(policy: PolicyName, version: Version) -> ObjectKey:

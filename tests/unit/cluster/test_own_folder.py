@@ -18,9 +18,8 @@ from flexmarl.cli.runs import cleaned
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.own_folder import check_not_planted, check_ours, own_folder
 from flexmarl.cluster.remains import Leases, abandoned, foreign_paths, live_processes, parse_leases, release, writers
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, ObjectError
 from flexmarl.objects.backends.memory import ShmObjectStore
-from flexmarl.objects.interface import ObjectError
 from tests.conftest import everything_in
 
 HOSTILE = '{"run": "theirs", "paths": ["%s"], "processes": [[%d, %r]]}'

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexmarl.errors import ObjectError
 from flexmarl.objects.backends.memory import ShmObjectStore
-from flexmarl.objects.interface import ObjectError, ObjectKey, checksum
+from flexmarl.objects.interface import ObjectKey, checksum
 from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
 
 KEY = ObjectKey("weights/solver/3")

@@ -23,7 +23,8 @@ from uuid import uuid4
 import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.objects.interface import Checksum, ObjectError, ObjectKey, ObjectMeta, TensorTree, checksum
+from flexmarl.errors import ObjectError
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, TensorTree, checksum
 from flexmarl.objects.tensors import ALIGNMENT, Layout, bytes_of, copy_in, layout_of, part_sums, views, whole_digest
 
 
@@ -161,13 +162,21 @@ class ShmObjectStore:
                 "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), or train a smaller model"
             ) from error
 
-    def _path(self, key: ObjectKey) -> Path:
-        """A different file for each key: percent-encoded, so that no key is a path, and cut if too long for a name."""
+    def has(self, key: ObjectKey) -> bool:
+        """True if the object is in the folder."""
+        return self._path(key).exists()
+
+    @staticmethod
+    def file_name(key: ObjectKey) -> str:
+        """A different name for each key: percent-encoded, so that no key is a path, and cut if too long for a name."""
         name = quote(key, safe="", errors="surrogatepass")
         if len(name) <= _LONGEST_NAME:
-            return self._root / f"{name}.object"
+            return f"{name}.object"
         digest = blake2b(name.encode(), digest_size=16).hexdigest()
-        return self._root / f"{name[: _LONGEST_NAME - len(digest)]}{digest}.cut"
+        return f"{name[: _LONGEST_NAME - len(digest)]}{digest}.cut"
+
+    def _path(self, key: ObjectKey) -> Path:
+        return self._root / self.file_name(key)
 
     def _keys(self) -> list[str]:
         return sorted(unquote(path.stem) for kind in ("object", "cut") for path in self._root.glob(f"*.{kind}"))

@@ -1,0 +1,323 @@
+"""The agent of a run on one node: its leases and processes there, and its files, which other nodes can fetch.
+
+A file is complete when it has its name, and never changes. A node fetches it once, however many of its processes ask:
+
+    process ── fetch ──► its node's agent ── begin_fetch ──► agent at home: which node has it, and is least busy
+                                          ── read ─────────► that node's agent, piece by piece
+                                          ── end_fetch ────► agent at home
+
+Home is the node of the controller. Nodes are known by their ids. This file imports no torch.
+"""
+
+import asyncio
+import errno
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+import psutil
+
+from flexmarl.cluster.interface import ClusterNode
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.locations import Fetch, Locations
+from flexmarl.errors import ObjectError, WorkerError
+
+PIECE_BYTES = 8 << 20
+"""Bytes of a file that cross in one call."""
+PIECES_AHEAD = 3
+"""Pieces that are asked for before they are needed, so that the way between the nodes is never idle."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
+"""Errors of a file system without room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """The facts about a node that decide whether a run can use it."""
+
+    python: str
+    """Version, as in 3.11.7."""
+    flexmarl: str
+    """Version of the package."""
+    missing: tuple[str, ...]
+    """Paths that were asked for and are not there."""
+
+
+class NodeFiles(Protocol):
+    """The files of a run, for the processes of one node. It can be pickled: each process finds its own node's."""
+
+    @property
+    def at_home(self) -> bool:
+        """True if this process is on the controller's node."""
+        ...
+
+    async def folder(self) -> Path:
+        """The node's folder. A file in it is complete when it has its name."""
+        ...
+
+    async def announce(self, file: str) -> None:
+        """Makes a complete file of this node known to all. Raises FileExistsError if there is one of that name."""
+        ...
+
+    async def fetch(self, file: str) -> None:
+        """Returns when this node has the file. Raises FileNotFoundError, which lists the files that exist."""
+        ...
+
+    async def drop(self, file: str) -> None:
+        """Removes a file from all nodes. An unknown one is ignored."""
+        ...
+
+
+class NodeAgent(Protocol):
+    """The contract of a node's agent."""
+
+    async def facts(self, paths: Sequence[str]) -> NodeFacts:
+        """Reads the facts of the node. `paths` are looked for there."""
+        ...
+
+    async def pid(self) -> int:
+        """The process of the agent."""
+        ...
+
+    async def add_processes(self, pids: Sequence[int]) -> None:
+        """Records processes of the node that end with the run, or with this agent."""
+        ...
+
+    async def process_ended(self, pid: int, timeout_s: float) -> None:
+        """Returns when the process has ended, or after the time."""
+        ...
+
+    async def folder(self) -> str:
+        """As in `NodeFiles`."""
+        ...
+
+    async def announce(self, file: str) -> None:
+        """As in `NodeFiles`."""
+        ...
+
+    async def fetch(self, file: str) -> None:
+        """As in `NodeFiles`."""
+        ...
+
+    async def drop(self, file: str) -> None:
+        """As in `NodeFiles`."""
+        ...
+
+    async def remove(self, file: str) -> None:
+        """Removes a file from this node, also if it is being fetched."""
+        ...
+
+    async def add_file(self, file: str, node: str, num_bytes: int) -> bool:
+        """At home: adds a file that a node has. Returns False if there is one of that name."""
+        ...
+
+    async def begin_fetch(self, file: str, node: str, avoid: Sequence[str]) -> Fetch | None:
+        """At home: permits a node to fetch a file from a node that is not in `avoid`; None if no other has it."""
+        ...
+
+    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
+        """At home: ends a fetch. Returns False if the file was dropped meanwhile."""
+        ...
+
+    async def files(self) -> list[str]:
+        """At home: the files that exist."""
+        ...
+
+    async def lose(self, node: str) -> None:
+        """At home: forgets the files of a lost node."""
+        ...
+
+    async def fetches(self) -> dict[tuple[str, str], int]:
+        """At home: how often each file was fetched to each node."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the run's processes on the node and removes its files."""
+        ...
+
+
+class Peers(Protocol):
+    """The other agents, as an agent calls them. Calls to a lost one raise WorkerError."""
+
+    def agent(self, node: str) -> NodeAgent:
+        """The agent of a node."""
+        ...
+
+    async def read(self, node: str, file: str, start: int, num_bytes: int) -> memoryview:
+        """Bytes of a file on another node. Raises WorkerError or OSError if they cannot be had."""
+        ...
+
+
+class LocalAgent:
+    """The agent of this process's node. Its methods are those of `NodeAgent`."""
+
+    def __init__(self, node: ClusterNode, *, home: str, leases: RunLeases, peers: Peers) -> None:
+        """`home` is the node whose agent knows where files are. Makes the folder in shared memory."""
+        self._node, self._home = node, home
+        self._leases, self._peers = leases, peers
+        self._locations = Locations()
+        self.path = leases.shared_memory()
+        """The folder of the files."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._under_way: MutableMapping[str, asyncio.Lock] = WeakValueDictionary()
+        """Files that are being fetched. Whoever wants one of them waits for its lock, and then finds it."""
+        self._dropped: set[str] = set()
+        """Files that were dropped while they were fetched."""
+
+    async def facts(self, paths: Sequence[str]) -> NodeFacts:
+        """Reads the facts of the node."""
+        missing = await asyncio.to_thread(lambda: tuple(path for path in paths if not Path(path).exists()))
+        version = importlib.metadata.version("flexmarl")
+        return NodeFacts(python=platform.python_version(), flexmarl=version, missing=missing)
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def add_processes(self, pids: Sequence[int]) -> None:
+        """Records them in the leases of the run on this node."""
+        self._leases.add_processes(pids)
+
+    async def process_ended(self, pid: int, timeout_s: float) -> None:
+        """Waits for a process of this node."""
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            await asyncio.to_thread(psutil.Process(pid).wait, timeout_s)
+
+    async def folder(self) -> str:
+        """The folder of the files."""
+        return str(self.path)
+
+    async def announce(self, file: str) -> None:
+        """Adds the file at home."""
+        if not await self._agent(self._home).add_file(file, self._node.id, (self.path / file).stat().st_size):
+            raise FileExistsError(file)
+
+    async def fetch(self, file: str) -> None:
+        """Fetches the file, or waits for the fetch that is under way."""
+        async with self._under_way.setdefault(file, asyncio.Lock()):
+            if not (self.path / file).exists():
+                await self._fetch(file)
+
+    async def drop(self, file: str) -> None:
+        """Drops the file at home, which removes it from all nodes."""
+        if self._node.id != self._home:
+            await self._agent(self._home).drop(file)
+            return
+        for node in self._locations.drop(file):
+            with suppress(WorkerError):  # A lost node's files go with it.
+                await self._agent(node).remove(file)
+
+    async def remove(self, file: str) -> None:
+        """Removes the file's name. Its memory is free when no reader maps it any more."""
+        if file in self._under_way:
+            self._dropped.add(file)
+        (self.path / file).unlink(missing_ok=True)
+
+    async def add_file(self, file: str, node: str, num_bytes: int) -> bool:
+        """Adds it to the locations."""
+        return self._locations.add(file, node, num_bytes)
+
+    async def begin_fetch(self, file: str, node: str, avoid: Sequence[str]) -> Fetch | None:
+        """Begins it in the locations."""
+        return self._locations.begin(file, node, avoid=avoid)
+
+    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
+        """Ends it in the locations."""
+        return self._locations.end(file, number, whole=whole)
+
+    async def files(self) -> list[str]:
+        """Lists the names in the locations."""
+        return self._locations.names
+
+    async def lose(self, node: str) -> None:
+        """Forgets the node in the locations."""
+        self._locations.lose(node)
+
+    async def fetches(self) -> dict[tuple[str, str], int]:
+        """Counts the fetches that have ended."""
+        return dict(self._locations.fetched)
+
+    async def close(self) -> None:
+        """Ends the leases of the run on this node."""
+        await asyncio.to_thread(self._leases.close)
+
+    def _agent(self, node: str) -> NodeAgent:
+        return self if node == self._node.id else self._peers.agent(node)
+
+    async def _fetch(self, file: str) -> None:
+        home = self._agent(self._home)
+        failed: dict[str, str] = {}
+        while fetch := await home.begin_fetch(file, self._node.id, list(failed)):
+            partial = self.path / f"{uuid4().hex}.partial"
+            failure = "it was not finished"
+            try:
+                try:
+                    failure = await self._copy(file, fetch, partial)
+                finally:
+                    current = await home.end_fetch(file, fetch.number, not failure)
+                if not current or file in self._dropped:
+                    raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
+                if not failure:
+                    partial.replace(self.path / file)
+                    return
+                failed[fetch.source] = failure
+            finally:
+                self._dropped.discard(file)
+                partial.unlink(missing_ok=True)
+        if failed:
+            sources = "; ".join(f"from node {node}: {why}" for node, why in failed.items())
+            raise ObjectError(f"'{file}' cannot be fetched to node '{self._node.name}': {sources}")
+        raise FileNotFoundError(f"no file '{file}'; there are: {await home.files() or 'none'}")
+
+    async def _copy(self, file: str, fetch: Fetch, partial: Path) -> str:
+        """Copies a file from its source; returns what failed there, "" if nothing did.
+
+        Raises ObjectError if this node has no room for it.
+        """
+        ahead = asyncio.Semaphore(PIECES_AHEAD)
+        failures: list[Exception] = []
+
+        async def copy_piece(start: int) -> None:
+            async with ahead:
+                size = min(PIECE_BYTES, fetch.num_bytes - start)
+                piece = await self._peers.read(fetch.source, file, start, size)
+                await asyncio.to_thread(os.pwrite, descriptor, piece, start)
+
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            self._reserve(descriptor, fetch.num_bytes, file)
+            async with asyncio.TaskGroup() as pieces:
+                for start in range(0, fetch.num_bytes, PIECE_BYTES):
+                    pieces.create_task(copy_piece(start), name=f"fetch {file} from byte {start}")
+        except* (WorkerError, OSError) as group:
+            failures += group.exceptions
+        finally:
+            os.close(descriptor)
+        return f"{type(failures[0]).__name__}: {failures[0]}" if failures else ""
+
+    def _reserve(self, descriptor: int, num_bytes: int, file: str) -> None:
+        """Reserves memory now. What is missing here is no fault of the source, so no other one is tried."""
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            room = os.statvfs(self.path)
+            raise ObjectError(
+                f"node '{self._node.name}': fetching '{file}' needs {num_bytes:,} bytes in {self.path}, where "
+                f"{room.f_bavail * room.f_frsize:,} are free; remove what dead runs left there (`flexmarl clean`), or "
+                "give that machine more shared memory (`mount -o remount,size=16G /dev/shm`)"
+            ) from error
+
+
+def agent_of(
+    node: ClusterNode, *, home: str, run: str, root: Path | None, make_peers: Callable[[], Peers]
+) -> LocalAgent:
+    """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden."""
+    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers())

@@ -1,0 +1,54 @@
+"""Object stores on the nodes of a cluster: each node has files in its shared memory, as ShmObjectStore has them.
+
+An object is set on one node. Another node fetches it once, when one of its processes first gets it (node_agent.py).
+"""
+
+from flexmarl.cluster.node_agent import NodeFiles
+from flexmarl.objects.backends.memory import ShmObjectStore
+from flexmarl.objects.interface import ObjectKey, ObjectMeta, TensorTree
+
+
+class NodeObjectStore:
+    """One run's objects on all of its nodes. It can be pickled; each process uses the files of its own node."""
+
+    def __init__(self, files: NodeFiles) -> None:
+        """`files` are those of this process's node."""
+        self._files = files
+        self._local: ShmObjectStore | None = None
+
+    def __getstate__(self) -> NodeFiles:
+        """Leaves out the local half, which belongs to this node."""
+        return self._files
+
+    def __setstate__(self, files: NodeFiles) -> None:
+        self._files, self._local = files, None
+
+    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        """Stores a copy on this node. Raises ValueError if the key is taken on any node, ObjectError without room."""
+        local = await self._on_node()
+        meta = await local.set(key, tree)
+        try:
+            await self._files.announce(local.file_name(key))
+        except FileExistsError:
+            await local.release(key)
+            raise ValueError(f"object '{key}' is already set on another node; keys name immutable objects") from None
+        return meta
+
+    async def get(self, key: ObjectKey) -> TensorTree:
+        """Views of this process's own map of the object. Raises KeyError, which lists the keys that exist."""
+        local = await self._on_node()
+        if not local.has(key):
+            try:
+                await self._files.fetch(local.file_name(key))
+            except FileNotFoundError as error:
+                raise KeyError(f"no object '{key}': {error}") from None
+        return await local.get(key)
+
+    async def release(self, key: ObjectKey) -> None:
+        """Removes the object's name on all nodes."""
+        await self._files.drop((await self._on_node()).file_name(key))
+
+    async def _on_node(self) -> ShmObjectStore:
+        if self._local is None:
+            self._local = ShmObjectStore(await self._files.folder())
+        return self._local

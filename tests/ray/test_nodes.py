@@ -1,0 +1,255 @@
+"""Residents, files and objects on three Ray nodes of one machine, each with a folder of its own in shared memory."""
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import psutil
+import pytest
+import ray
+import torch
+
+from flexmarl.cluster.backends.ray import RayCluster, ray_cluster
+from flexmarl.cluster.backends.ray_nodes import RayFiles, RayPeers
+from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.settings import ClusterSettings, NodePool
+from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.events.run_events import NodeLost
+from flexmarl.objects.backends.node import NodeObjectStore
+from flexmarl.objects.interface import ObjectKey, ObjectMeta, ObjectStore, TensorTree, checksum
+from flexmarl.records import InstanceId, PolicyName, WorkerId
+from flexmarl.testing.cluster import Losses, Probe, Probing, check_cluster, probe, raised
+from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
+from tests.ray.conftest import Nodes
+
+pytestmark = pytest.mark.ray
+
+
+def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awaitable[None]], **options: Any) -> None:
+    """Opens a cluster, acts and closes it; then nothing of it is left on any node, soon after if the node was lost."""
+
+    async def run() -> None:
+        with RunLeases("test", root=root) as leases:
+            async with ray_cluster(settings, leases=leases, residents=9, **options) as cluster:
+                await act(cluster)
+
+    asyncio.run(run())
+    until = time.monotonic() + 10
+    while left := [*root.iterdir(), *Path("/dev/shm").glob(f"{root.name}-*")]:
+        assert time.monotonic() < until, f"these are left: {left}"
+        time.sleep(0.1)
+
+
+def kill(resident: Resident[Any]) -> None:
+    os.kill(resident.place.pid, signal.SIGKILL)
+
+
+def engines(*numbers: int, policy: str = "solver") -> list[ResidentSpec[Any]]:
+    """Specifies instances of a policy."""
+    names = [WorkerId.engine(InstanceId(PolicyName(policy), number)) for number in numbers]
+    return [replace(probe(str(name), NodeProbe), name=name, contract=NodeProbing) for name in names]
+
+
+class NodeProbing(Probing, Protocol):
+    """The contract of a probe that knows its node."""
+
+    async def node_id(self) -> str: ...
+
+
+class NodeProbe(Probe):
+    """A probe that says which node it is on."""
+
+    def node_id(self) -> str:
+        """Ray's id of the node."""
+        return ray.get_runtime_context().get_node_id()
+
+
+def test_a_node_elsewhere_keeps_the_laws_of_a_cluster(shared_nodes: Nodes, short_root: Path) -> None:
+    settings = shared_nodes.settings(pools={"rollout": NodePool(nodes=["left"])})  # It has room for just three.
+    play(settings, short_root, lambda cluster: check_cluster(cluster, kill))
+
+
+def test_instances_of_a_policy_spread_over_the_nodes_the_same_in_every_run(
+    shared_nodes: Nodes, short_root: Path
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def act(cluster: RayCluster) -> None:
+        first = await cluster.spawn([*engines(0, 1, 2), *engines(0, 1, policy="writer")])
+        seen.append({str(resident.name): resident.place.node for resident in first})
+        assert [node.name for node in cluster.nodes] == ["head", "left", "right"]
+        for resident in first:
+            assert (await resident.remote.echo(1)) == 1
+            node = next(node for node in cluster.nodes if node.name == resident.place.node)
+            assert await resident.remote.node_id() == node.id, "witness: it runs where the cluster says"
+        assert "engine/solver/9 needs 1 CPU" in str(await raised(cluster.spawn(engines(*range(5, 10))), ConfigError))
+
+    for _ in range(2):
+        play(shared_nodes.settings(), short_root, act)
+    assert seen[0] == seen[1]
+    assert [seen[0][f"engine/solver/{number}"] for number in range(3)] == ["head", "left", "right"]
+    assert [seen[0][f"engine/writer/{number}"] for number in range(2)] == ["head", "left"]
+
+
+class HoldsObjects(ObjectStore, Protocol):
+    """The contract of a resident that uses the object store of its node."""
+
+    async def close(self) -> None: ...
+
+
+class ObjectHolder(NodeObjectStore):
+    """The store in a resident."""
+
+    async def close(self) -> None:
+        """Has nothing to close."""
+
+
+class SetHereGetThere:
+    """A store whose objects are set on one node and got on others in turn. Each is fresh: the keys before it go."""
+
+    keys: ClassVar[set[ObjectKey]] = set()
+
+    def __init__(self, one: HoldsObjects, others: list[HoldsObjects]) -> None:
+        self._one, self._others = one, itertools.cycle(others)
+        self._fresh = False
+
+    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+        await self._begin()
+        self.keys.add(key)
+        return await self._one.set(key, {name: tensor.detach() for name, tensor in tree.items()})
+
+    async def get(self, key: ObjectKey) -> TensorTree:
+        await self._begin()
+        return await next(self._others).get(key)
+
+    async def release(self, key: ObjectKey) -> None:
+        await next(self._others).release(key)
+
+    async def _begin(self) -> None:
+        if not self._fresh:
+            self._fresh = True
+            for key in list(self.keys):
+                await self._one.release(key)
+            self.keys.clear()
+
+
+async def holders(cluster: RayCluster, *nodes: str) -> list[HoldsObjects]:
+    """Starts a holder on each of these nodes."""
+    files = RayFiles(cluster.nodes[0].id)
+    specs: list[ResidentSpec[HoldsObjects]] = [
+        ResidentSpec(
+            name=WorkerId(f"holder/{number}"),
+            kind=ResidentKind.ENGINE,
+            contract=HoldsObjects,
+            make=partial(ObjectHolder, files),
+            node=node,
+        )
+        for number, node in enumerate(nodes)
+    ]
+    return [resident.remote for resident in await cluster.spawn(specs)]
+
+
+def test_objects_that_are_set_on_one_node_are_got_on_others(shared_nodes: Nodes, short_root: Path) -> None:
+    async def act(cluster: RayCluster) -> None:
+        one, *others = await holders(cluster, "left", "right", "head")
+        await check_object_store(lambda: SetHereGetThere(one, others))
+
+    play(shared_nodes.settings(), short_root, act)
+
+
+def test_a_node_fetches_an_object_once_however_many_ask(shared_nodes: Nodes, short_root: Path) -> None:
+    key, tree = ObjectKey("weights/solver/1"), {**heterogeneous_tree(), "large": torch.rand(5_000_000)}
+
+    async def act(cluster: RayCluster) -> None:
+        one, *others = await holders(cluster, "left", "right", "right", "right", "head")
+        await one.set(key, {name: tensor.detach() for name, tensor in tree.items()})
+        assert {checksum(got) for got in await asyncio.gather(*(other.get(key) for other in others))} == {
+            checksum(tree)
+        }
+        controller = NodeObjectStore(RayFiles(cluster.nodes[0].id))
+        assert checksum(await controller.get(key)) == checksum(tree)
+        names = {node.id: node.name for node in cluster.nodes}
+        fetched = await RayPeers().agent(cluster.nodes[0].id).fetches()
+        assert {names[node]: number for (_, node), number in fetched.items()} == {"head": 1, "right": 1}
+        await controller.release(key)
+        for holder in (one, *others):
+            await raised(holder.get(key), KeyError)
+
+    play(shared_nodes.settings(), short_root, act)
+
+
+def test_a_node_that_is_lost_takes_its_residents_with_it_and_gets_no_new_ones(nodes: Nodes, short_root: Path) -> None:
+    key = ObjectKey("weights/solver/1")
+
+    async def act(cluster: RayCluster) -> None:
+        lost_nodes: list[NodeLost] = []
+        cluster.events.listen(NodeLost, lost_nodes.append)
+        losses = Losses(cluster)
+        here, left, right = await cluster.spawn(engines(0, 1, 2))
+        one, other = await holders(cluster, "left", "right")
+        await one.set(key, {"w": torch.ones(3)})
+        await other.get(key)
+        waiting = asyncio.ensure_future(left.remote.wait())
+        await asyncio.to_thread(nodes.kill, "left")
+        await raised(waiting, WorkerError)
+        (again,) = await cluster.spawn(engines(3))
+        assert again.place.node in ("head", "right")
+        assert {str(lost.process) for lost in losses.seen} == {"engine/solver/1", "holder/0"}
+        assert [(lost.node, bool(lost.because)) for lost in lost_nodes] == [("left", True)]
+        assert [node.name for node in cluster.nodes] == ["head", "right"]
+        assert [await resident.remote.echo(2) for resident in (here, right, again)] == [2, 2, 2]
+        assert (await NodeObjectStore(RayFiles(cluster.nodes[0].id)).get(key))["w"].tolist() == [1, 1, 1]
+
+    play(nodes.settings(), short_root, act)
+
+
+def test_a_silent_node_is_lost_and_its_processes_end(shared_nodes: Nodes, short_root: Path) -> None:
+    async def act(cluster: RayCluster) -> None:
+        here, left = await cluster.spawn(engines(0, 1))
+        agent = await RayPeers().agent(next(node.id for node in cluster.nodes if node.name == "left")).pid()
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            because = str(await raised(left.remote.wait(), WorkerError))
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        assert "node 'left' is lost: its agent did not answer for 2 s" in because
+        assert await here.remote.echo(1) == 1
+        psutil.wait_procs([psutil.Process(left.place.pid)] if psutil.pid_exists(left.place.pid) else [], timeout=10)
+        assert not psutil.pid_exists(left.place.pid)
+
+    play(shared_nodes.settings(node_timeout_s=2.0), short_root, act)
+
+
+def test_without_the_agent_of_the_controllers_node_everything_is_lost(shared_nodes: Nodes, short_root: Path) -> None:
+    async def act(cluster: RayCluster) -> None:
+        residents = await cluster.spawn(engines(0, 1))
+        waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
+        os.kill(await RayPeers().agent(cluster.nodes[0].id).pid(), signal.SIGKILL)
+        for wait in waits:
+            assert "node 'head' is lost" in str(await raised(wait, WorkerError))
+        assert "node 'head' of the controller" in str(await raised(cluster.spawn(engines(3)), WorkerError))
+
+    play(shared_nodes.settings(), short_root, act)
+
+
+def test_a_pool_names_live_nodes(shared_nodes: Nodes, short_root: Path) -> None:
+    async def nothing(cluster: RayCluster) -> None: ...
+
+    settings = shared_nodes.settings(pools={"training": NodePool(nodes=["left", "middle"])})
+    with pytest.raises(ConfigError, match=r"cluster.pools.training.nodes: .* 'middle'; this Ray has head, left, right"):
+        play(settings, short_root, nothing)
+
+
+def test_a_path_that_a_node_does_not_see_is_named_with_the_node(shared_nodes: Nodes, short_root: Path) -> None:
+    async def nothing(cluster: RayCluster) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"node '\w+' does not see /no/where; use a folder that all nodes share"):
+        play(shared_nodes.settings(), short_root, nothing, visible=[Path("/no/where")])

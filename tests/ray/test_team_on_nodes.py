@@ -1,0 +1,108 @@
+"""Whole runs on three Ray nodes: the bits of one node, also if a node with engines is lost at a bad moment."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.config import load_run
+from flexmarl.events.run_events import NodeLost, ProcessStarted, WorkerLost
+from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.serving_events import InstanceReplaced
+from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.conftest import Nodes
+
+pytestmark = pytest.mark.ray
+
+STEPS, GROUPS = 5, 4
+OVERRIDES = [
+    *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", f"batch={{groups: {GROUPS}, episodes: 4}}"),
+    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 12}}",
+    "policies.two={model: model, instances: 2, engine: {type: embedded, slots: 16, max_len: 64}, "
+    "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
+]
+SPREAD = "cluster.pools={rollout: {nodes: [left, right]}, training: {nodes: [right]}}"
+"""Nothing but the store's service is on the controller's node."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """The same run in one process."""
+    out = tmp_path_factory.mktemp("inline")
+    run = assemble_run(load_run(small_run, [*OVERRIDES, f"out={out}"]))
+    run.train(Console(quiet=True))
+    return Left(run.folder)
+
+
+class Spread:
+    """A run on three nodes, in a process of its own."""
+
+    def __init__(self, config: Path, nodes: Nodes, folder: Path, temp: Path) -> None:
+        self._folder = folder
+        where = ["cluster.backend=ray", f"cluster.address={nodes.address}", "cluster.node_timeout_s=6", SPREAD]
+        self.child = Child("train", config, *OVERRIDES, *where, f"out={folder}", cwd=folder, temp=temp)
+
+    @property
+    def run(self) -> Left:
+        (path,) = self._folder.glob("sums-*")
+        return Left(path)
+
+    def wait_for(self, event: str, times: int) -> None:
+        """Until the event was so often in the journal."""
+        assert self.child.wait_for(lambda: self._count(event) >= times), self.child.stderr
+
+    def finish(self) -> Left:
+        assert self.child.wait() == 0, self.child.stderr
+        return self.run
+
+    def _count(self, event: str) -> int:
+        journals = [RunFolder(path).journal for path in self._folder.glob("sums-*")]
+        return sum(path.read_text().count(f'"event":"{event}"') for path in journals if path.exists())
+
+
+@pytest.fixture
+def begin(small_run: Path, tmp_path: Path, short_root: Path) -> Iterator[list[Spread]]:
+    """Runs that a test has begun; what is left of them is ended."""
+    begun: list[Spread] = []
+    yield begun
+    for spread in begun:
+        spread.child.close()
+
+
+def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
+    undisturbed: Left, small_run: Path, shared_nodes: Nodes, tmp_path: Path, short_root: Path, begin: list[Spread]
+) -> None:
+    begin.append(Spread(small_run, shared_nodes, tmp_path, short_root))
+    run = begin[0].finish()
+    assert_same(undisturbed, run, steps=STEPS)
+    places = {name: process["node"] for name, process in run.summary["processes"].items()}
+    assert {places[name] for name in ("trainer/one", "trainer/two")} == {"right"}
+    assert {places[f"engine/two/{number}"] for number in range(2)} == {"left", "right"}
+    assert places["store/0"] == "head"
+
+
+@pytest.mark.parametrize(("event", "times"), [("call", 40), ("updated", 4)], ids=["mid-rollout", "mid-publication"])
+def test_a_node_with_engines_is_lost_and_the_run_ends_with_the_same_bits(
+    event: str,
+    times: int,
+    undisturbed: Left,
+    small_run: Path,
+    nodes: Nodes,
+    tmp_path: Path,
+    short_root: Path,
+    begin: list[Spread],
+) -> None:
+    begin.append(Spread(small_run, nodes, tmp_path, short_root))
+    begin[0].wait_for(event, times)
+    nodes.kill("left")
+    run = begin[0].finish()
+    assert_same(undisturbed, run, steps=STEPS)
+    assert [lost.node for lost in run.events(NodeLost)] == ["left"]
+    assert {lost.node for lost in run.events(WorkerLost)} == {"left"}
+    assert run.events(InstanceReplaced), "witness: an engine was on the node"
+    afterwards = itertools.dropwhile(lambda event: not isinstance(event, NodeLost), run.journal)
+    restarted = [event for event in afterwards if isinstance(event, ProcessStarted)]
+    assert {(event.process.kind, event.node) for event in restarted} == {("engine", "right")}
