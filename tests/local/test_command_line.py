@@ -106,6 +106,19 @@ def test_a_run_goes_on_whose_config_lacks_a_setting_that_came_later(flexmarl, co
     assert Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0", "--resume", folder)[-1]) == folder
 
 
+def test_a_run_whose_store_is_gone_goes_on_with_the_copy_in_its_checkpoint(flexmarl, config):
+    settings = ("evaluate.tasks=0", "checkpoint.store=true", "checkpoint.keep=1")
+    folder = Path(flexmarl("train", config, "steps=2", *settings)[-1])
+    rows = flexmarl("store", folder, "SELECT sample_id, state FROM solver", "--csv")
+    for left in folder.glob("experience.sqlite*"):
+        left.unlink()
+    lines = flexmarl("train", config, "steps=3", *settings, "--resume", folder)
+    said = " ".join(" ".join(lines).split())
+    assert f"{folder}/experience.sqlite was gone: the run goes on with its copy in step-00002" in said
+    assert "are lost" not in said
+    assert set(rows) <= set(flexmarl("store", folder, "SELECT sample_id, state FROM solver", "--csv"))
+
+
 def test_a_run_without_its_checkpoints_begins_again_and_one_without_its_store_says_what_is_lost(flexmarl, config):
     folder = Path(flexmarl("train", config, "steps=1", "evaluate.tasks=0")[-1])
     for left in folder.glob("experience.sqlite*"):

@@ -47,6 +47,7 @@ from flexmarl.events.run_folder import RunFolder, make_run_folder
 from flexmarl.events.safe_json import is_secret_key, parse_json, plain
 from flexmarl.experience.backends.sqlite import DurableStore, SqliteStore
 from flexmarl.experience.interface import ExperienceStore
+from flexmarl.experience.store_file import restore_file
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, RunState, Which
 from flexmarl.orchestrator.evaluation import Evaluation
@@ -108,7 +109,7 @@ class TrainCommand:
         path = folder.store if settings.store.type == "sqlite" else None
         async with AsyncExitStack() as stack:
             stack.enter_context(supervisor.stoppable())
-            gone = [one for one in (path, folder.metrics) if one and not one.exists()]
+            gone = self._gone(path, console.print)
             store = open_store(self._blueprint, path)  # First: of a folder in which a run is live, nothing is touched.
             stack.push_async_callback(store.close)
             clock = run_clock()
@@ -130,9 +131,7 @@ class TrainCommand:
             stack.enter_context(supervisor.on_signals(hard))
             emit_start(self._blueprint, world, events)
             lost = watch_workers(world, events)
-            checkpoints = Checkpoints(
-                folder.checkpoints, keep=settings.checkpoint.keep, budget_bytes=settings.checkpoint.budget_bytes
-            )
+            checkpoints = self._checkpoints(path)
             start = await self._resume(checkpoints, world, store, events, console.print, gone=gone)
             settle_memory()
             progress = progress_on(console, clock)
@@ -160,6 +159,20 @@ class TrainCommand:
         best = self._settings.checkpoint.best
         if best and (said := none_better(outcome.evaluations, best)):
             say(f"checkpoint.best: {said}")
+
+    def _checkpoints(self, store: Path | None) -> Checkpoints:
+        saving, folder = self._settings.checkpoint, self._folder.checkpoints
+        copied = store if saving.store else None
+        return Checkpoints(folder, keep=saving.keep, budget_bytes=saving.budget_bytes, store=copied)
+
+    def _gone(self, store: Path | None, say: Callable[[str], None]) -> list[Path]:
+        """Files of an earlier run that are gone. A store is first restored, if the newest checkpoint has a copy."""
+        if self._resumed and store is not None and not store.exists():
+            checkpoint = CheckpointFolder(self._folder.checkpoints).verified().path
+            if checkpoint is not None and (copy := checkpoint / store.name).exists():
+                restore_file(store, copy)
+                say(f"{store} was gone: the run goes on with its copy in {checkpoint.name}")
+        return [one for one in (store, self._folder.metrics) if one and not one.exists()]
 
     async def _resume(
         self,

@@ -5,6 +5,8 @@ experience.sqlite-wal      the newest transactions, until they are merged: ackno
 experience.sqlite-shm      index of the -wal file
 experience.sqlite.owner    process id of the run that owns the store; locked as long as that process lives
 
+`copy_file` makes a copy, in one file, while a run writes; `restore_file` puts it in place of a store that is gone.
+
 `read_store` opens a file for reading only, while a run writes to it or after the run ended in any way.
 """
 
@@ -14,7 +16,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 from urllib.parse import quote
@@ -40,6 +42,8 @@ MERGE_BYTES = 8_000_000
 when the file reaches 32 MB. A smaller number would sync the file more often for the same pages."""
 LOCK_WAIT_S = 30.0
 """Other processes hold the write lock for one commit, which takes milliseconds; half a minute means that one hangs."""
+COPY_PAGES = 256
+"""Pages that are copied at a time, 4 MB; between two times, other threads of the process run."""
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs", "fuse.s3fs"}
 )
@@ -81,7 +85,34 @@ def make_file(path: Path, tables: Tables) -> None:
         finally:
             db.close()  # merges the -wal file in and removes it
         new.rename(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
+
+
+def copy_file(path: Path, to: Path) -> None:
+    """Copies a store as it is now into a new file, without its -wal file, while other connections write.
+
+    The copy is not flushed to the disk. Raises sqlite3.Error and OSError; then there may be half a file.
+    """
+    with closing(connect_file(path)) as store, closing(sqlite3.connect(to, isolation_level=None)) as copy:
+        copy.execute("PRAGMA journal_mode = OFF")
+        copy.execute("PRAGMA synchronous = OFF")
+        with transaction(store, "BEGIN"):
+            store.execute("SELECT before_group FROM pruned").fetchone()  # From here on it reads one state of the store:
+            store.backup(copy, pages=COPY_PAGES)  # else every write of others would begin the copy anew.
+
+
+def restore_file(path: Path, copy: Path) -> None:
+    """Puts a copy in place of a store that is gone. Raises StoreInUse if a run owns it, StoreError if it is there."""
+    owner, new = Ownership.of(path), Path(f"{path}.new")
+    try:
+        refuse_file(path)
+        with explained(path, f"restoring the experience store from {copy}"):
+            shutil.copyfile(copy, new)
+            _sync(new)
+            new.rename(path)
+            _sync(path.parent)
+    finally:
+        owner.give_up()
 
 
 def read_layout(path: Path, db: sqlite3.Connection) -> Tables:
@@ -163,7 +194,8 @@ class Ownership:
 
 DAMAGED = (
     "the file is damaged. Keep a copy; `sqlite3 FILE .recover` gets out what is readable. To go on, move it away "
-    "with its -wal and -shm files and use `--resume`: a run resumes from its checkpoint and a new, empty store"
+    "with its -wal and -shm files and use `--resume`: a run resumes from its checkpoint, with the store's copy in it "
+    "(`checkpoint.store`) or a new, empty store"
 )
 
 
@@ -199,9 +231,9 @@ def _meaning(error: sqlite3.Error | OSError, path: Path) -> str:
     return "SQLite refused"
 
 
-def _sync_folder(folder: Path) -> None:
-    """Syncs a folder: a new file name is durable only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Syncs a file, or a folder: a new file name is durable only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,6 +3,7 @@
     checkpoints/step-00040/
         state.json          the RunState
         solver/ verifier/   what each trainer saved: weights, optimiser, version, its empty gradient cache
+        experience.sqlite   a copy of the store, if `checkpoint.store` is set: a run whose store is gone goes on with it
         MANIFEST.json       {"solver/trainer.pt": {"bytes": 9120, "blake2b": "1f0c22..."}, ...}
 
     checkpoints/best        a link to the checkpoint of the best evaluation, if `checkpoint.best` is set

@@ -45,6 +45,7 @@ from flexmarl.events.run_events import (
     StoreRewound,
 )
 from flexmarl.experience.interface import ExperienceStore
+from flexmarl.experience.store_file import copy_file
 from flexmarl.orchestrator.checkpoint import CheckpointFolder, Found, Held, RunState, first_group, read_state
 from flexmarl.orchestrator.settings import CheckpointSettings
 from flexmarl.orchestrator.stopping import best_of
@@ -118,10 +119,22 @@ class Saved:
 class Checkpoints(CheckpointFolder):
     """Saves and restores the checkpoints of one run, and keeps as many as the limits allow."""
 
-    def __init__(self, folder: Path, *, keep: int, budget_bytes: int | None = None, in_thread: bool = True) -> None:
-        """Without `in_thread`, disk work blocks the event loop: virtual time has no threads."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        budget_bytes: int | None = None,
+        in_thread: bool = True,
+        store: Path | None = None,
+    ) -> None:
+        """Without `in_thread`, disk work blocks the event loop: virtual time has no threads.
+
+        `store` is a store's file that every checkpoint gets a copy of.
+        """
         super().__init__(folder)
         self.in_thread = in_thread
+        self._store = store
         self._keep, self._budget_bytes = keep, budget_bytes
 
     async def save(self, state: RunState, trainers: Mapping[PolicyName, Trainer]) -> Saved:
@@ -193,6 +206,8 @@ class Checkpoints(CheckpointFolder):
         return to_drop(held, saved=saved, keep=self._keep, budget_bytes=self._budget_bytes, best=best)
 
     def _complete(self, state: RunState) -> Saved:
+        if self._store is not None:  # Rows that were written after the step may be in it: a resume deletes them.
+            copy_file(self._store, self.partial(state.step) / self._store.name)
         path, held = self.complete(state), self.held()
         drops = self._prune(held, state.step)
         beyond = {drop.step for drop in self._to_drop(held, state.step, best=None)}

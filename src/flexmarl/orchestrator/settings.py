@@ -192,6 +192,12 @@ class CheckpointSettings(Settings):
         gt=0,
         description="Fewer stay if they would take more than this; the newest always stays. null: no bound.",
     )
+    store: bool = Field(
+        default=False,
+        description="Each checkpoint holds a copy of the store, made while the run goes on. A run whose store is lost, "
+        "with the disk of its machine for example, then keeps its turns. It takes the store's size on the disk each "
+        "time. Without a copy, such a run goes on with an empty store.",
+    )
     on_interrupt_s: float = Field(
         default=15.0,
         ge=0,

@@ -16,7 +16,7 @@ import pytest
 
 from flexmarl.errors import StoreError
 from flexmarl.experience.backends.sqlite import DurableStore
-from flexmarl.experience.store_file import read_store
+from flexmarl.experience.store_file import copy_file, read_store, restore_file
 from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, SOLVER, partial, sample
 from tests.unit.experience.acknowledging import a_row
 from tests.unit.experience.files import assert_holds, copy_as_it_is, new_store, wal_of
@@ -46,6 +46,27 @@ def test_a_killed_run_loses_no_acknowledged_row(tmp_path: Path):
     assert there >= len(acknowledged)
     assert wal_of(path).stat().st_size, "reading left the files as they were"
     assert_holds(path, acknowledged)
+
+
+def test_a_copy_that_was_made_while_a_process_wrote_replaces_the_store_when_that_is_killed_and_gone(tmp_path: Path):
+    path, copy = tmp_path / "experience.sqlite", tmp_path / "copy.sqlite"
+    with writing("create", path, 0) as child:
+        acknowledged = {int(next(child.stdout)) for _ in range(50)}
+        copy_file(path, copy)
+        later = {int(next(child.stdout)) for _ in range(50)}
+        with pytest.raises(StoreError, match=f"in use by process {child.pid}"):
+            restore_file(path, copy)
+        child.send_signal(signal.SIGKILL)
+    for left in (path, wal_of(path)):
+        left.unlink()
+    Path(f"{path}-shm").unlink()
+    restore_file(path, copy)
+    assert_holds(path, acknowledged)
+    with read_store(path) as reader:
+        ((there,),) = reader.query("SELECT count(*) FROM solver").rows
+    assert there < len(acknowledged | later) + 50, "the copy is of the moment at which it was begun, and not of the end"
+    with pytest.raises(StoreError, match="exists"):
+        restore_file(path, copy)
 
 
 def test_two_processes_that_write_at_once_lose_no_row(tmp_path: Path):

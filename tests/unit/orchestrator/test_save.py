@@ -10,12 +10,15 @@ import pytest
 from flexmarl.errors import CheckpointError, TrainingError
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import CheckpointDropped, CheckpointFailed, CheckpointSaved, StorePruned
+from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.orchestrator.checkpoint import RunState
+from flexmarl.orchestrator.checkpoint import RunState, verify
 from flexmarl.orchestrator.saving import Checkpoints, Saver
 from flexmarl.orchestrator.settings import CheckpointSettings
-from flexmarl.records import PolicyName, Version
+from flexmarl.records import PolicyName, RowState, Version
 from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.testing.experience import AGENTS, COLUMNS, SHARED, partial, sample
+from flexmarl.testing.experience import SOLVER as SOLVER_AGENT
 from flexmarl.testing.training import FakeTrainer
 from tests.unit.orchestrator.groups import at_group
 
@@ -261,3 +264,29 @@ def test_an_error_of_the_run_waits_for_the_checkpoint_under_way(tmp_path):
     with pytest.raises(TrainingError):
         asyncio.run(scenario())
     assert names(tmp_path) == ["step-00001"]
+
+
+def test_a_checkpoint_holds_the_store_as_it_was_and_a_store_that_cannot_be_copied_is_no_checkpoint(tmp_path):
+    async def life() -> list[dict[RowState, int]]:
+        path = tmp_path / "experience.sqlite"
+        store = DurableStore.create(path, agents=AGENTS, columns=COLUMNS)
+        disk, trainer = Checkpoints(tmp_path / "saved", keep=9, store=path), FakeTrainer(SOLVER, InlineObjectStore())
+        counts: list[dict[RowState, int]] = []
+        for step in (1, 2):
+            await store.put(SOLVER_AGENT, [partial(sample(step), text=f"of step {step}")])
+            await disk.save(
+                RunState(step=step, admission=at_group(step), versions={SOLVER: Version(0)}), {SOLVER: trainer}
+            )
+        await store.close()
+        for held in disk.held():
+            verify(disk.of_step(held.step))
+            copy = DurableStore.join(disk.of_step(held.step) / path.name)
+            counts.append(dict(await copy.counts(SHARED)))
+            await copy.close()
+        path.write_bytes(b"no store")
+        with pytest.raises(CheckpointError, match=r"step-00003.*file is not a database"):
+            await disk.save(RunState(step=3, admission=at_group(3), versions={SOLVER: Version(0)}), {SOLVER: trainer})
+        assert names(disk.path) == ["step-00001", "step-00002"]
+        return counts
+
+    assert asyncio.run(life()) == [{RowState.OPEN: 1}, {RowState.OPEN: 2}]
