@@ -34,11 +34,12 @@ from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreSer
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
+from flexmarl.inference.settings import EngineSettings
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import InstanceId, PolicyName, WorkerId
-from flexmarl.training.backends.causal_lm import load_model
+from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
@@ -63,19 +64,26 @@ class Materials:
         """Makes an engine with its model. Raises EngineError, or ConfigError that names the fault of the model."""
         with boundary(EngineError, f"policies.{policy}.engine: making an engine on {self.device}"):
             self._begin()
-            parts = EngineParts(
-                policy=policy,
-                make_model=partial(load_model, model_source(self.settings, policy)),
-                decode=ChatRenderer(load_tokenizer(self.settings, policy)).decode,
-                store=self.objects,
-                thread=self.thread or DeviceThread(f"engine-{policy}"),
-                device=self.device,
-                deterministic=self.settings.deterministic,
-                verify=self.settings.objects.level(self.settings.cluster.device),
-            )
-            engine = make_engine(self.settings.policies[policy].engine, parts)
+            thread = self.thread or DeviceThread(f"engine-{policy}")
+            engine = make_engine(*self._engine_of(thread, policy))
             self._made()
             return engine
+
+    def _engine_of(self, thread: DeviceThread, policy: PolicyName) -> tuple[EngineSettings, EngineParts]:
+        """The settings and the parts of a policy's engine."""
+        parts = EngineParts(
+            policy=policy,
+            make_model=partial(load_model, model_source(self.settings, policy)),
+            decode=ChatRenderer(load_tokenizer(self.settings, policy)).decode,
+            store=self.objects,
+            thread=thread,
+            device=self.device,
+            deterministic=self.settings.deterministic,
+            verify=self.settings.objects.level(self.settings.cluster.device),
+            architecture=architecture_of(model_source(self.settings, policy)),
+            other=partial(self._engine_of, thread),
+        )
+        return self.settings.policies[policy].engine, parts
 
     def make_trainer(self, policy: PolicyName) -> SingleProcessTrainer:
         """Makes a trainer with its model and a client of the store. Raises TrainingError or ConfigError."""

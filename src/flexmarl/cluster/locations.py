@@ -36,6 +36,7 @@ class Locations:
 
     >>> locations = Locations()
     >>> locations.add("weights", "a", 8)
+    True
     >>> locations.begin("weights", "b").source
     'a'
     """

@@ -287,7 +287,7 @@ class LocalAgent:
             async with ahead:
                 size = min(PIECE_BYTES, fetch.num_bytes - start)
                 piece = await self._peers.read(fetch.source, file, start, size)
-                await asyncio.to_thread(os.pwrite, descriptor, piece, start)
+                os.pwrite(descriptor, piece, start)  # Not on a thread, which would go on after a cancellation.
 
         descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:

@@ -283,12 +283,7 @@ class RunSettings(Settings):
         if self.cluster.backend == "simulated":
             return
         if self.balance.rule != "none" or self.balance.start != "as_configured":
-            key = "rule" if self.balance.rule != "none" else "start"
-            yield (
-                f"balance.{key} is '{getattr(self.balance, key)}', but only simulated instances can be moved to "
-                f"another policy so far; use cluster.backend=simulated, or balance.{key}="
-                f"{type(self.balance).model_fields[key].default}"
-            )
+            yield from self._instances_can_move("rule" if self.balance.rule != "none" else "start")
         for key in sorted(self.process_groups.model_fields_set):
             value, default = getattr(self.process_groups, key), type(self.process_groups).model_fields[key].default
             if value != default:
@@ -296,6 +291,18 @@ class RunSettings(Settings):
                     f"process_groups.{key} is {value!r}, but only simulated trainers can leave their devices so far; "
                     f"use cluster.backend=simulated, or process_groups.{key}="
                     f"{'null' if default is None else str(default).lower()}"
+                )
+
+    def _instances_can_move(self, key: str) -> Iterator[str]:
+        asked = f"balance.{key} is '{getattr(self.balance, key)}'"
+        instead = f"or balance.{key}={type(self.balance).model_fields[key].default}"
+        if self.cluster.backend == "inline":
+            yield f"{asked}, but inline all engines share one device; use cluster.backend=ray, {instead}"
+        for name, policy in self.policies.items():
+            if policy.engine.type != "embedded":
+                yield (
+                    f"{asked}, but policies.{name}.engine.type is '{policy.engine.type}', and only embedded engines "
+                    f"can be moved to another policy; use engine.type=embedded, {instead}"
                 )
 
     def _processes_can_share(self) -> Iterator[str]:

@@ -110,6 +110,8 @@ class Moved(Timed):
     """The policy that it was moved to."""
     became: InstanceId
     """Its id after the move."""
+    expected_s: float = 0.0
+    """Seconds that the rule which decided it expected it to take; 0 if no rule did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,10 @@ class EngineParts:
     verify: Verify = "full"
     """The checksum that a load returns: `full` is over every byte that is served, else over names, dtypes, shapes."""
     version: Version = FIRST_VERSION
+    architecture: str = ""
+    """Models of one architecture take each other's weights. "" is equal to none."""
+    other: "Callable[[PolicyName], tuple[EngineSettings, EngineParts]] | None" = None
+    """Settings and parts for another policy, to which the instance moves. None if it is never moved."""
 
 
 def make_engine(settings: EngineSettings, parts: EngineParts) -> InferenceEngine:

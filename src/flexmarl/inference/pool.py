@@ -190,8 +190,12 @@ class InferencePool:
         """
         return await self._instances_of(policy).load(Weights(version, expected))
 
-    async def move(self, instance: InstanceId, *, to: PolicyName, because: str = "") -> InstanceId:
+    async def move(
+        self, instance: InstanceId, *, to: PolicyName, because: str = "", expected_s: float = 0.0
+    ) -> InstanceId:
         """Makes an instance serve the newest weights of the policy `to`; returns its new id.
+
+        `because` and `expected_s`, the seconds that it may take, are of the rule that decided it: they are recorded.
 
         Its running requests continue at another instance of their policy, or end first (setting `on_move`). If the
         caller is cancelled, the move continues. Raises EngineError in three cases:
@@ -204,7 +208,7 @@ class InferencePool:
         if because_not := self._hindrance(source, target, instance):
             raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
         move = InstanceMove(source.leave(instance), source, target, self._settings)
-        await asyncio.wait([self._start(self._run_move(move, instance, to, because), f"move-{instance}")])
+        await asyncio.wait([self._start(self._run_move(move, instance, to, because, expected_s), f"move-{instance}")])
         if move.failure:
             raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
         assert move.became is not None
@@ -290,7 +294,9 @@ class InferencePool:
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
-    async def _run_move(self, move: InstanceMove, instance: InstanceId, to: PolicyName, because: str) -> None:
+    async def _run_move(
+        self, move: InstanceMove, instance: InstanceId, to: PolicyName, because: str, expected_s: float
+    ) -> None:
         began = self.events.now()
         await move.run()
         if move.became is not None:
@@ -303,6 +309,7 @@ class InferencePool:
                     instance=instance,
                     to=to,
                     became=move.became,
+                    expected_s=expected_s,
                     because=because,
                 )
             )

@@ -95,7 +95,7 @@ class Balancer:
 
     async def _move(self, move: Move) -> None:
         try:
-            await self._pool.move(move.instance, to=move.to, because=move.because)
+            await self._pool.move(move.instance, to=move.to, because=move.because, expected_s=self._move_s)
         except EngineError as error:
             self._events.emit(MoveFailed(because=str(error), instance=move.instance, to=move.to))
 

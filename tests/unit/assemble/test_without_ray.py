@@ -53,8 +53,8 @@ def python(code: str, *words: object) -> subprocess.CompletedProcess[str]:
 def test_everything_but_the_ray_backend_and_its_world_is_imported() -> None:
     ended = python(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr
-    left_out = ["cluster.backends.ray", "cluster.backends.ray_session"]
-    assert ended.stdout.strip() == str([(f"flexmarl.{name}", "ray") for name in left_out])
+    left_out = ["ray", "ray_nodes", "ray_resident", "ray_session"]
+    assert ended.stdout.strip() == str([(f"flexmarl.cluster.backends.{name}", "ray") for name in left_out])
 
 
 def test_a_cluster_config_is_validated() -> None:

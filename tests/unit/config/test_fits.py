@@ -13,14 +13,18 @@ def test_a_frozen_policy_may_be_served_in_any_type(config):
 
 
 def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
-    assert refused(config, "balance.rule=queue_gap") == [
-        "balance.rule is 'queue_gap', but only simulated instances can be moved to another policy so far; "
-        "use cluster.backend=simulated, or balance.rule=none"
-    ]
     assert refused(config, "process_groups.at_once=1") == [
         "process_groups.at_once is 1, but only simulated trainers can leave their devices so far; "
         "use cluster.backend=simulated, or process_groups.at_once=null"
     ]
+
+
+def test_instances_move_between_processes_and_only_embedded_ones(config):
+    assert refused(config, "balance.rule=queue_gap") == [
+        "balance.rule is 'queue_gap', but inline all engines share one device; use cluster.backend=ray, or "
+        "balance.rule=none"
+    ]
+    assert load_run(config, ["balance.rule=queue_gap", "cluster.backend=ray"]).balance.rule == "queue_gap"
 
 
 def test_rows_are_ready_alone_only_if_nothing_compares_them(config):

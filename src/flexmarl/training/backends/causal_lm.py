@@ -5,6 +5,7 @@ AVX-512 on Intel's processors only. On an AMD EPYC, MKL reaches 100 GFLOP/s a co
 to 240. Matrix products take most of a small model's CPU time.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.errors import ConfigError, TrainingError, boundary
@@ -45,6 +46,15 @@ def check_model_files(source: str | Path) -> PreTrainedModel:
     Raises ConfigError as `load_model` does, but does not look for numbers that are not finite.
     """
     return _loaded(source, device_map="meta")
+
+
+def architecture_of(source: str | Path) -> str:
+    """A model's config as text, without its name: models with the same one compute the same with the same weights."""
+    facts = AutoConfig.from_pretrained(source).to_dict()
+    return json.dumps({key: facts[key] for key in sorted(facts) if key not in _NO_ARCHITECTURE}, default=str)
+
+
+_NO_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 
 
 @contextmanager

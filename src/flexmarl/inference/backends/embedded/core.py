@@ -290,6 +290,15 @@ class EngineCore:
                 work.mark(len(work.sampled.ids), version)
         return held
 
+    def decode_with(self, decode: Decode | None) -> None:
+        """Reads stop strings with another policy's tokenizer from now on. There must be no requests."""
+        self._stops = StopWatch(self._vocabulary, decode)
+
+    def release(self) -> None:
+        """Frees model and cache. It cannot be used any more."""
+        del self._model, self._adapted, self._cache
+        free_unused(self._device)
+
     def sleep(self) -> None:
         """Moves the weights to host memory and frees the device. Of the cache, running requests' blocks are kept."""
         if self.asleep:

@@ -12,7 +12,7 @@ unblocked by: a request; the pump task exists only while there is work
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -22,8 +22,8 @@ from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, EngineParts
-from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
+from flexmarl.inference.settings import EmbeddedSettings, EngineSettings
+from flexmarl.objects.interface import Checksum, ObjectStore, TensorTree, weights_key
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
@@ -46,8 +46,13 @@ class EmbeddedEngine:
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
         verify: Verify = "full",
+        architecture: str = "",
+        other: Callable[[PolicyName], tuple[EngineSettings, EngineParts]] | None = None,
     ) -> None:
-        """The engine owns the model from here on. `decode` (ids to text) is needed for stop strings only."""
+        """The engine owns the model from here on. `decode` (ids to text) is needed for stop strings only.
+
+        `architecture` and `other` are those of `EngineParts`: without `other` the engine serves its policy only.
+        """
         core = EngineCore(
             make_model(),
             settings,
@@ -59,6 +64,7 @@ class EmbeddedEngine:
         )
         self._core: EngineCore | None = core
         self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
+        self._architecture, self._other = architecture, other
         self._inbox: list[GenerationRequest] = []
         self._aborts: list[str] = []
         self._answers: dict[str, _Answers] = {}
@@ -136,16 +142,36 @@ class EmbeddedEngine:
     async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Gets the version and swaps the weights between two passes, also in the middle of requests.
 
-        Returns the checksum of what is served.
+        Weights of another policy make the engine that policy's, which it may become only without requests. Returns the
+        checksum of what is served.
         """
-        if policy != self._policy:
-            raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
         core = self._open_core()
         key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
+            if policy != self._policy:
+                return await self._become(policy, version, core)
             tree = await self._store.get(key)
             held = await self._thread.run(core.load, version, tree)
         self._use = replace(self._use, version=version)
+        return held
+
+    async def _become(self, policy: PolicyName, version: Version, core: EngineCore) -> Checksum:
+        """Serves another policy from now on: with the same model if that takes the weights, else with a new one."""
+        if self._other is None:
+            raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
+        if self._answers:
+            raise EngineError(f"this engine has {len(self._answers)} requests of '{self._policy}'; they must end first")
+        settings, parts = await self._thread.run(self._other, policy)
+        if not isinstance(settings, EmbeddedSettings):
+            raise EngineError(
+                f"policies.{policy}.engine.type is '{settings.type}'; only an embedded engine can become it"
+            )
+        tree = await self._store.get(weights_key(policy, version))
+        same = self._architecture == parts.architecture != "" and self._settings == settings
+        self._core = None  # Two models at a time may not fit on the device.
+        self._core, held = await self._thread.run(_adopt, core, same, settings, parts, version, tree)
+        self._policy, self._settings, self._architecture = policy, settings, parts.architecture
+        self._use = replace(self._core.use(), version=version)
         return held
 
     async def sleep(self) -> None:
@@ -246,6 +272,28 @@ def _drain(core: EngineCore, inbox: Sequence[GenerationRequest]) -> list[Generat
     return refused + core.abort()
 
 
+def _adopt(
+    core: EngineCore, same: bool, settings: EmbeddedSettings, parts: EngineParts, version: Version, tree: TensorTree
+) -> tuple[EngineCore, Checksum]:
+    """Loads another policy's weights into the core if it has the `same` architecture, else into a new one."""
+    if same:
+        with suppress(EngineError):  # The other policy's adapter is of another base than the weights that are held.
+            held = core.load(version, tree)
+            core.decode_with(parts.decode)
+            return core, held
+    core.release()
+    core = EngineCore(
+        parts.make_model(),
+        settings,
+        device=parts.device,
+        deterministic=parts.deterministic,
+        decode=parts.decode,
+        version=version,
+        verify=parts.verify,
+    )
+    return core, core.load(version, tree)
+
+
 def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngine:
     """The factory that `EmbeddedSettings.factory` names."""
     return EmbeddedEngine(
@@ -259,4 +307,6 @@ def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngin
         decode=parts.decode,
         version=parts.version,
         verify=parts.verify,
+        architecture=parts.architecture,
+        other=parts.other,
     )
