@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -263,6 +264,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     return " ".join(own.split()).replace("|", "\\|")
 
 
+@cache
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Texts below the fields of a class and its bases, by field."""
     found: dict[str, str] = {}

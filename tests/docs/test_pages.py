@@ -126,6 +126,7 @@ def test_the_way_to_the_gradient_is_at_most_nine_files() -> None:
         assert text in (PACKAGE / file).read_text(), f"{file} does not hold {text!r}"
 
 
+@pytest.mark.xdist_group("journeys")  # So that they are counted in one process of the tests, and not in two.
 @pytest.mark.parametrize(
     ("journey", "heading"), [("tokens", "### The tokens of one call"), ("weights", "### A version of the weights")]
 )

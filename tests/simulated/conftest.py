@@ -90,6 +90,11 @@ many = settings(max_examples=30, deadline=None, derandomize=True, suppress_healt
 """The same examples in every run, so that a witness that is found once is always found."""
 
 
+def examples(few: int, many: int) -> Any:
+    """Runs a test of a law with so few examples in `make test`, and with so many in `make test-deep`."""
+    return pytest.mark.parametrize("num", [few, pytest.param(many, marks=pytest.mark.deep)])
+
+
 MODES = ("one_step_off", "async", "fifo", "greedy")
 pipelines = st.fixed_dictionaries(
     {
@@ -200,9 +205,13 @@ def played(schedule: Schedule, **sections) -> ScriptedRun:
 
 
 def keep_every_law(
-    *happened: str, schedules: Any = schedules, look: Callable[[Story], None] = lambda story: None, **sections: Any
+    *happened: str,
+    schedules: Any = schedules,
+    look: Callable[[Story], None] = lambda story: None,
+    num: int = many.max_examples,
+    **sections: Any,
 ) -> None:
-    """Plays many random runs, each of which keeps every law, and asserts that the faults `happened`.
+    """Plays `num` random runs, each of which keeps every law, and asserts that the faults `happened`.
 
     Sections of the config may be strategies; `look` sees each run.
     """
@@ -210,7 +219,7 @@ def keep_every_law(
     drawn = {name: value for name, value in sections.items() if isinstance(value, st.SearchStrategy)}
     fixed = {name: value for name, value in sections.items() if name not in drawn}
 
-    @many
+    @settings(many, max_examples=num)
     @given(schedule=schedules, drawn=st.fixed_dictionaries(drawn))
     def on_any(schedule: Schedule, drawn: dict[str, Any]) -> None:
         run = played(schedule, **fixed, **drawn)

@@ -13,12 +13,24 @@ from flexmarl.events.group_events import GroupAdmitted, GroupStopped, GroupTaken
 from flexmarl.events.run_events import StepEnded, StepStarted
 from flexmarl.records import RowState
 from flexmarl.testing.faults.story import Story, ended_by
-from tests.simulated.conftest import FAULTS, MODES, Schedule, asynchronous, keep_every_law, pipelines, played
+from tests.simulated.conftest import (
+    FAULTS,
+    MODES,
+    Schedule,
+    asynchronous,
+    examples,
+    keep_every_law,
+    pipelines,
+    played,
+)
 
 
-def keep_every_law_in_any_mode(*happened: str, look: Any = lambda story: None, **pipeline: object) -> None:
+def keep_every_law_in_any_mode(
+    *happened: str, num: int = 30, look: Any = lambda story: None, **pipeline: object
+) -> None:
     keep_every_law(
         *happened,
+        num=num,
         schedules=asynchronous,
         look=look,
         mode=st.sampled_from(MODES),
@@ -33,7 +45,8 @@ def test_every_law_holds_whatever_happens() -> None:
     )
 
 
-def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead() -> None:
+@examples(10, 30)
+def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead(num: int) -> None:
     def look(story: Story) -> None:
         for row in story.rows:
             if row.state is RowState.TRAINED:
@@ -48,7 +61,7 @@ def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead() -
 
     staleness = Counter[int]()
     most: defaultdict[int, float] = defaultdict(float)
-    keep_every_law_in_any_mode("trained", look=look, updates="together", lag=2)
+    keep_every_law_in_any_mode("trained", num=num, look=look, updates="together", lag=2)
     assert staleness[0]
     assert staleness[1]
     assert staleness[2], "nothing as old as the bound was trained (law 3)"
@@ -56,7 +69,8 @@ def test_every_law_holds_where_policies_update_together_and_rollout_is_ahead() -
     assert most[2] > 2, "rollout was never more than a step ahead (law 12)"
 
 
-def test_every_law_holds_where_groups_are_taken_before_the_oldest_one() -> None:
+@examples(10, 30)
+def test_every_law_holds_where_groups_are_taken_before_the_oldest_one(num: int) -> None:
     def look(story: Story) -> None:
         waiting = list[int]()
         for event in story.events:
@@ -68,12 +82,13 @@ def test_every_law_holds_where_groups_are_taken_before_the_oldest_one() -> None:
             waiting = [group for group in waiting if group not in gone]
 
     beyond_head = Counter[bool]()
-    keep_every_law_in_any_mode("group_taken", look=look, head_deadline_s=1800.0)
+    keep_every_law_in_any_mode("group_taken", num=num, look=look, head_deadline_s=1800.0)
     assert beyond_head[True] == 0
     assert beyond_head[False]
 
 
-def test_every_law_holds_while_the_lag_is_measured() -> None:
+@examples(10, 30)
+def test_every_law_holds_while_the_lag_is_measured(num: int) -> None:
     """Staleness, slots and window keep the bounds of the largest lag so far, and no lag is above `max_lag`."""
 
     def look(story: Story) -> None:
@@ -92,6 +107,7 @@ def test_every_law_holds_while_the_lag_is_measured() -> None:
     keep_every_law(
         "trained",
         "lag_changed",
+        num=num,
         schedules=asynchronous,
         look=look,
         mode=st.sampled_from(["async", "fifo", "greedy"]),

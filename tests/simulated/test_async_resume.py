@@ -7,9 +7,10 @@ played again, with the weights of now.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.events.group_events import GroupExpired
@@ -17,7 +18,7 @@ from flexmarl.events.run_events import Resumed, StepEnded, StoreRewound
 from flexmarl.records import ROW_TERMINAL, RowState
 from flexmarl.testing.faults.story import ended_by, group_of
 from flexmarl.testing.scripted_run import ScriptedRun
-from tests.simulated.conftest import MODES, Schedule, asynchronous, lives, many, pipelines
+from tests.simulated.conftest import MODES, Schedule, asynchronous, examples, lives, many, pipelines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
@@ -60,7 +61,8 @@ def check_nothing_lost(lived: Sequence[ScriptedRun], schedule: Schedule, num_ste
         assert settled == set(range(1, trainer.version + 1))
 
 
-def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice() -> None:
+@examples(12, 30)
+def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice(num: int) -> None:
     seen = Counter[str]()
 
     def on_one(schedule: Schedule, mode: str, pipeline: dict, kills: list[int], every: int) -> None:
@@ -73,7 +75,7 @@ def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice() -> Non
             seen.update(event.name for event in run.events.all)
         check_nothing_lost(lived, schedule, 3)
 
-    @many
+    @settings(many, max_examples=num)
     @given(
         schedule=asynchronous,
         mode=st.sampled_from(MODES),
@@ -86,7 +88,7 @@ def test_killed_again_and_again_it_loses_no_group_and_counts_none_twice() -> Non
 
     on_one(SLOW, SLOW.mode, {}, [kill_that_replays()], every=1)  # Drawn kills seldom meet a checkpoint like that.
     on_any()
-    assert seen["kills"] > 30
+    assert seen["kills"] > num
     for witness in ("whole", "replayed", "resumed", "group_retried", "group_filtered", "group_expired"):
         assert seen[witness], f"no example showed: {witness}; {seen}"
 
@@ -95,6 +97,7 @@ SLOW = Schedule(seed=3, mode="async", groups=2, sample_s=5.0)
 """Training takes so long that groups are active when a step is saved."""
 
 
+@cache
 def kill_that_replays() -> int:
     """A moment at which a kill leaves a checkpoint of SLOW with active groups that had been played."""
     return next(moment for moment in range(60, 400, 10) if replays(SLOW, moment))

@@ -53,9 +53,10 @@ def _quiet():
     logger.setLevel(before)
 
 
-def test_a_run_keeps_every_law_whatever_breaks() -> None:
+@pytest.mark.parametrize("num", [36, pytest.param(64, marks=pytest.mark.deep)])
+def test_a_run_keeps_every_law_whatever_breaks(num: int) -> None:
     struck, answered = Counter[FaultKind](), Counter[FaultKind]()
-    for seed in range(64):
+    for seed in range(num):
         mode = MODES[seed % len(MODES)]
         story = live(draw(seed, mode=mode))
         assert broken(story) == {}, f"python -m flexmarl.testing.faults --mode {mode} --seeds {seed}:{seed + 1}"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady
 from flexmarl.records import FinishReason, RowState
 from flexmarl.testing.faults.story import Story, story_of
-from tests.simulated.conftest import FAULTS, Schedule, keep_every_law, many, played, schedules
+from tests.simulated.conftest import FAULTS, Schedule, examples, keep_every_law, many, played, schedules
 
 ENDINGS = ("group_retried", "group_failed", "group_filtered", "group_ready", "trained")
 
@@ -46,18 +46,20 @@ def test_every_law_holds_in_each_mode_with_remainders_of_micro_batches(mode: str
     assert remainders[1], "no step ended with a single sample left over (law 5)"
 
 
-def test_every_law_holds_where_credit_is_centred() -> None:
+@examples(12, 30)
+def test_every_law_holds_where_credit_is_centred(num: int) -> None:
     """Had any row been compared with another task's, the advantages of a group would not add up to 0 (law 8)."""
 
     def look(story: Story) -> None:
         spread.extend(row.values["advantage"] for row in story.rows if row.state is RowState.TRAINED)
 
     spread: list[float] = []
-    keep_every_law("trained", "group_retried", "failed", schedules=fixed(estimator="drmas"), look=look)
+    keep_every_law("trained", "group_retried", "failed", num=num, schedules=fixed(estimator="drmas"), look=look)
     assert max(spread) > 0.4, "no example had rewards that differ"
 
 
-def test_every_law_holds_where_a_slow_store_slows_the_feed() -> None:
+@examples(12, 30)
+def test_every_law_holds_where_a_slow_store_slows_the_feed(num: int) -> None:
     def look(story: Story) -> None:
         playing = set[int]()
         for event in story.events:
@@ -70,7 +72,7 @@ def test_every_law_holds_where_a_slow_store_slows_the_feed() -> None:
 
     most = Counter[int]()
     slow = fixed(store_s=3.0, groups=6, mode="microbatch", deterministic=False)
-    keep_every_law("trained", schedules=slow, look=look)
+    keep_every_law("trained", num=num, schedules=slow, look=look)
     assert most[1] == 2, "the bound was not reached, so it was not tested (law 12)"
 
 

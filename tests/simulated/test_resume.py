@@ -21,13 +21,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_killed_at_every_single_moment_it_ends_as_if_undisturbed() -> None:
+@pytest.mark.parametrize(("first", "stride"), [(2, 4), pytest.param(1, 1, marks=pytest.mark.deep)])
+def test_killed_at_any_single_moment_it_ends_as_if_undisturbed(first: int, stride: int) -> None:
     schedule = Schedule(seed=3, groups=2, micro_batch=2, filtered=True, deterministic=True, raising=0.15)
     sections = {"steps": 2, "evaluate": {"tasks": 1}}
     whole = undisturbed(schedule, **sections)
     assert groups_that_ended([whole]) == [0, 1, 2, 3]
     last_events, went_back_to = Counter[str](), Counter[int]()
-    for moment in count(1):
+    for moment in count(first, stride):
         lived = lives(schedule, [moment], checkpoint={"every": 1}, **sections)
         check_equal(lived, whole, schedule)
         if len(lived) == 1:  # It ended before that moment came.

@@ -71,6 +71,8 @@ class ChatRenderer:
                 f"the tokenizer {self._name!r} has no `tokenizers` backend; save it as tokenizer.json first"
             )
         self._base = self
+        self._twins: dict[str, ChatRenderer] = {}
+        """Renderers on this tokenizer by their other options. To make one, the template is tried a hundred times."""
         self._control: frozenset[str] | None = None
         self._set_options(ChatOptions())
 
@@ -120,6 +122,8 @@ class ChatRenderer:
         """A renderer on the same tokenizer with other options. Raises ConfigError for options that it cannot have."""
         if options == self.options:
             return self
+        if made := self._twins.get(repr(options)):  # Not by equality: a template writes True and 1 differently.
+            return made
         for name in () if self.stands_in else options.arguments:
             if name in RESERVED:
                 raise ConfigError(f"chat_template_kwargs.{name}: this argument of the template is set by the agent")
@@ -130,6 +134,7 @@ class ChatRenderer:
         twin = object.__new__(type(self))  # `copy` would make the renderer anew, as pickling does.
         vars(twin).update(vars(self))
         twin._set_options(options)
+        self._twins[repr(options)] = twin
         return twin
 
     @property

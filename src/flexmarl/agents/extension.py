@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from flexmarl.errors import ConfigError
@@ -259,11 +260,13 @@ def check_extension(template: Template, encode: Callable[[str], list[int]], spec
 
     `encode`: text -> ids, without added ones; `special`: the texts of the special tokens.
     """
+    encode = cache(encode)  # The conversations share most of their texts, and a tool agent waits for this check.
     refused: dict[tuple[str, bool], str] = {}
     for thinking in (False, True):
         for start in ((QUESTION,), (SYSTEM, QUESTION)):
+            tried = set[str]()
             for rounds in ROUNDS:
-                _try_rounds(template, encode, special, start, rounds, thinking, refused)
+                _try_rounds(template, encode, special, start, rounds, thinking, refused, tried)
     return Extension(refused=refused, end_ids=frozenset(_ends(template, encode, special)))
 
 
@@ -281,15 +284,18 @@ def _try_rounds(
     rounds: str,
     thinking: bool,
     refused: dict[tuple[str, bool], str],
+    tried: set[str],
 ) -> None:
+    """Adds to `refused`. `tried`: beginnings of conversations that were tried; those of this one are added."""
     messages = [*start]
     for index, kind in enumerate(rounds):
         said, answers = _round(index, kind, thinking, native=template.native)
-        longer = [*messages, said, *answers]
-        key = (answers[0].role, thinking)
-        if key not in refused and (why := _difference(template, encode, special, messages, said, answers)):
+        key, beginning = (answers[0].role, thinking), rounds[: index + 1]
+        new = key not in refused and beginning not in tried
+        if new and (why := _difference(template, encode, special, messages, said, answers)):
             refused[key] = why
-        messages = longer
+        tried.add(beginning)
+        messages = [*messages, said, *answers]
 
 
 def _round(index: int, kind: str, thinking: bool, *, native: bool) -> tuple[Message, list[Message]]:

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexmarl.analysis.comparison import REWARD, Measured, difference, held_out_figures
-from flexmarl.analysis.curve import draw_curve
 from flexmarl.analysis.timeline import CommandTimes, render_timeline
 from flexmarl.analysis.troubles import Troubles
 from flexmarl.errors import FlexmarlError
@@ -23,7 +22,13 @@ from flexmarl.events.run_events import Evaluated, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.events.serving_events import InstanceLost, InstanceReplaced
+from flexmarl.imports import Lazy
 from flexmarl.records import WorkerId
+
+if TYPE_CHECKING:
+    from flexmarl.analysis import curve
+else:
+    curve = Lazy("flexmarl.analysis.curve")  # It imports matplotlib, which takes a quarter of a second.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +249,7 @@ def render_pictures(run_dir: Path) -> None:
     """Writes curve.png and timeline.json from the files that exist. The run may have failed, or still be running."""
     folder = RunFolder(run_dir)
     if folder.metrics.exists():
-        draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
+        curve.draw_curve(read_metrics(folder.metrics), folder.curve, run_dir.name)
     if folder.journal.exists():
         render_timeline(run_dir)
 

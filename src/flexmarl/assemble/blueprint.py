@@ -1,6 +1,6 @@
 """Makes from settings the parts of a run that need no weights: tasks, renderers, team. `flexmarl check` stops here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from string import printable
@@ -29,6 +29,8 @@ HUB_ANSWER_S = 10.0
 """Seconds that the Hugging Face hub may take to answer."""
 TOKENIZER_FILE = "tokenizer_config.json"
 """Files that every `save_pretrained` of a tokenizer writes."""
+MOST_RENDERERS = 16
+"""Renderers that are kept for policies of the same model. One of a large vocabulary takes a second to make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +124,30 @@ def told_of(settings: RunSettings, agent: str) -> Told:
 
 
 def load_renderer(settings: RunSettings, policy: str) -> ChatRenderer:
-    """Makes a renderer on a policy's tokenizer; in a simulation without the model's folder, on characters."""
+    """Makes a renderer on a policy's tokenizer; in a simulation without the model's folder, on characters.
+
+    Policies of one model share it, for as long as the model's files stay as they are.
+    """
     if settings.cluster.backend == "simulated" and not has_folder(settings, policy):
         return character_renderer()
-    return ChatRenderer(load_tokenizer(settings, policy), end_ids=load_end_ids(settings, policy))
+    source, end_ids = model_source(settings, policy), load_end_ids(settings, policy)
+    key = (source, end_ids, _state(Path(source)))
+    if key not in _RENDERERS:
+        renderer = ChatRenderer(load_tokenizer(settings, policy), end_ids=end_ids)
+        if len(_RENDERERS) == MOST_RENDERERS:
+            del _RENDERERS[next(iter(_RENDERERS))]
+        _RENDERERS[key] = renderer
+    return _RENDERERS[key]
+
+
+_RENDERERS: dict[Hashable, ChatRenderer] = {}
+
+
+def _state(folder: Path) -> Hashable:
+    """Names, sizes and times of the files that a tokenizer is loaded from; empty for a name on the hub."""
+    files = [*folder.glob("*"), *folder.glob("*/*.jinja")]
+    states = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
+    return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
 
 
 def load_end_ids(settings: RunSettings, policy: str) -> tuple[int, ...]:

@@ -115,6 +115,13 @@ def simulate(
     Raises ConfigError if no policy is trained, Unmodelled for agents without replies and tools without a twin, and
     WorkerError if a disturbance ended MOST_LIVES lives.
     """
+    with _rare_garbage_collection():
+        return _played(settings, show, disturbance, supervisor).path
+
+
+def _played(
+    settings: RunSettings, show: Show, disturbance: Disturbance | None, supervisor: Supervisor | None
+) -> RunFolder:
     blueprint = draw_up(as_simulated(settings))
     settings = blueprint.settings
     if not settings.trained:
@@ -124,9 +131,8 @@ def simulate(
     team = drawn(team, settings.simulation.rewards, settings.seed)
     folder = new_run_folder(settings, SIMULATED + settings.name)
     folder.config.write_text(_as_yaml(settings), encoding="utf-8")
-    with _rare_garbage_collection():
-        run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance, supervisor))
-    return folder.path
+    run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance, supervisor))
+    return folder
 
 
 def as_simulated(settings: RunSettings) -> RunSettings:

@@ -15,8 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from flexmarl.agents import ChatRenderer
-from flexmarl.assemble.blueprint import check_model, load_tokenizer, model_source
+from flexmarl.assemble.blueprint import check_model, load_renderer, model_source
 from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
@@ -81,14 +80,13 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
     if Path(source).is_dir() and not any([*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")]):
         raise ConfigError(f"{key}: '{source}' holds no weights; save the model there with `save_pretrained`")
     check_model(settings, policy)
-    tokenizer = load_tokenizer(settings, policy)
     todo = ""
     if isinstance(engine, EmbeddedSettings):
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and engine.max_len > positions:
             todo = f"engine.max_len is {engine.max_len}, but the model knows only {positions} positions: lower it"
     size = size_of(model, settings.policies[policy])
-    chat = ChatRenderer(tokenizer).extension.summary
+    chat = load_renderer(settings, policy).extension.summary
     found = f"{type(model).__name__}, {size.parameters / 1e6:,.2f}M parameters; chat: {chat}"
     if settings.policies[policy].trainable and not size.is_linear:
         found += "; its head is more than a linear layer, so that a pass makes all its logits at once"

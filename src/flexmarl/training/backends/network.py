@@ -15,17 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from peft import LoraConfig, TaskType, get_peft_model_state_dict, inject_adapter_in_model
-from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place, returning_heap
 from flexmarl.errors import ConfigError, boundary
+from flexmarl.imports import Lazy
 from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
 from flexmarl.training.backends.causal_lm import DTYPES, precision, prepare_for_training, unbounded, unique_tensors
@@ -35,6 +34,12 @@ from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.settings import LoraSettings, TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
+
+if TYPE_CHECKING:
+    import peft
+    from peft.tuners import lora
+else:  # Only adapters need them, and every other command would wait for them.
+    peft, lora = Lazy("peft"), Lazy("peft.tuners.lora")
 
 ADAPTER = "default"
 """Name of the adapter. peft could hold several per model, and we have one."""
@@ -54,16 +59,16 @@ class Adapter:
         self._model, self.settings = model, settings
         self._base: Checksum | None = None
         targets = settings.target_modules
-        self._config = LoraConfig(
+        self._config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] - any number is divided by the rank
             target_modules=targets if isinstance(targets, str) else list(targets),
-            task_type=TaskType.CAUSAL_LM,
+            task_type=peft.TaskType.CAUSAL_LM,
             base_model_name_or_path=model.name_or_path,
         )
         with torch.random.fork_rng(devices=[]), boundary(ConfigError, f"training.lora.target_modules {targets!r}"):
             torch.manual_seed(seed)
-            inject_adapter_in_model(self._config, model, ADAPTER)
+            peft.inject_adapter_in_model(self._config, model, ADAPTER)
         self._check_targets(targets)
         self._factors = {
             name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
@@ -111,7 +116,7 @@ class Adapter:
     def export(self, path: Path) -> None:
         """Writes the adapter alone: `adapter_config.json` and `adapter_model.safetensors`."""
         path.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = get_peft_model_state_dict(self._model, adapter_name=ADAPTER)
+        state: dict[str, Any] = peft.get_peft_model_state_dict(self._model, adapter_name=ADAPTER)
         save_file(
             {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in state.items()},
             path / "adapter_model.safetensors",
@@ -119,9 +124,9 @@ class Adapter:
         )
         self._config.save_pretrained(str(path))
 
-    def _layers(self) -> Iterator[tuple[str, LoraLinear]]:
+    def _layers(self) -> "Iterator[tuple[str, lora.Linear]]":
         for name, module in self._model.named_modules():
-            if isinstance(module, LoraLinear):
+            if isinstance(module, lora.Linear):
                 yield name, module
 
     def _enable(self, enabled: bool) -> None:
@@ -136,7 +141,7 @@ class Adapter:
             )
         head = self._model.get_output_embeddings()
         tied = self._model.config.get_text_config().tie_word_embeddings
-        if tied and isinstance(head, LoraLinear):
+        if tied and isinstance(head, lora.Linear):
             raise ConfigError(
                 f"training.lora.target_modules {targets!r}: the head's weight is that of the embeddings too, and one "
                 f"merged weight cannot be both; leave the head out"
