@@ -23,7 +23,14 @@ def arguments(program: str) -> list[tuple[str, list[str]]]:
 
 
 def test_only_these_programs_are_named() -> None:
-    assert {shlex.split(command)[0] for _, command in COMMANDS} == {"make", "flexmarl", "python", "grep"}
+    assert {shlex.split(command)[0] for _, command in COMMANDS} == {
+        "make",
+        "flexmarl",
+        "python",
+        "grep",
+        "ray",
+        "export",
+    }
 
 
 def test_make_has_every_target() -> None:

@@ -251,5 +251,7 @@ def test_a_pool_names_live_nodes(shared_nodes: Nodes, short_root: Path) -> None:
 def test_a_path_that_a_node_does_not_see_is_named_with_the_node(shared_nodes: Nodes, short_root: Path) -> None:
     async def nothing(cluster: RayCluster) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"node '\w+' does not see /no/where; use a folder that all nodes share"):
-        play(shared_nodes.settings(), short_root, nothing, visible=[Path("/no/where")])
+    settings = shared_nodes.settings(pools={"training": NodePool(nodes=["left"])})
+    with pytest.raises(ConfigError, match=r"node 'left' does not see /no/where; use a folder that all nodes share"):
+        play(settings, short_root, nothing, visible={"training": [Path("/no/where")], "rollout": [Path("/")]})
+    play(settings, short_root, nothing, visible={"training": [short_root]})

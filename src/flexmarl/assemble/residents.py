@@ -231,7 +231,8 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),
             )
             return
-        files, visible = backend.RayFiles(), [path.parent, *local_paths(settings)]
+        files, read = backend.RayFiles(), local_paths(settings)
+        visible = {"rollout": read, "training": [path.parent, *read]}  # Trainers write checkpoints there.
 
         @asynccontextmanager
         async def open_cluster(residents: int, events: Events) -> AsyncIterator[Cluster]:

@@ -6,7 +6,7 @@ lost. On a private Ray the controller looks after its one node itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -46,6 +46,8 @@ POOL_OF: dict[ResidentKind, Literal["rollout", "training"]] = {
     ResidentKind.TRAINER: "training",
 }
 """The pool of each kind of resident that has one."""
+Visible = Mapping[Literal["rollout", "training"], Sequence[Path]]
+"""Paths by the pool whose nodes must see them."""
 NO_POOL = "none"
 """Pool of residents that name their node."""
 ADVICE = (
@@ -61,18 +63,18 @@ async def ray_cluster(
     leases: RunLeases,
     residents: int,
     events: Events | None = None,
-    visible: Sequence[Path] = (),
+    visible: Visible | None = None,
 ) -> AsyncIterator["RayCluster"]:
     """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Losses are emitted to `events`. All nodes must see the paths
-    `visible`. Raises ConfigError if the Ray to join or one of its nodes cannot be used, WorkerError if Ray does not
-    answer within `START_S`.
+    A private Ray has room for exactly that many. Losses are emitted to `events`. The nodes of each pool must see the
+    paths that `visible` has for it. Raises ConfigError if the Ray to join or one of its nodes cannot be used,
+    WorkerError if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
         cluster = RayCluster(settings, tasks, leases=leases, residents=residents, events=events or Events())
         try:
-            await cluster.open(visible)
+            await cluster.open(visible or {})
             yield cluster
         finally:
             await cluster.close()
@@ -120,7 +122,7 @@ class RayCluster:
         """The run's agents on its nodes."""
         return self._agents
 
-    async def open(self, visible: Sequence[Path]) -> None:
+    async def open(self, visible: Visible) -> None:
         """Starts or joins Ray, and starts the agents of its nodes if it is another's."""
         logging.getLogger("ray").setLevel(logging.ERROR)
         await self._ask(self._ray.open, timeout=START_S)
@@ -130,7 +132,13 @@ class RayCluster:
         self._nodes = {node.name: node for node in nodes if node is nodes[0] or node.name in used}
         self._watch = self._tasks.create_task(self._watch_ray(), name="watch ray")
         if self._settings.address != "local":
-            await self._agents.start(self.nodes, visible=visible)
+            needed = {
+                node: [
+                    path for pool, paths in visible.items() if node.name in self._pools[pool].nodes for path in paths
+                ]
+                for node in self.nodes
+            }
+            await self._agents.start(self.nodes, visible=needed)
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         await self._agents.look()

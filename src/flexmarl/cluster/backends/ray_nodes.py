@@ -8,7 +8,7 @@ RayAgents     the agents, as the controller sees them: starts, watches and ends 
 import asyncio
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -171,15 +171,15 @@ class RayAgents:
         self._agents: dict[ClusterNode, RayResident[NodeAgent]] = {}
         self._home: ClusterNode | None = None
 
-    async def start(self, nodes: Sequence[ClusterNode], *, visible: Sequence[Path]) -> None:
+    async def start(self, nodes: Sequence[ClusterNode], *, visible: Mapping[ClusterNode, Sequence[Path]]) -> None:
         """Starts an agent on each node, the first of which is home.
 
-        Raises ConfigError that names a node which cannot be used: another version of Python or flexmarl, or one of the
-        paths `visible` is not there.
+        Raises ConfigError that names a node which cannot be used: another version of Python or flexmarl, or one of its
+        paths in `visible` is not there.
         """
         self._home = nodes[0]
         self._agents = {node: self._agent(node) for node in nodes}
-        await all_of(self._start(node, agent, visible) for node, agent in self._agents.items())
+        await all_of(self._start(node, agent, visible[node]) for node, agent in self._agents.items())
         for node, agent in self._agents.items():
             self._tasks.create_task(self._watch(node, agent), name=f"watch node {node.name}")
 
@@ -254,8 +254,9 @@ class RayAgents:
                 raise ConfigError(f"node '{node.name}' has {what} {theirs}, this machine has {ours}; install the same")
         if facts.missing:
             raise ConfigError(
-                f"node '{node.name}' does not see {', '.join(facts.missing)}; use a folder that all nodes share, or "
-                "leave the node out with cluster.pools"
+                f"node '{node.name}' does not see {', '.join(facts.missing)}; use a folder that all nodes share, copy "
+                "models and code there, or leave the node out with cluster.pools: only nodes with trainers need the "
+                "run's folder"
             )
 
     async def _watch(self, node: ClusterNode, agent: RayResident[NodeAgent]) -> None:

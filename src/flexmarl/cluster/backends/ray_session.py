@@ -122,7 +122,8 @@ class JoinedRay:
     @property
     def _advice(self) -> str:
         return (
-            "start it with `ray start --head` on this machine, or use cluster.address=local for a Ray of the run's own"
+            "start it with `ray start --head`, set RAY_AUTH_MODE=token here if that Ray asks for a token, or use "
+            "cluster.address=local for a Ray of the run's own"
         )
 
 
