@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from flexmarl.analysis.timeline import trace_events
+from flexmarl.analysis.troubles import Troubles, trouble_rows
 from flexmarl.credit import AgentReport
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Timed
@@ -263,6 +264,33 @@ def test_a_step_in_which_no_episode_ends_does_not_repeat_the_figures_of_the_step
         nothing = re.compile(r"step [23]/5 \| no episodes ended \| 0:0\d, left 0:0\d")
         assert len(others) == 2
         assert all(nothing.fullmatch(line) for line in others), others
+
+    run_virtual(scenario())
+
+
+def test_turns_whose_tool_calls_were_answered_with_an_error_are_counted_and_said():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        written = []
+        events.listen(FiguresWritten, written.append)
+        group = group_of(0, [1.0, 0.0, 0.0])
+        faults = ({"tool_error": 1.0, "bad_tool_calls": 0.5}, {"tool_error": 1.0}, {"format_error": 1.0})
+        episodes = (
+            replace(episode, signals={episode.turns[0].sample_id: found})
+            for episode, found in zip(group.episodes, faults, strict=True)
+        )
+        events.emit(GroupPlayed(group=replace(group, episodes=tuple(episodes))))
+        settle(events, 1)
+        assert (values["tool_errors/solver"], values["bad_tool_calls/solver"]) == (2, 1)
+        assert written[0].untrained.lines == [
+            "unreadable tool calls: solver in 1 turn",
+            "tool errors: solver in 2 turns",
+        ]
+        assert trouble_rows(Troubles().as_json(values)) == {
+            "unreadable tool calls": "solver in 1 turn",
+            "tool errors": "solver in 2 turns",
+        }
 
     run_virtual(scenario())
 
