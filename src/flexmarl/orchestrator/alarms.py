@@ -285,8 +285,8 @@ def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
                 holds=share >= limit,
                 value=share,
                 says=f"{share:.0%} of the replies of agent '{agent}' were cut off",
-                remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len), ask for shorter answers, "
-                f"or leave cut replies out of training",
+                remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len of its policy), ask for "
+                f"shorter answers, or leave cut replies out of training",
             )
 
 
