@@ -76,6 +76,24 @@ def test_nothing_that_is_there_is_overwritten(project: Path, monkeypatch: pytest
     assert str(refused) == "NAME: 'my-team' exists already; use another name, or remove it"
 
 
+@pytest.mark.parametrize("model", ["/nowhere/model", "./model", "../model", "~/no model"])
+def test_a_path_without_a_model_is_refused_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = flexmarl("init", "sums", "--model", model).exception
+    assert isinstance(refused, ConfigError)
+    assert f"--model: '{model}' is no model folder: it does not exist" in str(refused)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_model_is_refused_if_it_is_given_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "it has no config.json" in str(flexmarl("init", "sums", "--model", tmp_path).exception)
+
+
 @pytest.mark.parametrize("name", ["../up", "my team", ""])
 def test_a_name_that_is_no_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -116,8 +116,26 @@ def test_errors_are_those_of_the_command_line(small_run, tmp_path):
         flexmarl.open_run(tmp_path)
     with pytest.raises(ConfigError, match=r"give them to flexmarl\.load"):
         flexmarl.evaluate(settings(small_run), {"seed": 2})
+    run = flexmarl.train(settings(small_run, {"checkpoint.every": 0}, steps=0), show=False)
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        flexmarl.export(flexmarl.train(settings(small_run, {"checkpoint.every": 0}, steps=0), show=False), "out")
+        flexmarl.export(run, "out")
+    for which in ("last", 2.0, True, None):
+        with pytest.raises(CheckpointError, match=rf"which must be newest, best, or the step .*, got {which!r}"):
+            flexmarl.evaluate(run, which=which)
+
+
+def test_an_argument_that_is_no_path_is_named_with_what_it_is_and_what_would_work(small_run):
+    for function in (flexmarl.train, flexmarl.simulate, flexmarl.evaluate):
+        with pytest.raises(ConfigError, match=r"source must be .*, got {'steps': 1}; .* flexmarl\.load\("):
+            function({"steps": 1})
+    with pytest.raises(ConfigError, match="resume must be a run or the path of its folder, got 3"):
+        flexmarl.train(settings(small_run), resume=3)
+    with pytest.raises(ConfigError, match="run must be a run or the path of its folder"):
+        flexmarl.export({}, "out")
+    with pytest.raises(ConfigError, match="folder must be"):
+        flexmarl.open_run(None)
+    with pytest.raises(ConfigError, match="path must be the path of a YAML file"):
+        flexmarl.load({"steps": 1})
 
 
 def test_a_callback_that_raises_ends_the_run_with_an_error_that_names_it(small_run):

@@ -12,14 +12,15 @@ depends on all calls that its task knows of when it sends the call:
 Ledger numbers the calls of all seats of one episode, keeps their turns and adds up their rewards.
 """
 
+import inspect
 import math
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flexmarl.errors import EpisodeError
 from flexmarl.records import LARGEST_REWARD, AgentName, SampleId, Turn
@@ -116,6 +117,8 @@ class Ledger:
         self._sent = 0
         self._counts = _Counts()
         self._forks: list[Ledger] = []
+        self._made: list[tuple[Coroutine[Any, Any, Any], tuple[str, int]]] = []
+        """All acts so far, those of forks included, with file and line of the code that made each."""
         self._contexts: dict[tuple[AgentName, str], int] = defaultdict(int)
         self._turns: dict[int, Turn] = {}
         # Reward by part, on each of three levels. A missing entry means that no reward was given.
@@ -128,8 +131,20 @@ class Ledger:
         """A ledger for a branch. It shares the numbering and copies the metrics. Its rewards reach only its turns."""
         fork = Ledger()
         fork.metrics, fork._counts, fork.graph = dict(self.metrics), self._counts, self.graph
+        fork._made = self._made
         self._forks.append(fork)
         return fork
+
+    def make_act(self, act: Coroutine[Any, Any, Any], file: str, line: int) -> None:
+        """Keeps an act that was made at this line, and begins when it is awaited."""
+        self._made.append((act, (file, line)))
+
+    def never_awaited(self) -> list[tuple[str, int]]:
+        """File and line of each act that was made and not awaited, in the order of making. They are closed."""
+        waiting = [made for made in self._made if inspect.getcoroutinestate(made[0]) == inspect.CORO_CREATED]
+        for act, _ in waiting:
+            act.close()  # Else Python warns of it, without the line.
+        return [place for _, place in waiting]
 
     def next_act(self) -> int:
         """Number of an act that begins now."""

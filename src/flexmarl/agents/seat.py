@@ -9,7 +9,8 @@ The tool-integrated loop of an act, with a budget of `max_tool_calls`:
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,14 +97,19 @@ class Seat:
         task = context.task
         self._heard = "\n".join((*(one.content for one in task.opening), task.prompt))
 
-    async def act(self, observation: str, *, turn: int | None = None, **tags: Scalar) -> Reply:
+    def act(self, observation: str, *, turn: int | None = None, **tags: Scalar) -> Coroutine[Any, Any, Reply]:
         """Answers an observation, with as many tool calls as the agent makes and the budget allows.
 
         The turns get these `tags`, and the number `turn`; without it, acts are numbered as they begin. Acts with one
         number are simultaneous where turns are compared. Acts of one seat may overlap only if it has no memory. Raises
         EngineError if a call could not be served, EpisodeError if it was aborted, a tool broke or the act was not
-        allowed.
+        allowed. An act that is never awaited fails the episode.
         """
+        act, caller = self._act(observation, turn, tags), sys._getframe(1)
+        self._ledger.make_act(act, caller.f_code.co_filename, caller.f_lineno)
+        return act
+
+    async def _act(self, observation: str, turn: int | None, tags: Mapping[str, Scalar]) -> Reply:
         if not isinstance(observation, str):
             instead = "its `.text`" if isinstance(observation, Reply) else "a text that you make of it"
             kind = type(observation).__name__

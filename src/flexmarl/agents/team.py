@@ -117,6 +117,10 @@ class Team:
         """The parts that the workflow gave with `reply.reward`."""
         return self._ledger.call_rewards()
 
+    def never_awaited(self) -> list[tuple[str, int]]:
+        """File and line of each act that was made and not awaited so far, those of forks included. They are closed."""
+        return self._ledger.never_awaited()
+
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
         """The signals found in every turn so far: `tool_error`, `format_error` ... in [0, 1], and `tool_cost`."""
         return self._ledger.signals()

@@ -7,6 +7,7 @@ journal.jsonl    ──► seconds of steps, staleness; results of evaluations t
 Nothing is called better: an interval that holds 0 says that the difference may be chance.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,13 @@ ROUNDING = 1e-12
 less: each addition rounds at 1.1e-16 of the sum."""
 REWARD = "reward/"
 """Begins the name of an agent's reward among the figures of an evaluation."""
+FIRST = (
+    *(r"mode", r"tasks\b.*", r"policies\.[^.]+(\.(model|trainable)\b.*)?", r"team\.agents\.[^.]+", r"batch\b.*"),
+    *(r".*\.learning_rate", r"credit\b.*", r"team\.workflow\b.*", r"seed"),
+)
+"""Patterns of the settings that explain most, the first ones first; others come after them."""
+NAMED = {"policies": "model", "team.agents": "policy"}
+"""Sections whose keys are names that the user chose, with the key that says most of one."""
 OF_THE_RUN = ("name", "out", "steps")
 """Settings that say nothing about what a run does, or, as `steps` of a resumed run, less than a figure does."""
 
@@ -120,6 +128,42 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any
     flat = [dict(_leaves(settings)) for settings in runs]
     found = {key: tuple(one.get(key) for one in flat) for one in flat for key in one}
     return {key: found[key] for key in sorted(found) if key not in OF_THE_RUN and len(set(map(repr, found[key]))) > 1}
+
+
+def settings_in_short(
+    runs: Sequence[Mapping[str, Any]], differing: Mapping[str, tuple[Any, ...]]
+) -> dict[str, tuple[Any, ...]]:
+    """What `differing_settings` found, for a table: the settings that explain most first. See `FIRST`.
+
+    A policy or an agent that some runs lack is one setting: its model or its policy, None where it is not.
+
+    >>> runs = [{"policies": {"a": {"model": "m", "instances": 2}}}, {"policies": {"b": {"model": "n"}}, "seed": 1}]
+    >>> settings_in_short(runs, differing_settings(runs))
+    {'policies.a': ('m', None), 'policies.b': (None, 'n'), 'seed': (None, 1)}
+    """
+    flat = [dict(_leaves(settings)) for settings in runs]
+    short: dict[str, tuple[Any, ...]] = {}
+    for key, values in differing.items():
+        name, says = _named(key)
+        there = [any(one == name or one.startswith(f"{name}.") for one in leaves) for leaves in flat] if name else []
+        if all(there):
+            short[key] = values
+        else:
+            of = (leaves.get(f"{name}.{says}", "there") for leaves in flat)
+            short[name] = tuple(value if is_there else None for value, is_there in zip(of, there, strict=True))
+    return dict(sorted(short.items(), key=lambda one: (_rank(one[0]), one[0])))
+
+
+def _named(key: str) -> tuple[str, str]:
+    """The policy or agent that a dotted key is of, and the key that says most of it; empty if it is of none."""
+    for section, says in NAMED.items():
+        if key.startswith(f"{section}."):
+            return f"{section}.{key.removeprefix(f'{section}.').partition('.')[0]}", says
+    return "", ""
+
+
+def _rank(key: str) -> int:
+    return next((place for place, pattern in enumerate(FIRST) if re.fullmatch(pattern, key)), len(FIRST))
 
 
 def _leaves(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

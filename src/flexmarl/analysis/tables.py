@@ -174,6 +174,9 @@ class _FigureTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         beside = _before_and_after(self.summary, " ")
+        if not beside.row_count:
+            yield Text("  There are no figures before and after: no turn was rewarded.\n")
+            return
         fits = console.measure(beside, options=options.update(width=10_000)).maximum <= options.max_width
         yield beside if fits else _before_and_after(self.summary, "\n")
         if any(bounds(Estimate(**one)) for of in self.summary.intervals.values() for one in of.values()):

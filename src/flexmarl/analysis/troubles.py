@@ -11,7 +11,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.group_events import EpisodeFailed, GroupFiltered
 from flexmarl.events.run_events import AlarmRaised, Evaluated
 from flexmarl.events.training_events import UpdateSkipped
-from flexmarl.events.untrained import by_agent, in_words, turns_in_words
+from flexmarl.events.untrained import faults_in_words, in_words, tool_faults
 from flexmarl.records import Failure, Purpose
 
 MOST_REASONS = 20
@@ -82,8 +82,7 @@ class Troubles:
             "filtered": dict(self.filtered.most_common()),
             "skipped": dict(self.skipped.most_common()),
             "evaluation": dict(self.evaluation),
-            "bad_tool_calls": by_agent(totals, "bad_tool_calls"),
-            "dropped_tool_calls": by_agent(totals, "dropped_tool_calls"),
+            **tool_faults(totals),
             "alarms": [
                 {"step": one.step, "alarm": one.alarm, "subject": one.subject, "value": one.value}
                 | {"limit": one.limit, "because": one.because, "remedy": one.remedy}
@@ -126,9 +125,7 @@ def trouble_rows(troubles: Mapping[str, Any]) -> dict[str, str]:
         rows["filtered"] = f"{sum(troubles['filtered'].values())} of {troubles['groups']} groups: {reasons}"
     if troubles["skipped"]:
         rows["no update"] = ", ".join(f"{name} in {count} steps" for name, count in troubles["skipped"].items())
-    for figure, said in (("bad_tool_calls", "unreadable"), ("dropped_tool_calls", "dropped")):
-        if turns := troubles.get(figure):
-            rows[f"{said} tool calls"] = turns_in_words(turns)
+    rows |= faults_in_words(troubles)
     for number, alarm in enumerate(troubles["alarms"], start=1):
         rows[f"alarm {number}"] = f"{alarm['because']}; {alarm['remedy']}"
     return rows

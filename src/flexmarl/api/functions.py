@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from flexmarl.errors import ConfigError, FlexmarlError
 from flexmarl.events.event import Notice
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
+from flexmarl.events.safe_json import masked
 from flexmarl.imports import Lazy
 
 # The modules below import torch, which takes seconds: they are loaded by the first call that needs them.
@@ -49,7 +51,7 @@ def load(path: Path | str, overrides: Mapping[str, Any] | None = None, /, **sett
 
     Raises ConfigError with one line per problem: the key, the value, and what would work.
     """
-    return load_run(Path(path).expanduser(), {**(overrides or {}), **settings})
+    return load_run(_path(path, "path", "the path of a YAML file"), {**(overrides or {}), **settings})
 
 
 def open_run(folder: Path | str) -> Run:
@@ -57,7 +59,7 @@ def open_run(folder: Path | str) -> Run:
 
     The run may have failed, or may still go on in another process.
     """
-    _, files = load_run_folder(Path(folder).expanduser())
+    _, files = load_run_folder(_folder(folder, "folder"))
     return Run(files.path)
 
 
@@ -90,11 +92,11 @@ async def train_async(
 
 
 def _train(source: Source, resume: Run | Path | str | None, supervisor: "Supervisor", show: bool) -> Run:
-    settings, folder = _settings(source), resume.folder if isinstance(resume, Run) else resume
+    settings, folder = _settings(source), None if resume is None else _folder(resume, "resume")
     for caution in cautions(settings):
         warnings.warn(str(caution), stacklevel=3)
     with _alone("train"):
-        command = commands.assemble_run(settings, resume_from=None if folder is None else Path(folder).expanduser())
+        command = commands.assemble_run(settings, resume_from=folder)
         command.train(SafeConsole(quiet=not show), supervisor=supervisor)
         return Run(command.folder)
 
@@ -149,7 +151,7 @@ def _played(source: Run | Source, overrides: Overrides) -> tuple[RunSettings, Ru
         overrides = {**overrides, "checkpoint.best": None, "stop": None}
     else:
         overrides = [*overrides, "checkpoint.best=null", "stop=null"]
-    path = source.folder if isinstance(source, Run) else Path(source).expanduser()
+    path = source.folder if isinstance(source, Run) else _path(source, "source", "a run, settings or a path")
     if path.is_dir():
         return load_run_folder(path, overrides)
     if path.suffix not in (".yaml", ".yml"):
@@ -178,7 +180,7 @@ async def export_async(
 
 
 def _export(run: Run | Path | str, out: Path | str, which: "Which", form: "Form | None") -> list[Path]:
-    settings, folder = load_run_folder(run.folder if isinstance(run, Run) else Path(run).expanduser())
+    settings, folder = load_run_folder(_folder(run, "run"))
     with _alone("export"):
         return [
             one.path
@@ -207,7 +209,22 @@ def _simulate(source: Source, supervisor: "Supervisor", show: bool) -> Run:
 
 
 def _settings(source: Source) -> RunSettings:
-    return source if isinstance(source, RunSettings) else load(source)
+    if isinstance(source, RunSettings):
+        return source
+    return load(_path(source, "source", "settings or the path of a YAML file"))
+
+
+def _path(given: object, name: str, wanted: str) -> Path:
+    """Returns the path that an argument is. Raises ConfigError naming the argument if it is none."""
+    if isinstance(given, str | PathLike):
+        return Path(given).expanduser()
+    made = "; make settings with flexmarl.load('run.yaml', {'batch.groups': 8}, steps=4)" if name == "source" else ""
+    raise ConfigError(f"{name} must be {wanted}, got {masked(repr(given))[:80]}{made}")
+
+
+def _folder(run: object, name: str) -> Path:
+    """Returns the folder of a run, or the path that an argument is. Raises as `_path` does."""
+    return run.folder if isinstance(run, Run) else _path(run, name, "a run or the path of its folder")
 
 
 _PRESENT: dict[str, threading.Thread] = {}

@@ -56,8 +56,14 @@ from flexmarl.orchestrator.run import LEFT_BEHIND_S, RunOutcome
 from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.orchestrator.stopping import none_better
 
-LOOSE_KEYS = frozenset({"name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"})
-"""Settings that may differ between a run and its resumption: none of them changes what a step computes."""
+LOOSE_KEYS = frozenset(
+    {
+        *("name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"),
+        *("simulation", "cluster", "pool", "objects"),
+    }
+)
+"""Settings that may differ between a run and its resumption: none of them changes what a step computes. A run may go on
+on another cluster, whose arithmetic may differ in the last bits."""
 
 
 class TrainCommand:
@@ -275,11 +281,16 @@ def new_run_folder(settings: RunSettings, name: str = "") -> RunFolder:
 
     Raises ConfigError if it cannot, or if another user planted `out`.
     """
-    with boundary(ConfigError, f"out: making a run folder in '{settings.out}'"):
+    try:
         check_not_planted(settings.out, "out")
         settings.out.mkdir(parents=True, exist_ok=True)
         check_not_planted(settings.out, "out")  # Again: what was not there may have been planted meanwhile.
         return make_run_folder(settings.out, name or settings.name, datetime.now())
+    except OSError as error:
+        raise ConfigError(
+            f"out: no run folder can be made in '{settings.out}': {error.strerror}; use a folder that you may "
+            f"write to, e.g. out=runs"
+        ) from error
 
 
 def check_same_run(settings: RunSettings, folder: RunFolder) -> None:

@@ -10,7 +10,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flexmarl.analysis.comparison import ComparedFigure, compare_runs, differing_settings, read_figures
+from flexmarl.analysis.comparison import (
+    ComparedFigure,
+    compare_runs,
+    differing_settings,
+    read_figures,
+    settings_in_short,
+)
 from flexmarl.analysis.intervals import Estimate, bounds
 from flexmarl.api.handle import run_folder
 from flexmarl.cli.terminal import print_text
@@ -61,7 +67,7 @@ def compare(
         console.print(f"{mark} {how}")
     console.print(f"\n{len(differing)} settings differ{':' if differing else '.'}")
     if differing:
-        console.print(of_settings(differing, len(runs)))
+        console.print(of_settings(settings_in_short(settings, differing), len(runs)))
 
 
 def fitting(compared: list[ComparedFigure], runs: int, console: Console) -> tuple[Table, dict[str, str]]:
@@ -102,7 +108,10 @@ def comparison(compared: list[ComparedFigure], runs: int, *, narrow: bool = Fals
 
 
 def of_settings(differing: Mapping[str, Sequence[Any]], runs: int) -> Table:
-    """Returns a row for each setting that differs: its value in every run. Most have few; the rest is in the JSON."""
+    """Returns a row for each setting, or each policy or agent, that differs: its value in every run.
+
+    Those that explain most come first. The rest is in the JSON.
+    """
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("setting", *map(str, range(1, runs + 1))):
         table.add_column(column, overflow="fold")

@@ -331,6 +331,7 @@ def _run(settings: RunSettings) -> Iterator[Finding]:
         if max_len is not None and agent.sampling.max_tokens >= max_len:
             yield Finding(
                 f"team.agents.{name}.sampling.max_tokens",
-                f"{agent.sampling.max_tokens}, but prompt and message must fit into engine.max_len, {max_len}",
-                f"lower it, or raise policies.{agent.policy}.engine.max_len",
+                f"{agent.sampling.max_tokens}, but prompt and message must fit into "
+                f"policies.{agent.policy}.engine.max_len, {max_len}",
+                "lower it, or raise that",
             )

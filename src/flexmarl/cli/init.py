@@ -134,12 +134,16 @@ def init(
     """Make a folder NAME with a team that trains: run.yaml, team.py, README.md."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"NAME must be letters, digits, '.', '_' and '-', got {name!r}; use for example 'my_team'")
-    folder = Path(name)
+    path, folder = Path(model).expanduser(), Path(name)
+    is_model = (path / "config.json").is_file()
+    if not is_model and (path.is_absolute() or model.startswith((".", "~"))):  # No name on the hub begins so.
+        what = "it has no config.json" if path.exists() else "it does not exist"
+        raise ConfigError(f"--model: '{model}' is no model folder: {what}; give one, or a name on the hub, {MODEL!r}")
     with boundary(ConfigError, f"NAME: making the folder '{name}'"):
         if folder.exists():
             raise ConfigError(f"NAME: '{name}' exists already; use another name, or remove it")
         folder.mkdir()
-        source = os.path.relpath(model, folder) if (Path(model) / "config.json").is_file() else model
+        source = os.path.relpath(path, folder) if is_model else model
         here = Path(__file__).parents[3]  # In an installed package, no folder of docs is beside it.
         docs = f" ({here})" if (here / "docs/howto/config.md").is_file() else ""
         for file, text in {"run.yaml": RUN, "team.py": TEAM, "README.md": README}.items():

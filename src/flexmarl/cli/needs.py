@@ -84,7 +84,8 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
     if isinstance(engine, EmbeddedSettings):
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and engine.max_len > positions:
-            todo = f"engine.max_len is {engine.max_len}, but the model knows only {positions} positions: lower it"
+            of = f"policies.{policy}.engine.max_len is {engine.max_len}"
+            todo = f"{of}, but the model knows only {positions} positions: lower it"
     size = size_of(model, settings.policies[policy])
     chat = load_renderer(settings, policy).extension.summary
     found = f"{type(model).__name__}, {size.parameters / 1e6:,.2f}M parameters; chat: {chat}"

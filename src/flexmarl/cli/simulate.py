@@ -133,7 +133,9 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
     console.print(
         f"written to {written}; use it in a config: `extends: [run.yaml, {written.absolute()}]`", soft_wrap=True
     )
-    replay = simulations.load(folder.config, [*simulations.as_overrides(fitted, folder), *overrides])
+    measured = simulations.measured(settings, folder)
+    as_recorded = [*simulations.as_overrides(fitted, folder), f"steps={measured.steps}"]
+    replay = simulations.load(folder.config, [*as_recorded, *overrides])
     try:
         outcome = simulations.simulated(replay, console)
     except simulations.Unmodelled as lacking:
@@ -147,7 +149,6 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
             f"the simulation with the costs fitted to {recorded} failed: {error}; do not extend {written}; "
             f"{simulations.poor_fit(fitted.errors, settings) or 'fit a longer run'}"
         ) from error
-    measured = simulations.measured(settings, folder)
     console.print(simulations.comparison_table({"recorded": measured, "simulated": outcome.report}))
     errors, recorded_s = fitted.errors, measured.step_s.mean
     if recorded_s and not overrides:  # With overrides another run is simulated.

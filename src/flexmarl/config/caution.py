@@ -1,11 +1,14 @@
 """Decides which settings of a valid config have a price. `check` prints these cautions, and `train` when it begins."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.tools import Syntax, Tool, ToolCall
+from flexmarl.tools.arguments import example_of, only_argument_of
 
 _CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
 READ_IN: Mapping[str, tuple[Mode, ...]] = {
@@ -33,12 +36,13 @@ class Caution(NamedTuple):
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """Returns all cautions of a valid config: of rates, corrections, the pipeline, sampling, then credit."""
+    """Returns all cautions of a valid config: of rates, corrections, the pipeline, sampling, tools, then credit."""
     return [
         *_of_rates(settings),
         *_of_older_versions(settings),
         *_of_pipeline(settings),
         *_of_sampling(settings),
+        *_of_tools(settings),
         *_of_depth(settings),
     ]
 
@@ -104,6 +108,39 @@ def _changed(sampling: SamplingSettings) -> str:
     return ", ".join(
         f"{name} {getattr(sampling, name):g}" for name in shown if getattr(sampling, name) != getattr(plain, name)
     )
+
+
+def _of_tools(settings: RunSettings) -> Iterator[Caution]:
+    """Finds tools with several arguments under a syntax whose calls hold one text, unless the role prompt shows how."""
+    for name, agent in settings.team.agents.items():
+        if (syntax := agent.syntax) == "auto":  # All families of models have a place for several arguments.
+            continue
+        for tool in agent.tools:
+            call = _call_of_one_text(tool, syntax)
+            if call and call.partition("{")[0] + "{" not in agent.system:
+                several = ", ".join(tool.parameters["properties"])
+                yield Caution(
+                    f"team.agents.{name}.syntax",
+                    f"a call in syntax '{syntax.type}' holds one text, and the tool {tool.name!r} has several "
+                    f"arguments: {several}. Only a JSON object is read as them, any other text is answered with an "
+                    f"error",
+                    f"show in team.agents.{name}.system how to write them, {call!r}, or use syntax: auto",
+                )
+
+
+def _call_of_one_text(tool: Tool, syntax: Syntax) -> str:
+    """A call of a tool with several arguments in a syntax whose calls hold one text; "" for others."""
+    properties = tool.parameters.get("properties", {})
+    if len(properties) < 2 or only_argument_of(tool.parameters) is not None:
+        return ""
+    values = {name: example_of(one) for name, one in properties.items()}
+    try:
+        syntax.render(ToolCall(tool.name, values))
+        return ""
+    except KeyError:  # It has no word for the tool.
+        return ""
+    except ValueError:
+        return syntax.render(ToolCall(tool.name, json.dumps(values)))
 
 
 def _of_depth(settings: RunSettings) -> Iterator[Caution]:

@@ -53,7 +53,7 @@ class EpisodeFailed(Event):
     status: EpisodeStatus
     """How it ended."""
     kind: str = ""
-    """Name of the exception's type; without an exception `timed_out`, `unrewarded` or `cancelled`."""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `never_awaited` or `cancelled`."""
     place: str = ""
     """File and line of the code that raised it, e.g. `team.py:61`; empty if no code did."""
     text: str = ""

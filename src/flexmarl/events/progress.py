@@ -153,8 +153,7 @@ class LineProgress:
         """Prints a line if a step was completed since the last line, or if a resumed run begins behind one."""
         if view.step > self._shown:
             self._shown = view.step
-            done = view.tokens_per_s or view.rewards or view.untrained.lines
-            self.note(line(view) if done else f"goes on after step {view.step}/{view.steps}")
+            self.note(line(view) if view.step > view.before else f"goes on after step {view.step}/{view.steps}")
 
     def note(self, text: str) -> None:
         """Prints the text."""

@@ -2,7 +2,8 @@
 
 failed 16/32: ValueError: boom (team.py:61) | filtered 3/4: 2 too_easy, 1 flat | no update: solver
 
-Tool calls that were not run are counted beside it, because an agent learns nothing about a tool that never answers.
+Tool calls that were not run, or answered with an error, are counted beside it, because an agent learns nothing about a
+tool that never helps.
 """
 
 from collections import Counter
@@ -12,6 +13,12 @@ from dataclasses import dataclass, field
 from flexmarl.events.safe_json import masked
 from flexmarl.records.episode import Failure
 
+TOOL_FAULTS = {
+    "bad_tool_calls": "unreadable tool calls",
+    "tool_errors": "tool errors",
+    "dropped_tool_calls": "dropped tool calls",
+}
+"""Metrics that count the turns of an agent with such a tool call, by first part of the name, in words."""
 MOST_SHOWN = 2
 """Reasons that a line of the screen names."""
 
@@ -30,10 +37,8 @@ class NotTrained:
     """Number of them that were filtered, by reason, most frequent first."""
     skipped: Sequence[str] = ()
     """Trained policies without an update."""
-    bad_tool_calls: Mapping[str, int] = field(default_factory=dict)
-    """Turns of an agent with tool calls that could not be read."""
-    dropped_tool_calls: Mapping[str, int] = field(default_factory=dict)
-    """Turns of an agent with tool calls that were not run: the budget was spent, or the text was cut."""
+    tool_faults: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Turns of each agent with faulty tool calls, by a key of `TOOL_FAULTS`."""
 
     @property
     def lines(self) -> list[str]:
@@ -49,10 +54,21 @@ class NotTrained:
             lines.append(f"filtered {sum(self.filtered.values())}/{self.groups}: {in_words(self.filtered, 4)}")
         if self.skipped:
             lines.append(f"no update: {', '.join(self.skipped)}")
-        for said, turns in (("unreadable", self.bad_tool_calls), ("dropped", self.dropped_tool_calls)):
-            if turns:
-                lines.append(f"{said} tool calls: {turns_in_words(turns)}")
-        return lines
+        return lines + [f"{said}: {turns}" for said, turns in faults_in_words(self.tool_faults)]
+
+
+def tool_faults(values: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Turns with faulty tool calls, by a key of `TOOL_FAULTS` and by agent, most first, from metrics by name."""
+    return {figure: by_agent(values, figure) for figure in TOOL_FAULTS}
+
+
+def faults_in_words(faults: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
+    """Each kind of fault that there is, and its turns, in words. `faults` may lack kinds, and have other keys.
+
+    >>> faults_in_words({"tool_errors": {"solver": 9}, "bad_tool_calls": {}})
+    [('tool errors', 'solver in 9 turns')]
+    """
+    return [(said, turns_in_words(turns)) for figure, said in TOOL_FAULTS.items() if (turns := faults.get(figure))]
 
 
 def turns_in_words(turns: Mapping[str, int]) -> str:

@@ -16,8 +16,8 @@ step would hide the others.
 """
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,8 @@ class AlarmRules:
 
     def __init__(self, settings: AlarmSettings, trained: Collection[PolicyName]) -> None:
         self._settings, self._trained = settings, sorted(trained)
-        self._held: Counter[tuple[AlarmKind, str]] = Counter()
-        """Number of steps in a row in which a condition held."""
+        self._held: defaultdict[tuple[AlarmKind, str], dict[int, Mapping[str, float]]] = defaultdict(dict)
+        """The steps in a row in which a condition held, and their metrics. A step that says nothing is left out."""
         self._sounded: set[tuple[AlarmKind, str]] = set()
         self._first_entropy: dict[PolicyName, float] = {}
         self._fewest_equal: dict[str, float] = {}
@@ -64,23 +64,34 @@ class AlarmRules:
         sounds: list[AlarmRaised] = []
         for alarm, limit, one in self._conditions(values):
             key = (alarm, one.subject)
-            self._held[key] = self._held[key] + 1 if one.holds else 0
-            needed = one.steps or self._settings.steps
-            if self._held[key] == needed and key not in self._sounded:
+            if key in self._sounded:
+                continue
+            held = self._held[key]
+            held[step] = values
+            if not one.holds:
+                held.clear()
+            elif len(held) == (one.steps or self._settings.steps):
                 self._sounded.add(key)
-                since = f"in step {step}" if needed == 1 else f"in steps {step - needed + 1} to {step}"
+                whole = self._of_all(alarm, one, [*held.values()])
                 sounds.append(
                     AlarmRaised(
                         step=step,
                         alarm=alarm,
                         subject=one.subject,
-                        value=one.value,
+                        value=whole.value,
                         limit=limit,
-                        because=f"{one.says}, {since}",
+                        because=f"{whole.says}, {_in_steps([*held])}",
                         remedy=f"{one.remedy} (alarms.{alarm}={limit:g}; null turns it off)",
                     )
                 )
+                held.clear()
         return sounds
+
+    def _of_all(self, alarm: AlarmKind, one: Condition, steps: Sequence[Mapping[str, float]]) -> Condition:
+        """The condition, as the metrics of all these steps together show it; `one` is that of the last."""
+        together = _together(steps)
+        conditions = (found for kind, _, found in self._conditions(together) if kind == alarm)
+        return next((found for found in conditions if found.subject == one.subject), one)
 
     def _conditions(self, values: Mapping[str, float]) -> Iterator[tuple[AlarmKind, float, Condition]]:
         """Yields the conditions of the alarms that are on, each with its alarm and the setting it is compared with."""
@@ -100,13 +111,17 @@ class AlarmRules:
     def _untrained(self, values: Mapping[str, float], limit: int) -> Iterator[Condition]:
         for policy in self._trained:
             samples = values.get(f"train/{policy}/samples", 0.0)
+            unasked = values.get(f"filtered/{FilterReason.NO_TRAINED_TURN}", 0.0)
             yield Condition(
                 subject=policy,
                 holds=not samples,
                 value=samples,
                 steps=limit,
                 says=f"policy '{policy}' was not updated: no row of it had a weight",
-                remedy="look at the reasons of failed episodes and filtered groups in the lines above; choose tasks "
+                remedy="in groups filtered as no_trained_turn no agent of a trained policy was asked: let the workflow "
+                "await an act of one in each episode"
+                if 2 * unasked >= max(1.0, values.get("rollout/groups", 0.0))
+                else "look at the reasons of failed episodes and filtered groups in the lines above; choose tasks "
                 "that are neither too easy nor too hard, or set credit.filter.refill=true",
             )
 
@@ -193,6 +208,30 @@ class AlarmRules:
             )
 
 
+def _together(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several steps as of one: counts add up, shares of replies are averaged, others are the newest."""
+    together: dict[str, float] = {}
+    for name in dict.fromkeys(name for values in steps for name in values):
+        found = [values[name] for values in steps if name in values]
+        counts = name.startswith(("filter/", "filtered/", "credit/", "rollout/")) and not _SIZE.fullmatch(name)
+        together[name] = sum(found) if counts else found[-1]
+        if name.startswith("cut/"):
+            together[name] = sum(found) / len(found)
+    return together
+
+
+def _in_steps(steps: Sequence[int]) -> str:
+    """The steps in words.
+
+    >>> _in_steps([3]), _in_steps([3, 4]), _in_steps([3, 5])
+    ('in step 3', 'in steps 3 to 4', 'in steps 3, 5')
+    """
+    if len(steps) == 1:
+        return f"in step {steps[0]}"
+    in_a_row = steps[-1] - steps[0] == len(steps) - 1
+    return f"in steps {steps[0]} to {steps[-1]}" if in_a_row else f"in steps {', '.join(map(str, steps))}"
+
+
 def _credit_groups(values: Mapping[str, float]) -> tuple[float, dict[FilterReason, float]]:
     """Number of credit groups with something to compare, and of those whose rewards are equal, by reason."""
     agents = [name.split("/")[1] for name, size in values.items() if _SIZE.fullmatch(name) and size > 1]
@@ -246,8 +285,8 @@ def _cut(values: Mapping[str, float], limit: float) -> Iterator[Condition]:
                 holds=share >= limit,
                 value=share,
                 says=f"{share:.0%} of the replies of agent '{agent}' were cut off",
-                remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len), ask for shorter answers, "
-                f"or leave cut replies out of training",
+                remedy=f"raise team.agents.{agent}.sampling.max_tokens (and engine.max_len of its policy), ask for "
+                f"shorter answers, or leave cut replies out of training",
             )
 
 

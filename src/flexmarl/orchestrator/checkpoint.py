@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypedDict
@@ -194,6 +195,8 @@ class CheckpointFolder:
 
     def named(self, which: Which) -> Path:
         """Path of the newest, the best, or a step's checkpoint, which need not be intact. Raises as `chosen` does."""
+        if which not in ("newest", "best") and (not isinstance(which, Integral) or isinstance(which, bool)):
+            raise CheckpointError(f"which must be newest, best, or the step of a checkpoint, e.g. 4, got {which!r}")
         folders = self._folders()
         if which == "newest":
             if not folders:

@@ -201,7 +201,7 @@ class Monitor:
         """Shows a step as done, together with its figures."""
         self._step_lag_ms = 0.0
         values = figures.values
-        if "rollout/groups" in values:  # False for the evaluation before the first step.
+        if figures.step > self._before:  # False for an evaluation before the first step of this command.
             self._values, self._untrained = values, figures.untrained
         if "team/success" in values:
             self._successes.append(values["team/success"])

@@ -23,7 +23,7 @@ from flexmarl.events.notices import (
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.run_events import Evaluated
 from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated, UpdateSkipped
-from flexmarl.events.untrained import NotTrained, by_agent, counted
+from flexmarl.events.untrained import NotTrained, counted, tool_faults
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.orchestrator.evaluation import mean_metrics, rewards_of
 from flexmarl.orchestrator.publish import Versions
@@ -31,6 +31,12 @@ from flexmarl.records import Episode, Failure, FinishReason, PolicyName
 
 COMPARED = 50_000
 """Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
+_FAULTS = {
+    "bad_tool_calls": "bad_tool_calls",
+    "tool_error": "tool_errors",
+    "dropped_tool_calls": "dropped_tool_calls",
+}
+"""Signals of turns whose tool calls are at fault, with the metric that counts the turns."""
 
 
 class Figures:
@@ -99,9 +105,9 @@ class Figures:
                 self._failures.append(episode.failure or Failure(kind=episode.status))
             for turn in episode.turns:
                 metrics.mean(f"cut/{turn.agent}", turn.finish is FinishReason.LENGTH)
-                for signal in ("bad_tool_calls", "dropped_tool_calls"):
+                for signal, figure in _FAULTS.items():
                     if share := episode.signals.get(turn.sample_id, {}).get(signal):
-                        metrics.add(f"{signal}/{turn.agent}", share > 0)
+                        metrics.add(f"{figure}/{turn.agent}", share > 0)
         for episode in ended:
             metrics.mean("rollout/episode_s", episode.duration_s)
             for name, value in mean_metrics([episode]).items():
@@ -202,8 +208,7 @@ class Figures:
             groups=int(values.get("rollout/groups", 0)),
             filtered=dict(self._filtered.most_common()),
             skipped=tuple(dict.fromkeys(self._skipped)),
-            bad_tool_calls=by_agent(values, "bad_tool_calls"),
-            dropped_tool_calls=by_agent(values, "dropped_tool_calls"),
+            tool_faults=tool_faults(values),
         )
         self._failures, self._filtered, self._skipped = [], Counter(), []
         self._events.emit(FiguresWritten(step=settled.step, values=values, untrained=untrained))

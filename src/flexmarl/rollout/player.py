@@ -10,6 +10,7 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 """
 
 import asyncio
+import linecache
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
 from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
-from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, place_of, text_of, type_name
+from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, place_of, text_of, type_name, users_line
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import episode_failed
 from flexmarl.events.notices import EpisodeBroke, EpisodeWaits
@@ -216,7 +217,8 @@ class Player:
         )
 
     def _record(self, team: Team, context: EpisodeContext, ended: "_Ended") -> Episode:
-        """The record of the episode. FAILED if a trained turn has no reward; without turns if the team is broken."""
+        """The record of the episode. FAILED if an act was not awaited, or if a trained turn has no reward; without
+        turns if the team is broken."""
         episode = Episode(
             episode=context.episode,
             group=context.group,
@@ -226,7 +228,11 @@ class Player:
             failure=ended.failure,
         )
         try:
-            if episode.finished and (turn := self._unrewarded(team)):
+            forgotten = team.never_awaited()
+            if episode.finished and forgotten:
+                failure = _never_awaited(*forgotten[0])
+                episode = _failed(episode, str(failure), failure)
+            elif episode.finished and (turn := self._unrewarded(team)):
                 episode = _failed(
                     episode,
                     f"agent '{turn.agent}' got no reward for call {turn.sample_id}; the workflow must call "
@@ -300,6 +306,13 @@ def _hint(error: BaseException) -> str:
     """The remedy for an error that a forgotten `await` caused; "" for any other error."""
     forgotten = isinstance(error, AttributeError | TypeError) and "'coroutine' object" in text_of(error)
     return ": write `await` before the call that made it" if forgotten else ""
+
+
+def _never_awaited(file: str, line: int) -> Failure:
+    """The failure of an episode whose workflow made an act at this line, and never awaited it."""
+    made = linecache.getline(file, line).strip()
+    text = f"the call `{made}` was made and never awaited, so it did not run; write `await` before it"
+    return Failure(kind="never_awaited", text=_one_line(text), place=users_line([(file, line)]))
 
 
 def _failed(episode: Episode, reason: str, failure: Failure) -> Episode:

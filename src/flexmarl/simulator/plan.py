@@ -57,22 +57,29 @@ class Distribution(Settings):
         description="Lognormal: standard deviation of the logarithm; 1.0 draws ten means once in 400.",
     )
     floor: float = Field(default=0.0, ge=0, description="Less counts as this.")
-    cap: float = Field(default=math.inf, description="More counts as this.")
+    cap: float | None = Field(default=None, description="More counts as this; null: no cap.")
 
     @model_validator(mode="before")
     @classmethod
     def _a_number_is_constant(cls, value: Any) -> Any:
         return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
+    @field_validator("cap", mode="before")
+    @classmethod
+    def _infinite_is_no_cap(cls, cap: Any) -> Any:
+        """Reads `.inf` as null: run folders of older versions say so."""
+        return None if cap == math.inf and cls.model_fields["cap"].default is None else cap
+
     @model_validator(mode="after")
     def _the_range_is_not_empty(self) -> Self:
-        if self.cap < self.floor:
+        if self.cap is not None and self.cap < self.floor:
             raise ValueError(f"cap is {self.cap}, below floor, which is {self.floor}; use a cap of at least the floor")
         return self
 
     def draw(self, rng: random.Random) -> float:
         """Draws a number with `rng`, clipped to [floor, cap]."""
-        return min(max(self._draw(rng), self.floor), self.cap)
+        number = max(self._draw(rng), self.floor)
+        return number if self.cap is None else min(number, self.cap)
 
     def _draw(self, rng: random.Random) -> float:
         if self.mean == 0 or self.shape == "constant":

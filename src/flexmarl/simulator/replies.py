@@ -84,7 +84,10 @@ class Lengths(Distribution):
         default="lognormal", description="How the lengths of replies are spread."
     )
     floor: float = Field(default=1, ge=1, description="Shortest reply.")
-    cap: float = Field(default=8192, le=1 << 20, description="Longest reply.")
+    # Settings are frozen, so that a narrower type breaks nobody.
+    cap: float = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=8192, le=1 << 20, description="Longest reply."
+    )
 
     def responder(self, renderer: ChatRenderer) -> Responder:
         """Makes the responder. It does not depend on the agent."""

@@ -194,15 +194,15 @@ class JsonlTasks(TaskTable):
 
     def open(self, *, seed: int, base: Path = Path(".")) -> TableSource:
         """Opens the source. Raises ConfigError naming file and line."""
-        held_out = None if self.held_out_file is None else read_jsonl(base / self.held_out_file)
-        rows = read_jsonl(base / self.file)
+        held_out = None if self.held_out_file is None else read_jsonl(base / self.held_out_file, "tasks.held_out_file")
+        rows = read_jsonl(base / self.file, "tasks.file")
         if not rows:
             raise ConfigError(f"tasks.file: {self.file} has no rows; write a JSON object per line")
         return TableSource(self, name=self.file.stem, rows=rows, held_out=held_out, seed=seed)
 
 
-def read_jsonl(file: Path) -> list[Row]:
-    """The objects of a file, each with its place; blank lines are skipped."""
+def read_jsonl(file: Path, key: str) -> list[Row]:
+    """The objects of a file, each with its place; blank lines are skipped. `key`: the setting that names the file."""
     rows: list[Row] = []
     try:
         lines = file.read_text("utf-8-sig").split("\n")
@@ -210,7 +210,9 @@ def read_jsonl(file: Path) -> list[Row]:
         number, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise ConfigError(f"{file}:{number}: the byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
     except OSError as error:
-        raise ConfigError(f"tasks: cannot read {file}: {error}") from error
+        raise ConfigError(
+            f"{key}: cannot read {file}: {error.strerror}; give a JSONL file, by a path relative to the config"
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

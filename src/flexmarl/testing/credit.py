@@ -224,7 +224,8 @@ def check_term(
         for seen in {alone[term.sees](row): None for row in given}:
             part = [row for row in given if alone[term.sees](row) == seen]
             assert _shaped(part, term) == {row.sample_id: found[row.sample_id] for row in part}, (
-                f"it says that it sees a {term.sees}, and other rows change what it makes of one"
+                f"its attribute sees is {term.sees!r}, and other rows change what it makes of one; use "
+                f"sees = 'episode' or 'task' (`sees: ClassVar[Sees]`)"
             )
 
 
@@ -244,4 +245,7 @@ def _check_shaped_row(term: OutcomeTerm | AddedTerm, row: CreditRow, shaped: Cre
     if not term.is_for(row.agent):
         assert shaped == row, f"the term is not for agent {row.agent}, and changes its reward"
     if row.reward >= 0 and not term.may_be_negative:
-        assert shaped.reward >= 0, f"it says that it makes no reward negative, and makes {row.reward} {shaped.reward}"
+        assert shaped.reward >= 0, (
+            f"its property may_be_negative is False, it makes no reward negative, and makes {row.reward} "
+            f"{shaped.reward}; let may_be_negative return True, or bound what it takes off"
+        )

@@ -50,7 +50,7 @@ def fitted(given: Mapping[str, Any] | str, schema: Mapping[str, Any]) -> dict[st
     BadArguments(reason="n: 'four' is not of type 'integer'; the arguments are: n: integer")
     """
     properties: Mapping[str, Any] = schema.get("properties", {})
-    named = _named(given, properties, schema.get("required", ()))
+    named = _named(given, only_argument_of(schema))
     if named is None:
         return _bad("several arguments must be a JSON object", schema)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -65,12 +65,21 @@ def fitted(given: Mapping[str, Any] | str, schema: Mapping[str, Any]) -> dict[st
         return _bad("the arguments are nested too deep", schema)
 
 
-def _named(given: Mapping[str, Any] | str, properties: Mapping[str, Any], required: Sequence[str]) -> Any:
+def only_argument_of(schema: Mapping[str, Any]) -> str | None:
+    """Name of the argument that a plain text stands for: the only one, or the only one that is required.
+
+    None if there is none, or if there are several, which must be a JSON object.
+    """
+    properties = schema.get("properties", {})
+    names = [*properties] if len(properties) == 1 else [*schema.get("required", ())]
+    return names[0] if len(names) == 1 else None
+
+
+def _named(given: Mapping[str, Any] | str, only: str | None) -> Any:
     if not isinstance(given, str):
         return given
-    names = [*properties] if len(properties) == 1 else [*required]
-    if len(names) == 1:
-        return {names[0]: given}
+    if only is not None:
+        return {only: given}
     try:
         several = parse_json(given) if given.strip() else {}
     except ValueError:

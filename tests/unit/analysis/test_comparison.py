@@ -3,13 +3,21 @@
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flexmarl.analysis.comparison import Measured, RunFigures, compare_runs, difference, differing_settings
+from flexmarl.analysis.comparison import (
+    Measured,
+    RunFigures,
+    compare_runs,
+    difference,
+    differing_settings,
+    settings_in_short,
+)
 from flexmarl.analysis.intervals import share
 from flexmarl.cli.compare import comparison, fitting
 
@@ -91,3 +99,32 @@ def test_settings_of_one_run_alone_differ_too() -> None:
         "batch.groups": (4, None),
         "stop.patience": (None, 2),
     }
+
+
+def test_settings_that_explain_most_come_first_and_an_agent_of_one_run_alone_is_one_row() -> None:
+    def run(mode: str, rate: float, groups: int, model: str, judge: Any = None) -> dict[str, Any]:
+        solver = {"model": model, "instances": groups, "training": {"optimizer": {"learning_rate": rate}}}
+        agents = {"solver": {"policy": "solver"}} | ({"judge": {"policy": "judge", "memory": "none"}} if judge else {})
+        return {
+            "alarms": {"steps": groups},
+            "batch": {"groups": groups},
+            "credit": {"filter": groups},
+            "mode": mode,
+            "policies": {"solver": solver} | ({"judge": judge} if judge else {}),
+            "tasks": {"seed": groups},
+            "team": {"agents": agents},
+        }
+
+    runs = [run("sync", 0.1, 4, "small"), run("async", 0.2, 8, "large", {"model": "tiny", "instances": 1})]
+    assert list(settings_in_short(runs, differing_settings(runs)).items()) == [
+        ("mode", ("sync", "async")),
+        ("tasks.seed", (4, 8)),
+        ("policies.judge", (None, "tiny")),
+        ("policies.solver.model", ("small", "large")),
+        ("team.agents.judge", (None, "judge")),
+        ("batch.groups", (4, 8)),
+        ("policies.solver.training.optimizer.learning_rate", (0.1, 0.2)),
+        ("credit.filter", (4, 8)),
+        ("alarms.steps", (4, 8)),
+        ("policies.solver.instances", (4, 8)),
+    ]

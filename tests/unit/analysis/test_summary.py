@@ -293,6 +293,8 @@ def test_a_run_that_ended_early_has_its_curve_and_summary(tmp_path, lines):
     assert (tmp_path / "curve.png").stat().st_size > 1000
     assert summary.tokens == 0
     assert "0 tokens" in shown(summary)
+    assert ("There are no figures before and after: no turn was rewarded." in shown(summary)) == (not lines)
+    assert ("change" in shown(summary)) == bool(lines)
 
 
 def test_a_run_without_evaluation_has_empty_before_and_after_and_rewards_of_the_first_and_last_tenth_of_steps():

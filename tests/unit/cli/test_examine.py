@@ -177,6 +177,17 @@ async def forgets(task, team):
     team.solver.act("and then?")
 
 
+async def think():
+    pass
+
+
+@workflow("examined_thinks")
+async def thinks(task, team):
+    think()
+    reply = await team.solver.act(task.prompt)
+    reply.reward(1.0)
+
+
 @workflow("examined_hurries")
 async def hurries(task, team):
     team.solver.act(task.prompt).reward(1.0)
@@ -297,13 +308,23 @@ def test_a_workflow_that_never_gives_the_event_loop_back_is_ended_and_its_line_i
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_call_that_is_never_awaited_is_to_do_and_python_does_not_warn_of_it(small_run: Path, recwarn) -> None:
+def test_an_act_that_is_never_awaited_is_a_problem_and_python_does_not_warn_of_it(small_run: Path, recwarn) -> None:
     line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if "and then?" in text)
-    findings, problems = examined_with(small_run, "examined_forgets")
-    (forgotten,) = [finding for finding in findings if finding.todo == "write `await` before it"]
-    assert forgotten.found == (
-        f'examined.py:{line}: the call `team.solver.act("and then?")` was made and never awaited, so it did not run'
+    _, (problem,) = examined(small_run, "examined_forgets")
+    assert problem.endswith(
+        'fails with each of them: never_awaited: the call `team.solver.act("and then?")` was made and never awaited, '
+        f"so it did not run; write `await` before it (examined.py:{line})"
     )
+    assert not [*recwarn]
+
+
+def test_a_call_of_ones_own_that_is_never_awaited_is_to_do_and_python_does_not_warn_of_it(
+    small_run: Path, recwarn
+) -> None:
+    line = next(n for n, text in enumerate(BROKEN.splitlines(), start=1) if text.strip() == "think()")
+    findings, problems = examined_with(small_run, "examined_thinks")
+    (forgotten,) = [finding for finding in findings if finding.todo == "write `await` before it"]
+    assert forgotten.found == f"examined.py:{line}: the call `think()` was made and never awaited, so it did not run"
     assert (problems, [*recwarn]) == ([], [])
 
 

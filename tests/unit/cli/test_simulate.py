@@ -141,6 +141,20 @@ def test_costs_fitted_to_a_run_replay_it(config: Path) -> None:
     assert simulation.replies == load_run(config).simulation.replies
 
 
+@pytest.mark.parametrize("configured", [1, 6])
+def test_a_replay_has_as_many_steps_as_the_run_made_whatever_its_config_says(config: Path, configured: int) -> None:
+    recorded = Path(said(config, "tasks.params.tool_mean_s=0", "steps=3").splitlines()[-1])
+    written = (recorded / "config.yaml").read_text()
+    (recorded / "config.yaml").write_text(written.replace("steps: 3\n", f"steps: {configured}\n"))
+
+    def replayed(*words: str) -> int:
+        folder = Path(said("--fit", recorded, *words).splitlines()[-1].removeprefix("simulation: "))
+        return max(read_metrics(folder / "metrics.jsonl"))
+
+    assert replayed() == 3
+    assert replayed("steps=2") == 2
+
+
 def test_a_fit_has_the_slots_that_were_simulated_and_says_where_it_is(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,9 @@
 """Settings that are allowed and have a price."""
 
+from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import cautions, load_run
+from flexmarl.tools import ToolCall, tool
+from flexmarl.tools.arguments import fitted
 
 
 def keys_of(config, *overrides):
@@ -37,3 +40,43 @@ def test_what_is_allowed_and_has_a_price_is_said_and_nothing_else(config):
     assert "the first one counts 0.25 times the last" in caution.price
     for kind in ("turn_weighted", "shaped"):
         assert keys_of(config, tree, f"credit.shaping=[{{type: {kind}}}]") == ["credit.shaping[0]"]
+
+
+@tool(pure=True)
+def times_of_two(a: int, b: int) -> int:
+    """Multiplies."""
+    return a * b
+
+
+@tool(pure=True)
+def times_of_one(a: int, b: int = 2) -> int:
+    """Multiplies."""
+    return a * b
+
+
+def test_a_tool_with_several_arguments_under_a_syntax_of_one_text_is_cautioned_against(config):
+    solver = "team.agents.solver"
+    two = f"{solver}.tools=[{{type: times_of_two}}]"
+    (caution,) = cautions(load_run(config, [two, f"{solver}.syntax={{type: function, names: {{calc: times_of_two}}}}"]))
+    assert caution.key == f"{solver}.syntax"
+    assert "syntax 'function' holds one text, and the tool 'times_of_two' has several arguments: a, b" in caution.price
+    assert """'calc({"a": 1, "b": 1})'""" in caution.instead
+    fenced = f"{solver}.syntax={{type: fenced, languages: {{calc: times_of_two}}}}"
+    assert keys_of(config, two, fenced) == [f"{solver}.syntax"]
+    for syntax in ("auto", "{type: tag}", "{type: xml}", "{type: mistral}", "{type: llama}"):
+        assert keys_of(config, two, f"{solver}.syntax={syntax}") == []
+    one = f"{solver}.tools=[{{type: times_of_one}}]"
+    assert keys_of(config, one, f"{solver}.syntax={{type: function, names: {{calc: times_of_one}}}}") == []
+
+
+def test_the_call_that_a_caution_shows_is_read_and_a_role_prompt_that_shows_it_ends_the_caution(config):
+    syntax = "team.agents.solver.syntax={type: function, names: {calc: times_of_two}}"
+    words = ["team.agents.solver.tools=[{type: times_of_two}]", syntax]
+    settings = load_run(config, [*words, 'team.agents.solver.system="Write calc({\\"a\\": 6, \\"b\\": 7})."'])
+    assert cautions(settings) == []
+    team: TeamSettings = settings.team
+    agent = team.agents["solver"]
+    assert agent.syntax != "auto"
+    (call,) = agent.syntax.parse(agent.system)
+    assert isinstance(call, ToolCall)
+    assert fitted(call.arguments, agent.tools[0].parameters) == {"a": 6, "b": 7}

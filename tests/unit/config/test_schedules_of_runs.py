@@ -1,11 +1,11 @@
-"""The length of a learning rate's decay: given, or that of the run."""
+"""The length of a learning rate's decay: given, or that of the run. What a resumption may change."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
-from flexmarl.assemble.commands import check_same_run
+from flexmarl.assemble.commands import check_same_run, new_run_folder
 from flexmarl.assemble.kept import write_settings
 from flexmarl.config import cautions, load_run
 from flexmarl.errors import ConfigError
@@ -35,6 +35,26 @@ def test_a_resumption_with_another_length_of_the_decay_is_refused_by_its_key(tmp
     refused = rf"other settings: {KEY}\.decay_steps was 12, is 40; resume with .*config\.yaml"
     with pytest.raises(ConfigError, match=refused):
         check_same_run(load_run(RELAY, ["steps=40", cosine]), folder)
+
+
+def test_a_run_goes_on_on_another_cluster_and_without_its_section_of_simulation(tmp_path: Path) -> None:
+    folder, replies = RunFolder(tmp_path), "simulation={replies: {default: {type: lengths, mean: 4}}, rewards: {}}"
+    write_settings(load_run(RELAY, [replies]), folder)
+    elsewhere = ["cluster={backend: ray, device: cuda}", "pool.routing=round_robin", "objects={}"]
+    check_same_run(load_run(RELAY), folder)
+    check_same_run(load_run(RELAY, elsewhere), folder)
+    with pytest.raises(ConfigError, match=r"batch\.groups was"):
+        check_same_run(load_run(RELAY, ["batch.groups=3"]), folder)
+
+
+def test_a_folder_in_which_no_run_folder_can_be_made_is_named_once_with_what_would_work() -> None:
+    settings = load_run(RELAY, ["out=/proc/nowhere"])
+    with pytest.raises(ConfigError) as error:
+        new_run_folder(settings)
+    assert str(error.value) == (
+        "out: no run folder can be made in '/proc/nowhere': No such file or directory; use a folder that you may write "
+        "to, e.g. out=runs"
+    )
 
 
 def test_updates_with_a_rate_of_0_are_cautioned_against() -> None:

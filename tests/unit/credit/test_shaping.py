@@ -331,7 +331,13 @@ class Negative(Peeking):
         return {row.sample_id: -1.0 for row in rows}
 
 
-@pytest.mark.parametrize(("term", "law"), [(Peeking(), "it sees a row"), (Negative(), "makes no reward negative")])
+@pytest.mark.parametrize(
+    ("term", "law"),
+    [
+        (Peeking(), "attribute sees is 'row'"),
+        (Negative(), "property may_be_negative is False, .* let may_be_negative return True"),
+    ],
+)
 def test_the_check_of_terms_names_the_law_that_breaks(term, law):
     with pytest.raises(AssertionError, match=law):
         check_term(term)

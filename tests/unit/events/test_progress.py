@@ -69,7 +69,7 @@ def test_a_log_gets_one_line_per_completed_step():
 def test_a_resumed_log_goes_on_where_it_stopped():
     out = io.StringIO()
     progress = LineProgress(Console(file=out))
-    progress.update(ProgressView(step=5, steps=8, elapsed_s=0.0))
+    progress.update(ProgressView(step=5, steps=8, elapsed_s=0.0, before=5))
     progress.update(view(6))
     assert [text.split(" | ")[0] for text in out.getvalue().splitlines()] == ["goes on after step 5/8", "step 6/8"]
 

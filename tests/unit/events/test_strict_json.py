@@ -59,7 +59,7 @@ def test_what_is_nested_too_deep_is_refused_however_deep(tmp_path, depth, openin
         parse_json(text)
     (tmp_path / "tasks.jsonl").write_text(f'{{"prompt": "1+1"}}\n{{"prompt": {text}}}\n')
     with pytest.raises(ConfigError, match=r"tasks\.jsonl:2: not JSON: more than 200 levels"):
-        read_jsonl(tmp_path / "tasks.jsonl")
+        read_jsonl(tmp_path / "tasks.jsonl", "tasks.file")
     with pytest.raises(FlexmarlError, match=r"tasks\.jsonl, line 2: not JSON"):
         list(read_lines(tmp_path / "tasks.jsonl"))
 

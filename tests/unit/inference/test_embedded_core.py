@@ -367,7 +367,7 @@ def test_the_seed_alone_decides_in_normal_mode_too():
     ("bad", "words"),
     [
         (request("x", np.zeros(97)), "engine.max_len), got 97"),
-        (request("x", []), "got 0"),
+        (request("x", []), "(policies.solver.engine.max_len), got 0"),
         (request("x", [1, 61]), "0 to 60"),
         (request("x", [-1]), "got -1"),
         (request("x", max_tokens=0), "max_tokens must be at least 1, got 0"),

@@ -83,6 +83,28 @@ def test_rewards_that_differ_no_more_are_taken_for_a_ruined_policy_unless_the_ta
     assert ("lower training.optimizer.learning_rate" in alarm.remedy) is ruined
 
 
+def test_an_alarm_of_several_steps_says_their_sum_and_which_steps_they_are():
+    nothing_ended = {"train/solver/samples": 4.0}
+    first, second = ({"rollout/groups": groups, "filtered/flat": groups} for groups in (3.0, 2.0))
+    rules = AlarmRules(AlarmSettings(untrained=None), [SOLVER])
+    ((step, alarm),) = sounds(rules, [first, nothing_ended, second])
+    assert (step, alarm.value) == (3, 1.0)
+    assert alarm.because == (
+        "100% of 5 groups have equal rewards by credit.filter (5 flat), so nothing can be learned from comparing them, "
+        "in steps 1, 3"
+    )
+    failing = [{"rollout/episodes": 4.0, "rollout/failed_episodes": failed} for failed in (4.0, 2.0)]
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(untrained=None), [SOLVER]), failing)
+    assert (alarm.value, alarm.because) == (0.75, "6 of 8 episodes failed, in steps 1 to 2")
+
+
+def test_a_policy_that_the_workflow_never_asks_is_not_told_to_take_easier_tasks():
+    unasked = {"rollout/groups": 4.0, "filtered/no_trained_turn": 4.0}
+    ((_, alarm),) = sounds(AlarmRules(AlarmSettings(untrained=1), [SOLVER]), [unasked])
+    assert "let the workflow await an act of one" in alarm.remedy
+    assert "easy" not in alarm.remedy
+
+
 def test_a_step_without_an_episode_fails_none():
     assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [WELL | {"rollout/episodes": 0.0}] * 3)
 
@@ -92,17 +114,20 @@ def test_equal_rewards_sound_without_a_filter_too_and_groups_of_one_do_not():
     assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike | {"credit/solver/group_size": 1.0}] * 3)
     ((step, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike | {"credit/solver/group_size": 4.0}] * 3)
     assert (step, alarm.alarm, alarm.value) == (2, AlarmKind.NO_SPREAD, 1.0)
-    assert "the rewards of 8 of 8 credit groups did not differ (8 too_hard)" in alarm.because
+    assert "the rewards of 16 of 16 credit groups did not differ (16 too_hard)" in alarm.because
     assert "give easier tasks" in alarm.remedy
 
 
 def test_a_team_with_one_agent_at_its_best_and_one_at_its_worst_is_told_which_is_which():
     alike = WELL | {"filtered/flat": 4.0, "filter/solver/too_hard": 4.0, "filter/checker/too_easy": 4.0}
     ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [alike] * 3)
-    assert "by credit.filter (4 flat; checker: 4 too_easy; solver: 4 too_hard)" in alarm.because
+    assert (
+        "100% of 8 groups have equal rewards by credit.filter (8 flat; checker: 8 too_easy; solver: 8 too_hard)"
+        in alarm.because
+    )
     same = alike | {"filter/checker/too_easy": 0.0, "filter/checker/too_hard": 4.0}
     ((_, alarm),) = sounds(AlarmRules(AlarmSettings(), [SOLVER]), [same] * 3)
-    assert "by credit.filter (4 flat)" in alarm.because
+    assert "by credit.filter (8 flat)" in alarm.because
 
 
 def test_an_agent_whose_rewards_never_differ_is_named_though_those_of_another_do():
@@ -110,7 +135,7 @@ def test_an_agent_whose_rewards_never_differ_is_named_though_those_of_another_do
     rules = AlarmRules(AlarmSettings(), [SOLVER])
     ((step, alarm),) = sounds(rules, [stuck] * 3)
     assert (step, alarm.alarm, alarm.subject, alarm.value) == (2, AlarmKind.NO_SPREAD, "solver", 1.0)
-    assert "the rewards of agent 'solver' did not differ, so it learns nothing (4 too_hard)" in alarm.because
+    assert "the rewards of agent 'solver' did not differ, so it learns nothing (8 too_hard)" in alarm.because
     assert "give easier tasks" in alarm.remedy
     best = WELL | {"filter/checker/effective": 4.0, "filter/solver/too_easy": 4.0}
     assert not sounds(AlarmRules(AlarmSettings(), [SOLVER]), [best] * 3)

@@ -1,12 +1,16 @@
 """What is seen of a run: figures by step, and a live view."""
 
 import asyncio
+import re
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from flexmarl.analysis.timeline import trace_events
+from flexmarl.analysis.troubles import Troubles, trouble_rows
 from flexmarl.credit import AgentReport
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Timed
@@ -24,7 +28,7 @@ from flexmarl.events.notices import (
     TurnsTaken,
     phase,
 )
-from flexmarl.events.progress import NullProgress, ProgressView, line
+from flexmarl.events.progress import LineProgress, NullProgress, ProgressView, line
 from flexmarl.events.run_events import Evaluated, LoopBlocked, StepStarted
 from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Updated, UpdateSkipped
@@ -237,6 +241,56 @@ def test_where_a_step_trains_others_the_line_says_of_how_many_episodes_its_figur
         shown = line(screen.views[-1])
         assert says in shown, shown
         assert ("ended" in shown) == trains_others
+
+    run_virtual(scenario())
+
+
+def test_a_step_in_which_no_episode_ends_does_not_repeat_the_figures_of_the_step_before():
+    async def scenario():
+        out, events = StringIO(), RememberedEvents()
+        screen = LineProgress(Console(file=out, width=200))
+        watching = asyncio.create_task(monitor_of(screen, events=events, trains_others=True).watch())
+        await asyncio.sleep(0.3)
+        for step in range(3):
+            begin(events, step)
+            if step == 0:
+                play(events, [1.0, None, 0.0])
+            await asyncio.sleep(1.0)
+            settle(events, step + 1)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        _, first, *others = out.getvalue().splitlines()
+        assert re.fullmatch(r"step 1/5 \| 3 episodes ended \| .*failed 1/3.* tokens/s \| .*", first)
+        nothing = re.compile(r"step [23]/5 \| no episodes ended \| 0:0\d, left 0:0\d")
+        assert len(others) == 2
+        assert all(nothing.fullmatch(line) for line in others), others
+
+    run_virtual(scenario())
+
+
+def test_turns_whose_tool_calls_were_answered_with_an_error_are_counted_and_said():
+    async def scenario():
+        values = Values()
+        events = figures_of(values)
+        written = []
+        events.listen(FiguresWritten, written.append)
+        group = group_of(0, [1.0, 0.0, 0.0])
+        faults = ({"tool_error": 1.0, "bad_tool_calls": 0.5}, {"tool_error": 1.0}, {"format_error": 1.0})
+        episodes = (
+            replace(episode, signals={episode.turns[0].sample_id: found})
+            for episode, found in zip(group.episodes, faults, strict=True)
+        )
+        events.emit(GroupPlayed(group=replace(group, episodes=tuple(episodes))))
+        settle(events, 1)
+        assert (values["tool_errors/solver"], values["bad_tool_calls/solver"]) == (2, 1)
+        assert written[0].untrained.lines == [
+            "unreadable tool calls: solver in 1 turn",
+            "tool errors: solver in 2 turns",
+        ]
+        assert trouble_rows(Troubles().as_json(values)) == {
+            "unreadable tool calls": "solver in 1 turn",
+            "tool errors": "solver in 2 turns",
+        }
 
     run_virtual(scenario())
 

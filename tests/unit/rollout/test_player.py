@@ -95,6 +95,22 @@ async def hasty(task, team):
         reply.close()
 
 
+async def unawaited(task, team):
+    team.verifier.act(task.prompt)
+    (await team.solver.act(task.prompt)).reward(1.0)
+
+
+async def alone_unawaited(task, team):
+    made = team.solver.act(task.prompt)
+    team.solver.reward(float(made is not None))
+
+
+async def made_and_cancelled(task, team):
+    """An act that was made and not run, but was not forgotten: a task that had it was cancelled."""
+    asyncio.create_task(team.verifier.act(task.prompt)).cancel()
+    (await team.solver.act(task.prompt)).reward(1.0)
+
+
 async def endless(task, team):
     await team.solver.act(task.prompt)
     await asyncio.sleep(1e9)
@@ -160,6 +176,20 @@ def line_of(text: str) -> int:
         (broken, "KeyError", 'raise KeyError("answer")', "'answer'"),
         (broken_in_a_group, "KeyError", 'raise KeyError("answer")', "'answer'"),
         (forgetful, "unrewarded", "", "agent 'verifier' got no reward for a call"),
+        (
+            unawaited,
+            "never_awaited",
+            "    team.verifier.act(task.prompt)",
+            "the call `team.verifier.act(task.prompt)` was made and never awaited, so it did not run; write `await` "
+            "before it",
+        ),
+        (
+            alone_unawaited,
+            "never_awaited",
+            "made = team.solver.act(task.prompt)",
+            "the call `made = team.solver.act(task.prompt)` was made and never awaited, so it did not run; write "
+            "`await` before it",
+        ),
         (endless, "timed_out", "await asyncio.sleep(1e9)", "took longer than rollout.episode_timeout_s=100"),
         (not_a_number, "EpisodeError", 'reward(float("nan"))', "a reward must be a finite number, got nan"),
         (
@@ -180,10 +210,18 @@ def test_a_failure_names_its_kind_and_the_line_of_the_users_code(workflow, kind,
         (failed,) = events.of(EpisodeFailed)
         assert (failed.kind, failed.place, failed.text) == (kind, place, text)
         assert (failed.because, failed.purpose) == (episode.reason, Purpose.TRAINING)
-        assert ("write `await`" in episode.reason) == (workflow is hasty)
+        assert ("write `await`" in episode.reason) == (workflow in (hasty, unawaited, alone_unawaited))
         (one,) = broke
         assert (one.task, one.failure) == ("sum-1", episode.failure)
-        assert (one.error is None) == (kind in ("unrewarded", "timed_out"))
+        assert (one.error is None) == (kind in ("unrewarded", "timed_out", "never_awaited"))
+
+    run_virtual(scenario())
+
+
+def test_an_act_that_was_cancelled_before_it_began_is_not_forgotten():
+    async def scenario():
+        episode = await player(made_and_cancelled)[0].play(GROUP, 0)
+        assert (episode.finished, [turn.agent for turn in episode.turns]) == (True, ["solver"])
 
     run_virtual(scenario())
 

@@ -173,8 +173,15 @@ def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path, mark: b
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nowhere.jsonl"):
-        JsonlTasks(file=Path("nowhere.jsonl")).open(seed=0, base=tmp_path)
+    path, works = tmp_path / "nowhere.jsonl", "give a JSONL file, by a path relative to the config"
+    there = write(tmp_path / "tasks.jsonl", products(2))
+    for key, source in {
+        "tasks.file": JsonlTasks(file=Path(path.name)),
+        "tasks.held_out_file": JsonlTasks(file=there, held_out_file=Path(path.name)),
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            source.open(seed=0, base=tmp_path)
+        assert str(error.value) == f"{key}: cannot read {path}: No such file or directory; {works}"
 
 
 def test_ids_must_be_unique() -> None:

@@ -526,7 +526,8 @@ class EngineCore:
         """The reason why the request can never be served; empty if it can."""
         sampling, prompt = request.sampling, request.prompt_ids
         if not 1 <= len(prompt) <= self._settings.max_len:
-            return f"the prompt must have 1 to {self._settings.max_len} tokens (engine.max_len), got {len(prompt)}"
+            key = f"policies.{request.policy}.engine.max_len"
+            return f"the prompt must have 1 to {self._settings.max_len} tokens ({key}), got {len(prompt)}"
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             return f"prompt ids must be 0 to {self._vocabulary - 1}, got {int(prompt.min())} to {int(prompt.max())}"
         if not 0 <= request.offset < len(prompt):
