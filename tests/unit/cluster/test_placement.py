@@ -132,6 +132,10 @@ def test_a_node_outside_the_pool_is_used_only_by_who_names_it() -> None:
         ("b", "no other node has room"),
         ("a", "it was asked for"),
     ]
+    tight = [node("a", cpus=1), node("b", cpus=1)]
+    found = place([engine("one", 0), engine("one", 1, on="a")], nodes=tight, pools=everywhere(tight))
+    assert isinstance(found, list), "who may be on one node only chooses first"
+    assert [placed.node for placed in found] == ["b", "a"]
     refused = place([trainer("one")], nodes=nodes, pools=pools)
     assert isinstance(refused, NoRoom)
     assert "no node is allowed to have it" in refused.because
