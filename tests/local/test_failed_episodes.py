@@ -111,7 +111,7 @@ def test_a_run_of_which_half_the_episodes_fail_sounds_an_alarm_once(flexmarl):
     (alarm,) = json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())["troubles"]["alarms"]
     assert (alarm["alarm"], alarm["step"]) == ("failed", 2)
     said = " ".join(out.split())
-    assert "alarm: 8 of 16 episodes failed, in steps 1 to 2; read the first traceback of each kind" in said
+    assert "alarm: 16 of 32 episodes failed, in steps 1 to 2; read the first traceback of each kind" in said
     assert "flexmarl show RUN --failed" in said
     code, out, _ = flexmarl("train", most, "steps=2", "evaluate.tasks=0", "alarms={failed: null, cut: null}")
     assert (code, "episodes failed, in steps" in out) == (0, False)
@@ -151,7 +151,7 @@ def test_filtered_groups_and_missing_updates_are_said_in_each_step_and_in_the_su
         "no_spread",
         "untrained",
     ]
-    assert "alarm: 100% of 4 groups have equal rewards by credit.filter" in out
+    assert "alarm: 100% of 8 groups have equal rewards by credit.filter" in out
 
 
 def test_each_line_has_the_figures_of_its_step_where_evaluations_follow(flexmarl):

@@ -133,7 +133,7 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any
 def settings_in_short(
     runs: Sequence[Mapping[str, Any]], differing: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, tuple[Any, ...]]:
-    """The findings of `differing_settings` for a table: the settings that explain most first. See `FIRST`.
+    """The findings of `differing_settings` for a table: the settings that explain most come first (`FIRST`).
 
     A policy or an agent that some runs lack is one setting: its model or its policy, None where it is not.
 
