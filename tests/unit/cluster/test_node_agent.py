@@ -223,6 +223,21 @@ def test_a_drop_between_the_last_piece_and_the_name_is_noticed(agents: Agents) -
     asyncio.run(act())
 
 
+def test_a_node_that_home_takes_for_lost_keeps_nothing_of_a_fetch(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, "file", b"x" * 5000)
+
+        async def lose(node: str) -> None:
+            await agents[HOME].lose(RIGHT)
+
+        agents.before_read = lose
+        with pytest.raises(FileNotFoundError, match="was dropped while it was fetched"):
+            await agents[RIGHT].fetch("file")
+        assert agents.files(RIGHT) == []
+
+    asyncio.run(act())
+
+
 def test_without_room_the_node_is_named_and_no_other_source_is_tried(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
