@@ -40,7 +40,8 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
-from flexmarl.objects.interface import ObjectKey, checksum, weights_key
+from flexmarl.objects.interface import ObjectKey, weights_key
+from flexmarl.objects.settings import Verify
 from flexmarl.records import PolicyName, Version
 
 Tree = dict[str, torch.Tensor]
@@ -53,6 +54,8 @@ ONE_BY_ONE = 500
 WANTED = {
     "set_vs_memcpy": 0.45,
     "get_vs_memcpy": 0.45,
+    "set_plain_vs_memcpy": 0.9,
+    "get_plain_vs_memcpy": 0.9,
     "vs_per_tensor": 100.0,
     "vs_ray_put_dict": 8.0,
     "vs_ray_put_views": 1.5,
@@ -84,21 +87,18 @@ class Publisher:
     def _key(self, version: int) -> ObjectKey:
         return weights_key(PolicyName("solver"), Version(version))
 
-    async def set(self) -> float:
+    async def set(self, verify: Verify = "full") -> float:
         """CPU seconds of `set`. The version before the last one is released."""
         self._version += 1
         await self.store.release(self._key(self._version - 2))
         began = time.process_time()
-        await self.store.set(self._key(self._version), self._source)
+        await self.store.set(self._key(self._version), self._source, verify=verify)
         return time.process_time() - began
 
-    async def get(self) -> float:
+    async def get(self, verify: Verify = "full") -> float:
         """CPU seconds until the model holds the newest version, and its digest is known."""
         began = time.process_time()
-        tree = await self.store.get(self._key(self._version))
-        for name, tensor in self._into.items():
-            tensor.copy_(tree[name])
-        checksum(self._into)
+        await self.store.get_into(self._key(self._version), self._into, verify=verify)
         return time.process_time() - began
 
     async def round_trip(self) -> float:
@@ -135,7 +135,13 @@ def large(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     publisher = Publisher(root, source, into=model)
     for _ in range(2):
         rate(publisher.set)
-    contenders = {"memcpy": memcpy, "set": publisher.set, "get": publisher.get}
+    contenders = {
+        "memcpy": memcpy,
+        "set": publisher.set,
+        "get": publisher.get,
+        "set, no digest": partial(publisher.set, "names"),
+        "get, no digest": partial(publisher.get, "names"),
+    }
     return interleaved_rates({name: partial(rate, work) for name, work in contenders.items()}, options.repeats)
 
 
@@ -265,6 +271,8 @@ def main() -> None:
     figures = {
         "set_vs_memcpy": median_ratio(bulk, "set", "memcpy"),
         "get_vs_memcpy": median_ratio(bulk, "get", "memcpy"),
+        "set_plain_vs_memcpy": median_ratio(bulk, "set, no digest", "memcpy"),
+        "get_plain_vs_memcpy": median_ratio(bulk, "get, no digest", "memcpy"),
         "vs_per_tensor": median_ratio(trips, "ours, small", "Ray, one by one") * SMALL_TENSORS / ONE_BY_ONE,
         "vs_ray_put_dict": median_ratio(trips, "ours, small", "Ray, dict of tensors"),
         "vs_ray_put_views": median_ratio(trips, "ours, small", "Ray, dict of arrays"),
