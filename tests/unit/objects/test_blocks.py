@@ -1,7 +1,6 @@
 """Blocks that are written again and again: what stays of them, who waits for whom, and processes that are killed."""
 
 import asyncio
-import os
 import shutil
 import subprocess
 import sys
@@ -206,20 +205,22 @@ def start(slot, seed):
 counts[0], counts[1] = 0, 1
 rng, killed = random.Random(seed), 0
 children = {slot: start(slot, seed * 1000 + slot) for slot in range(4)}
-for life in range(40):
-    time.sleep(rng.random() * 0.1)
-    slot = rng.randrange(4)
-    os.kill(children[slot], signal.SIGSTOP)
-    os.waitpid(children[slot], os.WUNTRACED)
-    killed += slot < 2 and counts[WRITING + slot]
-    os.kill(children[slot], signal.SIGKILL)
-    _, status = os.waitpid(children[slot], 0)
-    counts[WRITING + slot] = 0
-    children[slot] = start(slot, seed * 1000 + life + 10)
-for child in children.values():
-    assert os.waitpid(child, os.WNOHANG) == (0, 0), "a process that nobody killed has ended"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+try:
+    for life in range(40):
+        time.sleep(rng.random() * 0.1)
+        slot = rng.randrange(4)
+        os.kill(children[slot], signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(children[slot], os.WUNTRACED)[1]), "a process that nobody killed has ended"
+        killed += slot < 2 and counts[WRITING + slot]
+        os.kill(children[slot], signal.SIGKILL)
+        os.waitpid(children.pop(slot), 0)
+        counts[WRITING + slot] = 0
+        children[slot] = start(slot, seed * 1000 + life + 10)
+    for child in children.values():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "a process that nobody killed has ended"
+finally:
+    for child in children.values():
+        os.kill(child, signal.SIGKILL)
 print(int(killed), int(counts[READ]), int(counts[MISSED]))
 """
 
@@ -228,7 +229,7 @@ print(int(killed), int(counts[READ]), int(counts[MISSED]))
 def test_killed_writers_and_readers_leave_nothing_torn_stale_or_behind(store, seed):
     (root,) = store.__reduce__()[1]
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     killed, read, missed = map(int, done.stdout.split())
     assert killed > 3, "the witness that writers were killed while they wrote"

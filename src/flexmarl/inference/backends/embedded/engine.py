@@ -23,7 +23,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, EngineParts
 from flexmarl.inference.settings import EmbeddedSettings
-from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, weights_key
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
@@ -66,6 +66,9 @@ class EmbeddedEngine:
         self._use = core.use()
         self._tokens_per_s = 0.0
         self._closed = ""
+        self._verify: Verify = verify
+        self._changing = asyncio.Lock()
+        """Held while weights are loaded or moved, which may put other tensors into the model."""
         self._capabilities = EngineCapabilities(
             loads_weights=True,
             sleeps=True,
@@ -143,18 +146,20 @@ class EmbeddedEngine:
         core = self._open_core()
         key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
-            tree = await self._store.get(key)
-            held = await self._thread.run(core.load, version, tree)
+            async with self._changing:
+                held = await self._load(core, version, key)
         self._use = replace(self._use, version=version)
         return held
 
     async def sleep(self) -> None:
         """Sleeps between two passes. Later passes only take requests and aborts, until `wake`."""
-        await self._thread.run(self._open_core().sleep)
+        async with self._changing:
+            await self._thread.run(self._open_core().sleep)
 
     async def wake(self) -> None:
         """Resumes the requests that `sleep` paused."""
-        await self._thread.run(self._open_core().wake)
+        async with self._changing:
+            await self._thread.run(self._open_core().wake)
         self._go_on()
 
     async def close(self) -> None:
@@ -165,6 +170,17 @@ class EmbeddedEngine:
         if self._pump_task is not None:
             await asyncio.wait([self._pump_task])  # `wait`, because awaiting the task would cancel it with the caller.
         self._core = None
+
+    async def _load(self, core: EngineCore, version: Version, key: ObjectKey) -> Checksum:
+        """Copies whole weights straight into the model; gets an adapter, or weights in another layout, by itself."""
+        model = await self._thread.run(core.weights)
+        try:
+            return await self._store.get_into(
+                key, model, verify=self._verify, run=lambda fill: self._thread.run(core.load_in_place, version, fill)
+            )
+        except ValueError:  # The layout differs. Nothing was written.
+            tree = await self._store.get(key)
+            return await self._thread.run(core.load, version, tree)
 
     def _open_core(self) -> EngineCore:
         if self._closed or self._core is None:
