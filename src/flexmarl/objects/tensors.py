@@ -227,12 +227,11 @@ def _copies(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Copies tensor after tensor, large ones piece by piece; yields each copy, flat, with its place in the buffer."""
     for slot in buffer.slots:
-        here, there = source[slot.name].detach(), into[slot.name].detach()
-        items = there.numel()
-        in_pieces = items * there.element_size() > _PIECE and {here.device.type, there.device.type} == {"cpu"}
-        if not (in_pieces and here.is_contiguous() and there.is_contiguous()):
+        here, there = source[slot.name], into[slot.name]
+        items = prod(slot.shape)
+        if items < _SMALL or not _in_one_row(here, there):
             there.copy_(here)
-            yield slot.start, there.reshape(-1)
+            yield slot.start, there if len(slot.shape) == 1 else there.reshape(-1)
             continue
         here, there, step = here.view(-1), there.view(-1), _PIECE // there.element_size()
         at = 0
@@ -240,6 +239,11 @@ def _copies(
             end = min(items, at + step - (slot.start + at) % step)
             yield slot.start + at, there[at:end].copy_(here[at:end])
             at = end
+
+
+def _in_one_row(*tensors: torch.Tensor) -> bool:
+    """True if these are contiguous in host memory, where copying them in pieces costs nothing."""
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
 
 def _placed_sums(buffer: Buffer, placed: Iterable[tuple[int, torch.Tensor]]) -> Sums:
@@ -290,7 +294,8 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
     run: list[torch.Tensor] = []
     start = end = 0
     for place, tensor in placed:
-        gap, small = place - end, len(tensor) < _SMALL
+        gap, number = place - end, tensor.shape[0]
+        small = number < _SMALL
         if run and (not small or gap >= ALIGNMENT or tensor.device != run[0].device or end - start >= _JOINED):
             yield start, run
             run = []
@@ -302,7 +307,7 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
         elif gap:
             run.append(tensor.new_zeros(gap))
         run.append(tensor)
-        end = place + len(tensor)
+        end = place + number
     if run:
         yield start, run
 
