@@ -95,6 +95,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/acts.py --json
 	$(BIN)/python benchmarks/dispatch.py --json
 	$(BIN)/python benchmarks/digest.py --json
+	$(BIN)/python benchmarks/set_get.py --json
 	$(BIN)/python benchmarks/adapters.py --json
 	$(BIN)/python benchmarks/logprob_memory.py --json
 	$(BIN)/python benchmarks/memory.py --json

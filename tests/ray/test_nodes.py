@@ -25,7 +25,16 @@ from flexmarl.cluster.settings import ClusterSettings, NodePool
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.run_events import NodeLost
 from flexmarl.objects.backends.node import NodeObjectStore
-from flexmarl.objects.interface import ObjectKey, ObjectMeta, ObjectStore, TensorTree, checksum
+from flexmarl.objects.interface import (
+    Checksum,
+    ObjectKey,
+    ObjectMeta,
+    ObjectStore,
+    RunCopy,
+    TensorTree,
+    checksum,
+)
+from flexmarl.objects.settings import Verify
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.testing.cluster import Losses, Probe, Probing, check_cluster, probe, raised
 from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
@@ -103,11 +112,17 @@ def test_instances_of_a_policy_spread_over_the_nodes_the_same_in_every_run(
 class HoldsObjects(ObjectStore, Protocol):
     """The contract of a resident that uses the object store of its node."""
 
+    async def filled(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> tuple[TensorTree, Checksum]: ...
     async def close(self) -> None: ...
 
 
 class ObjectHolder(NodeObjectStore):
     """The store in a resident."""
+
+    async def filled(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> tuple[TensorTree, Checksum]:
+        """The caller's tensors with the object in them: what is written here, another process does not see."""
+        mine = {name: tensor.clone() for name, tensor in tree.items()}
+        return mine, await self.get_into(key, mine, verify=verify)
 
     async def close(self) -> None:
         """Has nothing to close."""
@@ -130,6 +145,15 @@ class SetHereGetThere:
     async def get(self, key: ObjectKey) -> TensorTree:
         await self._begin()
         return await next(self._others).get(key)
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        await self._begin()
+        filled, held = await next(self._others).filled(key, tree, verify)
+        for name, tensor in tree.items():
+            tensor.copy_(filled[name])
+        return held
 
     async def release(self, key: ObjectKey) -> None:
         await next(self._others).release(key)

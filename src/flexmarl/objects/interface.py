@@ -9,13 +9,15 @@ adapter.scaling    alpha / rank
 adapter.base       checksum of the base, as text
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NewType, Protocol, Self
 
 import torch
 
-from flexmarl.objects.tensors import facts_digest, layout_of, tree_sums, whole_digest
+from flexmarl.objects.settings import Verify
+from flexmarl.objects.tensors import Layout, facts_digest, layout_of, tree_sums, whole_digest
 from flexmarl.records import PolicyName, Version
 
 ObjectKey = NewType("ObjectKey", str)
@@ -23,6 +25,8 @@ ObjectKey = NewType("ObjectKey", str)
 Checksum = NewType("Checksum", str)
 """Digest of a tensor tree, in hex: `{names, dtypes and shapes}:{bytes}`, or the first part alone (tensors.py)."""
 TensorTree = Mapping[str, torch.Tensor]
+RunCopy = Callable[[Callable[[], Checksum]], Awaitable[Checksum]]
+"""Calls a function where it may take its time, and returns its result: `asyncio.to_thread`, or `DeviceThread.run`."""
 
 
 def weights_key(policy: PolicyName, version: Version) -> ObjectKey:
@@ -47,6 +51,25 @@ def checksum(tree: TensorTree) -> Checksum:
 def names_checksum(tree: TensorTree) -> Checksum:
     """The digest of names, dtypes and shapes alone; reads no tensor."""
     return Checksum(facts_digest(layout_of(tree)))
+
+
+def check_layout(stored: Layout, given: Layout) -> None:
+    """Raises ValueError that names the first tensor by which the caller's layout differs from the object's.
+
+    >>> check_layout(layout_of({"a": torch.zeros(2)}), layout_of({"a": torch.zeros(3)}))
+    Traceback (most recent call last):
+    ValueError: tensor 'a' is float32 (3,) here, but float32 (2,) in the object
+    """
+    if stored == given:
+        return
+    there, here = (
+        {slot.name: f"{buffer.dtype} {slot.shape}" for buffer in layout.buffers for slot in buffer.slots}
+        for layout in (stored, given)
+    )
+    name = next(name for name in sorted({*there, *here}) if there.get(name) != here.get(name))
+    raise ValueError(
+        f"tensor '{name}' is {here.get(name, 'missing')} here, but {there.get(name, 'missing')} in the object"
+    )
 
 
 def confirms(held: Checksum, expected: Checksum) -> bool:
@@ -79,6 +102,17 @@ class ObjectStore(Protocol):
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """The object, to which the caller must not write. Raises KeyError, which lists the keys that exist."""
+        ...
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        """Copies the object into the caller's tensors; returns the checksum of what they hold then.
+
+        `tree` must have the object's layout: raises ValueError that names the first tensor that differs, or KeyError
+        as `get` does. After either the tensors are as they were. With `verify` names, the checksum covers names,
+        dtypes and shapes alone. The copy is one call of a function, made by `run`.
+        """
         ...
 
     async def release(self, key: ObjectKey) -> None:

@@ -77,6 +77,10 @@ class Layout:
     num_bytes: int
     buffers: tuple[Buffer, ...]
 
+    def __hash__(self) -> int:
+        """Reads no names: a layout is looked up more often than made."""
+        return hash((self.num_bytes, tuple((buffer.dtype, len(buffer.slots)) for buffer in self.buffers)))
+
     def as_plain(self) -> dict[str, Any]:
         """The index as values that JSON can hold."""
         return asdict(self)
@@ -119,10 +123,15 @@ def _buffer(index: Mapping[str, Any]) -> Buffer:
 
 def layout_of(tree: Mapping[str, torch.Tensor]) -> Layout:
     """The layout of a tree's tensors, wherever they live."""
+    return _planned(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tree.items()))
+
+
+@lru_cache(maxsize=16)
+def _planned(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Layout:
     return plan(
         {
-            name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.element_size())
-            for name, tensor in tree.items()
+            name: TensorFacts(str(dtype).removeprefix("torch."), tuple(shape), dtype.itemsize)
+            for name, dtype, shape in tensors
         }
     )
 
@@ -136,15 +145,14 @@ def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor
         if buffer.num_items:
             items = torch.frombuffer(block, dtype=dtype, count=buffer.num_items, offset=offset + buffer.offset)
         for slot in buffer.slots:
-            tree[slot.name] = items[slot.start : slot.start + prod(slot.shape)].view(slot.shape)
+            tree[slot.name] = items.as_strided(slot.shape, _strides(slot.shape), slot.start)
     return tree
 
 
-def bytes_of(block: Any, offset: int, num_bytes: int) -> torch.Tensor:
-    """The `num_bytes` bytes of a block from `offset` on, as a uint8 tensor, without copying."""
-    if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes, offset=offset)
+@lru_cache(maxsize=1 << 10)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Items from one index to the next of each dimension, as contiguous tensors have them."""
+    return tuple(prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
@@ -161,6 +169,8 @@ _SMALL = 1 << 16
 """Items of a tensor. Smaller neighbours are joined first: a copy costs less than the dozen calls that each takes."""
 _JOINED = 1 << 20
 """Most items that are joined: a copy of them is all the memory that a digest takes."""
+_PIECE = 1 << 20
+"""Bytes that are copied before they are summed: a few blocks, which a core's cache holds."""
 _CHUNK = 64
 """Blocks that an accelerator multiplies in one go: 16 MiB of products."""
 _MASK = (1 << 64) - 1
@@ -202,9 +212,46 @@ def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
     sums = Sums()
     for buffer in layout.buffers:
         slots = [slot for slot in buffer.slots if slot.name in tree]
-        for start, run in _runs([(slot.start, tree[slot.name].detach().reshape(-1)) for slot in slots]):
-            together = torch.cat(run) if len(run) > 1 else run[0]
-            sums += part_sums(together, buffer.offset + start * together.element_size())
+        sums += _placed_sums(buffer, ((slot.start, tree[slot.name].detach().reshape(-1)) for slot in slots))
+    return sums
+
+
+def copy_summed(layout: Layout, source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Sums:
+    """Copies all tensors of the layout; returns the sums of the copies, each read while it is still in the cache."""
+    with torch.no_grad():
+        return sum((_placed_sums(buffer, _copies(buffer, source, into)) for buffer in layout.buffers), Sums())
+
+
+def _copies(
+    buffer: Buffer, source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Copies tensor after tensor, large ones piece by piece; yields each copy, flat, with its place in the buffer."""
+    for slot in buffer.slots:
+        here, there = source[slot.name], into[slot.name]
+        items = prod(slot.shape)
+        if items < _SMALL or not _in_one_row(here, there):
+            there.copy_(here)
+            yield slot.start, there if len(slot.shape) == 1 else there.reshape(-1)
+            continue
+        here, there, step = here.view(-1), there.view(-1), _PIECE // there.element_size()
+        at = 0
+        while at < items:
+            end = min(items, at + step - (slot.start + at) % step)
+            yield slot.start + at, there[at:end].copy_(here[at:end])
+            at = end
+
+
+def _in_one_row(*tensors: torch.Tensor) -> bool:
+    """True if these are contiguous in host memory, where copying them in pieces costs nothing."""
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+
+
+def _placed_sums(buffer: Buffer, placed: Iterable[tuple[int, torch.Tensor]]) -> Sums:
+    """Sums of flat tensors of a buffer, given in order of place."""
+    sums = Sums()
+    for start, run in _runs(placed):
+        together = torch.cat(run) if len(run) > 1 else run[0]
+        sums += part_sums(together, buffer.offset + start * together.element_size())
     return sums
 
 
@@ -247,7 +294,8 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
     run: list[torch.Tensor] = []
     start = end = 0
     for place, tensor in placed:
-        gap, small = place - end, len(tensor) < _SMALL
+        gap, number = place - end, tensor.shape[0]
+        small = number < _SMALL
         if run and (not small or gap >= ALIGNMENT or tensor.device != run[0].device or end - start >= _JOINED):
             yield start, run
             run = []
@@ -259,7 +307,7 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
         elif gap:
             run.append(tensor.new_zeros(gap))
         run.append(tensor)
-        end = place + len(tensor)
+        end = place + number
     if run:
         yield start, run
 
@@ -289,17 +337,19 @@ def _sums(words: torch.Tensor, first: int) -> Sums:
 
 def _block_by_block(words: torch.Tensor, first: int) -> Sums:
     """The sums on a CPU: each block is read into the cache once, and multiplied there twice."""
-    table, upper_table = _tables(words.device)
-    upper = torch.empty(min(BLOCK, len(words)), dtype=torch.int64)
+    table, upper_table = (table.numpy() for table in _tables(words.device))
+    array = words.numpy()
+    upper = np.empty(min(BLOCK, len(array)), np.int64)
     sums, at = [0, 0], 0
-    while at < len(words):
+    while at < len(array):
         block, start = divmod(first + at, BLOCK)
-        size = min(BLOCK - start, len(words) - at)
-        piece, halves = words[at : at + size], upper[:size]
-        torch.bitwise_right_shift(piece, 32, out=halves)
+        size = min(BLOCK - start, len(array) - at)
+        piece, halves = array[at : at + size], upper[:size]
+        np.right_shift(piece, 32, out=halves)
         factor, upper_factor = _block_factors(block)
-        sums[0] += factor * int(torch.dot(piece, table[start : start + size]))
-        sums[1] += upper_factor * int(torch.dot(halves, upper_table[start : start + size]))
+        # numpy's loop over 64-bit integers is half as long as that of `torch.dot`.
+        sums[0] += factor * int(np.einsum("i,i", piece, table[start : start + size]))
+        sums[1] += upper_factor * int(np.einsum("i,i", halves, upper_table[start : start + size]))
         at += size
     return Sums(sums[0] & _MASK, sums[1] & _MASK)
 

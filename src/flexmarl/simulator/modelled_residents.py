@@ -19,7 +19,8 @@ from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import EngineError, TrainingError
 from flexmarl.events.event import Events
 from flexmarl.inference.interface import InferenceEngine, WeightedEngine
-from flexmarl.objects.interface import ObjectKey, ObjectMeta, ObjectStore, TensorTree
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, ObjectStore, RunCopy, TensorTree
+from flexmarl.objects.settings import Verify
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_engine import ModelledEngine
@@ -27,6 +28,11 @@ from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTr
 from flexmarl.simulator.replies import Responder
 from flexmarl.training.interface import RowReader, Trainer
 from flexmarl.training.residency import ProcessGroup
+
+
+async def at_once(copy: Callable[[], Checksum]) -> Checksum:
+    """Copies in the caller's own time."""
+    return copy()
 
 
 class SimulatedObjectStore:
@@ -59,6 +65,13 @@ class SimulatedObjectStore:
         tree = await self._held.get(key)
         await self._transfer(key, tree)
         return tree
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = at_once
+    ) -> Checksum:
+        """Waits for the transfer, then copies at once: a thread would take real time."""
+        await self._transfer(key, tree)
+        return await self._held.get_into(key, tree, verify=verify, run=run)
 
     async def release(self, key: ObjectKey) -> None:
         """Drops the object at once."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from flexmarl.objects.interface import ObjectKey, ObjectStore, TensorTree, checksum
+from flexmarl.objects.interface import ObjectKey, ObjectStore, TensorTree, checksum, names_checksum
 
 KEYS = ("weights/solver/3", "weights%2Fsolver%2F3", "..", "/", "", "a b\n\x00", "Ä☃", "w" * 1000, "w" * 1001)
 """Keys that a careless store mistakes for paths, or for one another."""
@@ -38,7 +38,15 @@ def heterogeneous_tree() -> dict[str, torch.Tensor]:
 
 async def check_object_store(make: Callable[[], ObjectStore]) -> None:
     """Checks every clause of the contract on a fresh store; raises AssertionError with the one that it breaks."""
-    for clause in (_gives_back_the_same, _keeps_a_copy, _tells_keys_apart, _sets_a_key_once, _releases):
+    for clause in (
+        _gives_back_the_same,
+        _keeps_a_copy,
+        _tells_keys_apart,
+        _sets_a_key_once,
+        _fills,
+        _refuses_to_fill,
+        _releases,
+    ):
         await clause(make())
 
 
@@ -71,6 +79,30 @@ async def _sets_a_key_once(store: ObjectStore) -> None:
     await store.set(ObjectKey("k"), {"w": torch.zeros(1)})
     await _refuses(ValueError, store.set(ObjectKey("k"), {"w": torch.ones(1)}), "setting a key again", "'k'")
     assert (await store.get(ObjectKey("k")))["w"].item() == 0.0, "the first object must stay"
+
+
+async def _fills(store: ObjectStore) -> None:
+    key, tree = ObjectKey("k"), {name: tensor.detach() for name, tensor in heterogeneous_tree().items()}
+    large = torch.arange(600_000)  # More than one piece of a copy.
+    await store.set(key, {**tree, "large": large})
+    for verify in ("full", "names"):
+        mine = {name: torch.ones_like(tensor).contiguous() for name, tensor in tree.items()} | {"large": large * 0}
+        got = await store.get_into(key, mine, verify=verify)
+        digest = checksum(mine) if verify == "full" else names_checksum(mine)
+        assert got == digest, "get_into must return the checksum of what the caller's tensors hold"
+        _check_equal(mine, {**tree, "large": large})
+    mine["large"].zero_()
+    assert torch.equal((await store.get(key))["large"], large), "the caller's later writes must not be seen"
+
+
+async def _refuses_to_fill(store: ObjectStore) -> None:
+    await store.set(ObjectKey("k"), {"a": torch.ones(2), "b": torch.ones(3)})
+    mine = torch.zeros(2)
+    for b in ({"b": torch.zeros(4)}, {"b": torch.zeros(3).double()}, {}, {"b": torch.zeros(3), "c": torch.zeros(1)}):
+        name = "'c'" if "c" in b else "'b'"
+        await _refuses(ValueError, store.get_into(ObjectKey("k"), {"a": mine, **b}), "another layout", name)
+    await _refuses(KeyError, store.get_into(ObjectKey("other"), {"a": mine}), "getting an unknown object", "other")
+    assert mine.tolist() == [0.0, 0.0], "a refused get_into must leave the caller's tensors as they were"
 
 
 async def _releases(store: ObjectStore) -> None:

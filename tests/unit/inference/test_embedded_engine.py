@@ -10,6 +10,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
+from flexmarl.inference.backends.embedded.weights import without_ties
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import ENGINES, EmbeddedSettings
@@ -140,6 +141,43 @@ def test_with_verify_names_it_vouches_for_names_and_shapes_alone_and_the_pool_ta
             with pytest.raises(EngineError, match="version 2 has checksum"):
                 await pool.load_weights(POLICY, Version(2), other)
         await engine.close()
+
+    in_world(scenario)
+
+
+class CountsGets(InlineObjectStore):
+    """A store that knows how often weights were asked for by `get` alone."""
+
+    gets = 0
+    filling = False
+
+    async def get(self, key):
+        self.gets += not self.filling
+        return await super().get(key)
+
+    async def get_into(self, key, tree, **options):
+        self.filling = True
+        try:
+            return await super().get_into(key, tree, **options)
+        finally:
+            self.filling = False
+
+
+def test_weights_in_the_models_own_layout_are_copied_straight_into_it_and_others_as_views():
+    async def scenario(world):
+        world.store = CountsGets()
+        full = tiny.qwen3(1).state_dict()
+        own = without_ties(tiny.qwen3(1))
+        assert own.keys() < full.keys(), "the model has tied weights"
+        answers = []
+        async with world.engine() as engine:
+            for version, tree in enumerate((own, full), start=1):
+                meta = await world.store.set(weights_key(POLICY, Version(version)), tree)
+                assert await engine.load_weights(POLICY, Version(version)) == meta.checksum
+                assert world.store.gets == version - 1
+                done = await collect(engine, [request(f"r{version}", max_tokens=9, temperature=0.0)])
+                answers.append(done[f"r{version}"].response_ids.tolist())
+        assert answers[0] == answers[1]
 
     in_world(scenario)
 

@@ -144,9 +144,59 @@ def test_with_requests_it_stays_what_it_is() -> None:
         stream = engine.generate([tiny.request("long", max_tokens=80)])
         answer = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="this engine has 1 requests of 'solver'; they must end first"):
+        with pytest.raises(EngineError, match="this engine has requests of 'solver'; they must end first"):
             await engine.load_weights(WRITER, FIRST)
         assert (await answer).finish in (FinishReason.LENGTH, FinishReason.STOP)
+        await engine.close()
+
+    asyncio.run(scenario())
+    policies.thread.close()
+
+
+def test_requests_whose_callers_have_left_do_not_hinder_it_and_stray_aborts_do_no_harm() -> None:
+    policies = Policies({SOLVER: tiny.qwen3, WRITER: tiny.llama}, same=False)
+
+    async def scenario() -> None:
+        await policies.publish(WRITER, 2)
+        engine = policies.engine(SOLVER)
+        stream = engine.generate([tiny.request("left", max_tokens=80)])
+        answer = asyncio.ensure_future(anext(stream))
+        while not (await engine.usage()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        answer.cancel()
+        await asyncio.wait([answer])
+        becoming = asyncio.ensure_future(engine.load_weights(WRITER, FIRST))
+        early: asyncio.Future[list[Generation]] | None = None
+        while not becoming.done():
+            await engine.abort(["left", "never seen"])
+            await asyncio.sleep(0.001)
+            if early is None and engine._core is None:
+                early = asyncio.ensure_future(policies.answers(engine, WRITER))
+        await becoming
+        assert early is not None, "witness: requests came while it had no model"
+        assert [answer.finish for answer in await early] == [FinishReason.LENGTH] * 3
+        refused = [generation async for generation in engine.generate([tiny.request("late")])]
+        assert refused[0].finish == FinishReason.ERROR, "it serves the solver no more"
+        await engine.close()
+
+    asyncio.run(scenario())
+    policies.thread.close()
+
+
+def test_an_engine_that_cannot_become_it_is_lost_and_says_so() -> None:
+    def broken() -> PreTrainedModel:
+        raise RuntimeError("no room on the device")
+
+    policies = Policies({SOLVER: tiny.qwen3, WRITER: tiny.qwen3}, same=False)
+
+    async def scenario() -> None:
+        await policies.publish(WRITER, 2)
+        engine = policies.engine(SOLVER)
+        policies.models = {SOLVER: tiny.qwen3, WRITER: broken}
+        with pytest.raises(EngineError, match="no room on the device"):
+            await engine.load_weights(WRITER, FIRST)
+        with pytest.raises(EngineError, match="the engine of 'writer' was not made: it has no model any more"):
+            _ = [generation async for generation in engine.generate([tiny.request("late")])]
         await engine.close()
 
     asyncio.run(scenario())

@@ -58,6 +58,14 @@ asyncio.run(main(ShmObjectStore(Path({str(root)!r}))))
     return done.stdout.split()
 
 
+def objects(root):
+    return sorted(path.name for path in root.iterdir() if path.suffix != ".block")
+
+
+def blocks(root):
+    return sorted(root.glob("*.block"))
+
+
 def test_the_store_in_shared_memory_keeps_the_contract(root):
     def make():
         folder = ShmObjectStore(Path(tempfile.mkdtemp(dir=root.parent)) / "objects")
@@ -77,7 +85,7 @@ def test_what_one_process_sets_another_gets_with_the_same_checksum_and_may_keep(
 
     assert asyncio.run(scenario()) == (set_there, ["released"])
     assert set_there == checksum(heterogeneous_tree())
-    assert list(root.iterdir()) == []
+    assert objects(root) == []
 
 
 def test_what_a_reader_writes_nobody_else_sees(root, store):
@@ -101,7 +109,7 @@ def test_a_writer_that_is_killed_half_way_leaves_no_object(root, store):
     await store.set({KEY!r}, Tree(a=torch.ones(1000), b=torch.ones(1000)))"""
     elsewhere(root, killed, ends=-signal.SIGKILL)
     (left,) = root.iterdir()
-    assert left.suffix == ".partial", "the witness that it was killed in the middle"
+    assert left.suffix == ".block", "the witness that it was killed in the middle"
 
     async def scenario():
         with pytest.raises(KeyError, match="there are: none"):
@@ -114,9 +122,9 @@ def test_a_writer_that_is_killed_half_way_leaves_no_object(root, store):
 
 def test_only_the_user_may_read(root, store):
     asyncio.run(store.set(KEY, {"w": torch.zeros(3)}))
-    (file,) = root.iterdir()
-    assert (stat.S_IMODE(root.stat().st_mode), stat.S_IMODE(file.stat().st_mode)) == (0o700, 0o600)
-    assert file.name == "weights%2Fsolver%2F3.object"
+    (block,) = blocks(root)
+    assert (stat.S_IMODE(root.stat().st_mode), stat.S_IMODE(block.stat().st_mode)) == (0o700, 0o600)
+    assert objects(root) == ["weights%2Fsolver%2F3.object"]
 
 
 def test_an_object_that_does_not_fit_is_an_error_that_says_what_would_work(root, store):
@@ -127,7 +135,7 @@ def test_an_object_that_does_not_fit_is_an_error_that_says_what_would_work(root,
         asyncio.run(store.set(ObjectKey("weights/solver/4"), {"w": too_big}))
     for part in ("weights/solver/4", f"{4 * there_are:,}"[:5], str(root), "are free", "flexmarl clean", "--shm-size"):
         assert part in str(raised.value)
-    assert [path.name for path in root.iterdir()] == ["weights%2Fsolver%2F3.object"], "nothing of it stays"
+    assert (objects(root), len(blocks(root))) == (["weights%2Fsolver%2F3.object"], 1), "nothing of it stays"
 
 
 def test_without_the_folder_of_the_run_nothing_is_set(root):

@@ -1,31 +1,35 @@
 """Object stores on memory: a dictionary of one process, and files in shared memory that all processes of a machine map.
 
-    /dev/shm/flexmarl-{run}/weights%2Fsolver%2F3.object
+    /dev/shm/flexmarl-{run}/weights%2Fsolver%2F3.object     a link to the block that the object is in (blocks.py)
 
-    8 bytes: length of the index | index (JSON) | block: one contiguous buffer per dtype
-
-A file gets its name only when it is complete, so a reader never sees half an object, and a writer that dies leaves only
-a `.partial` file behind. Nothing is registered anywhere: removing the folder removes everything.
+An object gets its name only when it is complete, so a reader never sees half of one, and a writer that dies leaves only
+a free block behind. Nothing is registered anywhere: removing the folder removes everything.
 """
 
 import asyncio
 import errno
-import json
-import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote, unquote
-from uuid import uuid4
 
 import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import ObjectError
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, TensorTree, checksum
-from flexmarl.objects.tensors import ALIGNMENT, Layout, bytes_of, copy_in, layout_of, part_sums, views, whole_digest
+from flexmarl.objects.backends.blocks import Blocks, Header
+from flexmarl.objects.interface import (
+    Checksum,
+    ObjectKey,
+    ObjectMeta,
+    RunCopy,
+    TensorTree,
+    check_layout,
+    checksum,
+    names_checksum,
+)
+from flexmarl.objects.settings import Verify
+from flexmarl.objects.tensors import Layout, copy_in, copy_summed, facts_digest, layout_of, views, whole_digest
 
 
 class InlineObjectStore:
@@ -52,6 +56,19 @@ class InlineObjectStore:
             raise KeyError(f"no object '{key}'; there are: {sorted(self._objects) or 'none'}")
         return self._objects[key]
 
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        """Copies the stored copy. Raises KeyError if there is none, ValueError if its layout differs."""
+        held = await self.get(key)
+        check_layout(layout_of(held), layout_of(tree))
+
+        def copy() -> Checksum:
+            copy_in(held, tree)
+            return checksum(tree) if verify == "full" else names_checksum(tree)
+
+        return await run(copy)
+
     async def release(self, key: ObjectKey) -> None:
         """Drops the object, if there is one."""
         self._objects.pop(key, None)
@@ -62,7 +79,6 @@ def _copied(tree: TensorTree) -> tuple[dict[str, torch.Tensor], Checksum]:
     return copy, checksum(copy)
 
 
-_LENGTH_BYTES = 8
 _LONGEST_NAME = 200
 """Bytes. File systems allow 255. A longer name is cut, and the digest of its key keeps it distinct."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
@@ -71,15 +87,19 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
 class ShmObjectStore:
     """One run's objects in one folder. Every process makes its own store with the same `root`; a store can be pickled.
 
-    The process that owns the run calls `create`, and removes the folder when all other processes have ended. `set`
-    copies on a thread, so that the event loop stays free. `get` maps the file, whose pages are loaded when they are
-    read. A reader's changes to its tensors are seen by that reader alone. A released object stays valid for readers
-    that have mapped it.
+    The process that owns the run calls `create`, and removes the folder when all other processes have ended. All copies
+    are made on threads, so that the event loop stays free. A reader's changes to the tensors of `get` are seen by that
+    reader alone. They stay valid after the object's release: their block is not written to while they live.
     """
 
     def __init__(self, root: Path) -> None:
         """`root` is a folder in memory, `/dev/shm/...`; on a disk it works too, at the disk's speed."""
         self._root = root
+        self._blocks = Blocks(root)
+
+    def __reduce__(self) -> tuple[type["ShmObjectStore"], tuple[Path]]:
+        """Leaves out the blocks that this process keeps mapped."""
+        return ShmObjectStore, (self._root,)
 
     def create(self) -> None:
         """Makes the folder, for this user alone. Raises ObjectError if there is one of that name."""
@@ -91,76 +111,81 @@ class ShmObjectStore:
                 f"'{self._root}' is there already, made by user {owner}; remove it, or begin again for another name"
             ) from None
 
-    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
-        """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder."""
-        return await asyncio.to_thread(self._set, key, tree)
+    async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
+        """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder.
+
+        With `verify` names, the checksum covers names, dtypes and shapes alone.
+        """
+        return await asyncio.to_thread(self._set, key, tree, verify)
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """Views of this process's own map of the object. Raises KeyError, which lists the keys that exist."""
-        try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise KeyError(f"no object '{key}' in {self._root}; there are: {self._keys() or 'none'}") from None
-        try:
-            block = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
-        length = int.from_bytes(block[:_LENGTH_BYTES], "little")
-        layout = Layout.from_plain(json.loads(block[_LENGTH_BYTES : _LENGTH_BYTES + length]))
-        return views(layout, block, _begin(length))
+        return await asyncio.to_thread(self._get, key)
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        """Copies the object from its block, which stays mapped. Raises KeyError or ValueError."""
+        return await run(lambda: self._get_into(key, tree, verify))
 
     async def release(self, key: ObjectKey) -> None:
-        """Removes the object's name. Its memory is free when no reader maps it any more."""
+        """Removes the object's name. Its block is free when no reader has it any more."""
         self._path(key).unlink(missing_ok=True)
 
-    def _set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
-        layout = layout_of(tree)
-        index = json.dumps(layout.as_plain(), separators=(",", ":")).encode()
-        begin = _begin(len(index))
-        with self._file(key, begin + layout.num_bytes) as block:
-            block[:_LENGTH_BYTES] = len(index).to_bytes(_LENGTH_BYTES, "little")
-            block[_LENGTH_BYTES : _LENGTH_BYTES + len(index)] = index
-            copy_in(tree, views(layout, block, begin))
-            # Sums of the whole block at once: the gaps between tensors are 0, because the file is new.
-            sums = part_sums(bytes_of(block, begin, layout.num_bytes), 0)
-            return ObjectMeta(key, layout.num_bytes, Checksum(whole_digest(layout, sums)))
-
-    @contextmanager
-    def _file(self, key: ObjectKey, num_bytes: int) -> Iterator[mmap.mmap]:
-        """Opens a new file to write to. It gets its name if the block succeeds, and is removed if it fails."""
-        partial = self._root / f"{uuid4().hex}.partial"
+    def _set(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> ObjectMeta:
+        if self.has(key):
+            raise _taken(key)
+        header = Header(key, layout_of(tree))
         try:
-            descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                return self._write(key, header, tree, verify)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._blocks.remove_free()
+                return self._write(key, header, tree, verify)
         except FileNotFoundError:
             raise ObjectError(
                 f"setting '{key}': there is no folder {self._root}; its run has ended, or has not created it yet"
             ) from None
-        try:
-            try:
-                self._reserve(descriptor, num_bytes, key)
-                block = mmap.mmap(descriptor, num_bytes)
-            finally:
-                os.close(descriptor)
-            yield block
-            try:
-                os.link(partial, self._path(key))
-            except FileExistsError:
-                raise ValueError(f"object '{key}' is already set; keys name immutable objects") from None
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _reserve(self, descriptor: int, num_bytes: int, key: ObjectKey) -> None:
-        """Reserves the memory now: if there were none later, writing to the map would kill the process (SIGBUS)."""
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise ObjectError(
-                f"setting '{key}' needs {num_bytes:,} bytes in {self._root}, where {_free_bytes(self._root):,} are "
-                "free; remove what dead runs left there (`flexmarl clean`), give the machine more shared memory "
-                "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), or train a smaller model"
-            ) from error
+            raise self._no_room(key, header.num_bytes) from error
+
+    def _write(self, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify) -> ObjectMeta:
+        with self._blocks.write(header) as block:
+            digest = _copy(header.layout, tree, block.tensors(header), verify)
+            try:
+                os.link(block.path, self._path(key))
+            except FileExistsError:
+                raise _taken(key) from None
+        return ObjectMeta(key, header.layout.num_bytes, digest)
+
+    def _get(self, key: ObjectKey) -> TensorTree:
+        try:
+            block, header = self._blocks.hold(self._path(key), key)
+        except FileNotFoundError:
+            raise self._missing(key) from None
+        return views(header.layout, block, header.begin)
+
+    def _get_into(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> Checksum:
+        try:
+            with self._blocks.read(self._path(key), key) as (block, header):
+                check_layout(header.layout, layout_of(tree))
+                return _copy(header.layout, block.tensors(header), tree, verify)
+        except FileNotFoundError:
+            raise self._missing(key) from None
+
+    def _missing(self, key: ObjectKey) -> KeyError:
+        return KeyError(f"no object '{key}' in {self._root}; there are: {self._keys() or 'none'}")
+
+    def _no_room(self, key: ObjectKey, num_bytes: int) -> ObjectError:
+        return ObjectError(
+            f"setting '{key}' needs {num_bytes:,} bytes in {self._root}, where {_free_bytes(self._root):,} are "
+            "free; remove what dead runs left there (`flexmarl clean`), give the machine more shared memory "
+            "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), or train a smaller model"
+        )
 
     def has(self, key: ObjectKey) -> bool:
         """True if the object is in the folder."""
@@ -182,9 +207,15 @@ class ShmObjectStore:
         return sorted(unquote(path.stem) for kind in ("object", "cut") for path in self._root.glob(f"*.{kind}"))
 
 
-def _begin(index_bytes: int) -> int:
-    """The byte of a file at which its block begins."""
-    return -(-(_LENGTH_BYTES + index_bytes) // ALIGNMENT) * ALIGNMENT
+def _taken(key: ObjectKey) -> ValueError:
+    return ValueError(f"object '{key}' is already set; keys name immutable objects")
+
+
+def _copy(layout: Layout, source: TensorTree, into: TensorTree, verify: Verify) -> Checksum:
+    if verify == "full":
+        return Checksum(whole_digest(layout, copy_summed(layout, source, into)))
+    copy_in(source, into)
+    return Checksum(facts_digest(layout))
 
 
 def _free_bytes(folder: Path) -> int:

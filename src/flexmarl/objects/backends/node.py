@@ -3,9 +3,12 @@
 An object is set on one node. Another node fetches it once, when one of its processes first gets it (node_agent.py).
 """
 
+import asyncio
+
 from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.objects.backends.memory import ShmObjectStore
-from flexmarl.objects.interface import ObjectKey, ObjectMeta, TensorTree
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, RunCopy, TensorTree
+from flexmarl.objects.settings import Verify
 
 
 class NodeObjectStore:
@@ -36,17 +39,27 @@ class NodeObjectStore:
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """Views of this process's own map of the object. Raises KeyError, which lists the keys that exist."""
+        return await (await self._fetched(key)).get(key)
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        """Copies the object from this node's memory. Raises KeyError or ValueError."""
+        return await (await self._fetched(key)).get_into(key, tree, verify=verify, run=run)
+
+    async def release(self, key: ObjectKey) -> None:
+        """Removes the object's name on all nodes."""
+        await self._files.drop((await self._on_node()).file_name(key))
+
+    async def _fetched(self, key: ObjectKey) -> ShmObjectStore:
+        """This node's files, once the object is among them."""
         local = await self._on_node()
         if not local.has(key):
             try:
                 await self._files.fetch(local.file_name(key))
             except FileNotFoundError as error:
                 raise KeyError(f"no object '{key}': {error}") from None
-        return await local.get(key)
-
-    async def release(self, key: ObjectKey) -> None:
-        """Removes the object's name on all nodes."""
-        await self._files.drop((await self._on_node()).file_name(key))
+        return local
 
     async def _on_node(self) -> ShmObjectStore:
         if self._local is None:

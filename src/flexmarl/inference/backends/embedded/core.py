@@ -15,7 +15,7 @@ request then takes all the blocks that it may need when it begins, so that nothi
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ from flexmarl.inference.backends.embedded.kv_cache import (
     cached_numbers,
 )
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
-from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights
+from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights, without_ties
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.kv_ledger import Grant, Kept, KeptPrefixes, KvLedger
 from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
@@ -280,6 +280,21 @@ class EngineCore:
         else:
             held = swap_weights(self._model, tree, self._verify)
             self._adapted.forget()
+        self._serve(version)
+        return held
+
+    def weights(self) -> TensorTree:
+        """The model's own tensors, of tied ones only the first: a trainer publishes whole weights in this layout."""
+        return without_ties(self._model)
+
+    def load_in_place(self, version: Version, fill: Callable[[], Checksum]) -> Checksum:
+        """The same for whole weights, which `fill` copies into `weights`. If it raises, it has written nothing."""
+        held = fill()
+        self._adapted.forget()
+        self._serve(version)
+        return held
+
+    def _serve(self, version: Version) -> None:
         self._ledger.forget()
         self._prompts.clear()
         self.version = version
@@ -288,7 +303,6 @@ class EngineCore:
         for work in self._waiting:
             if work.versions:
                 work.mark(len(work.sampled.ids), version)
-        return held
 
     def decode_with(self, decode: Decode | None) -> None:
         """Reads stop strings with another policy's tokenizer from now on. There must be no requests."""

@@ -23,7 +23,7 @@ from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, EngineParts
 from flexmarl.inference.settings import EmbeddedSettings, EngineSettings
-from flexmarl.objects.interface import Checksum, ObjectStore, TensorTree, weights_key
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, TensorTree, weights_key
 from flexmarl.objects.settings import Verify
 from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
 
@@ -72,6 +72,9 @@ class EmbeddedEngine:
         self._use = core.use()
         self._tokens_per_s = 0.0
         self._closed = ""
+        self._verify: Verify = verify
+        self._changing = asyncio.Lock()
+        """Held while weights are loaded or moved, which may put other tensors into the model."""
         self._capabilities = EngineCapabilities(
             loads_weights=True,
             sleeps=True,
@@ -148,10 +151,10 @@ class EmbeddedEngine:
         core = self._open_core()
         key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
-            if policy != self._policy:
-                return await self._become(policy, version, core)
-            tree = await self._store.get(key)
-            held = await self._thread.run(core.load, version, tree)
+            async with self._changing:
+                if policy != self._policy:
+                    return await self._become(policy, version, core)
+                held = await self._load(core, version, key)
         self._use = replace(self._use, version=version)
         return held
 
@@ -159,8 +162,6 @@ class EmbeddedEngine:
         """Serves another policy from now on: with the same model if that takes the weights, else with a new one."""
         if self._other is None:
             raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
-        if self._answers:
-            raise EngineError(f"this engine has {len(self._answers)} requests of '{self._policy}'; they must end first")
         settings, parts = await self._thread.run(self._other, policy)
         if not isinstance(settings, EmbeddedSettings):
             raise EngineError(
@@ -168,19 +169,30 @@ class EmbeddedEngine:
             )
         tree = await self._store.get(weights_key(policy, version))
         same = self._architecture == parts.architecture != "" and self._settings == settings
-        self._core = None  # Two models at a time may not fit on the device.
-        self._core, held = await self._thread.run(_adopt, core, same, settings, parts, version, tree)
-        self._policy, self._settings, self._architecture = policy, settings, parts.architecture
+        if self._pump_task is not None and not self._answers:  # Requests whose callers have left are being aborted.
+            await asyncio.wait([self._pump_task])
+        if self._answers or not core.idle:
+            raise EngineError(f"this engine has requests of '{self._policy}'; they must end first")
+        self._policy, self._core = policy, None  # Two models at a time may not fit on the device.
+        try:
+            self._core, held = await self._thread.run(_adopt, core, same, settings, parts, version, tree)
+        except BaseException:
+            self._closed = self._closed or f"the engine of '{policy}' was not made: it has no model any more"
+            raise
+        self._settings, self._architecture = settings, parts.architecture
         self._use = replace(self._core.use(), version=version)
+        self._go_on()
         return held
 
     async def sleep(self) -> None:
         """Sleeps between two passes. Later passes only take requests and aborts, until `wake`."""
-        await self._thread.run(self._open_core().sleep)
+        async with self._changing:
+            await self._thread.run(self._open_core().sleep)
 
     async def wake(self) -> None:
         """Resumes the requests that `sleep` paused."""
-        await self._thread.run(self._open_core().wake)
+        async with self._changing:
+            await self._thread.run(self._open_core().wake)
         self._go_on()
 
     async def close(self) -> None:
@@ -191,6 +203,17 @@ class EmbeddedEngine:
         if self._pump_task is not None:
             await asyncio.wait([self._pump_task])  # `wait`, because awaiting the task would cancel it with the caller.
         self._core = None
+
+    async def _load(self, core: EngineCore, version: Version, key: ObjectKey) -> Checksum:
+        """Copies whole weights straight into the model; gets an adapter, or weights in another layout, by itself."""
+        model = await self._thread.run(core.weights)
+        try:
+            return await self._store.get_into(
+                key, model, verify=self._verify, run=lambda fill: self._thread.run(core.load_in_place, version, fill)
+            )
+        except ValueError:  # The layout differs. Nothing was written.
+            tree = await self._store.get(key)
+            return await self._thread.run(core.load, version, tree)
 
     def _open_core(self) -> EngineCore:
         if self._closed or self._core is None:
@@ -205,6 +228,8 @@ class EmbeddedEngine:
         return ""
 
     def _go_on(self) -> None:
+        if self._core is None:  # It is becoming another policy's, and goes on then.
+            return
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = asyncio.create_task(self._pump(), name=f"engine-{self._policy}")
 

@@ -38,6 +38,18 @@ def swap_weights(model: torch.nn.Module, tree: TensorTree, verify: Verify = "ful
     return checksum(served) if verify == "full" else names_checksum(served)
 
 
+def without_ties(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own weights by name. Of tied tensors only the first is included, as a trainer publishes them."""
+    seen: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
 def _check_names(held: TensorTree, tree: TensorTree) -> None:
     unknown = sorted(set(tree) - set(held))
     if unknown:
@@ -85,7 +97,7 @@ class AdaptedWeights:
         and changes nothing.
         """
         of_tree = checksum if verify == "full" else names_checksum
-        base = self._base = self._base or of_tree(_without_ties(self._model))
+        base = self._base = self._base or of_tree(without_ties(self._model))
         if not confirms(base, adapter.base):
             raise EngineError(
                 f"the adapter is of a base with checksum {adapter.base}, but the engine's model has {base}; trainer "
@@ -130,18 +142,6 @@ class _Addition:
         """Nothing else has seen the output yet, and no gradient is wanted of it."""
         reduced = torch.mm(inputs[0].flatten(0, -2), self._down)
         output.view(-1, output.shape[-1]).addmm_(reduced, self._up, alpha=self._scaling)
-
-
-def _without_ties(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights by name. Of tied tensors only the first is included, as a trainer publishes them."""
-    seen: set[int] = set()
-    found: dict[str, torch.Tensor] = {}
-    weights: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    for name, tensor in weights.items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
 
 
 def _check(layer: str, linear: torch.nn.Linear | None, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -1,0 +1,248 @@
+"""Blocks that are written again and again: what stays of them, who waits for whom, and processes that are killed."""
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexmarl.objects.backends.memory import ShmObjectStore
+from flexmarl.objects.interface import ObjectKey, checksum
+
+
+@pytest.fixture
+def store():
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None, prefix="flexmarl-test-"))
+    made = ShmObjectStore(folder / "objects")
+    made.create()
+    yield made
+    shutil.rmtree(folder)
+
+
+def key(version, policy="solver"):
+    return ObjectKey(f"weights/{policy}/{version}")
+
+
+def inodes(store):
+    (root,) = store.__reduce__()[1]
+    return {path.stat().st_ino for path in root.glob("*.block")}
+
+
+def tree_of(value, items=1000):
+    return {"a": torch.full((items,), float(value)), "b": torch.full((3, 5), value)}
+
+
+def run(scenario):
+    asyncio.run(scenario())
+
+
+def test_versions_that_follow_one_another_share_two_blocks(store):
+    async def scenario():
+        seen = set()
+        for version in range(9, 14):  # The key of version 10 is longer than that of 9.
+            meta = await store.set(key(version), tree_of(version))
+            mine = tree_of(0)
+            assert await store.get_into(key(version), mine) == meta.checksum == checksum(tree_of(version))
+            assert mine["b"].eq(version).all()
+            await store.release(key(version - 1))
+            seen |= inodes(store)
+        assert len(seen) == 2
+
+    run(scenario)
+
+
+def test_a_block_whose_tensors_are_in_use_is_not_written_to(store):
+    async def scenario():
+        await store.set(key(1), tree_of(1))
+        held = await store.get(key(1))
+        await store.release(key(1))
+        for version in range(2, 6):
+            await store.set(key(version), tree_of(version))
+            await store.release(key(version))
+        assert held["a"].eq(1).all()
+        assert len(inodes(store)) == 2, "one is held, the others shared one"
+        del held
+        before = inodes(store)
+        await store.set(key(7), tree_of(7))
+        await store.set(key(8), tree_of(8))
+        assert inodes(store) == before, "what was held is free again"
+
+    run(scenario)
+
+
+def test_blocks_that_fit_no_more_and_more_than_two_are_removed_by_the_next_set(store):
+    async def scenario():
+        for version in range(5):
+            await store.set(key(version), tree_of(version))
+        await store.set(key(0, "writer"), tree_of(0))
+        for version in range(5):
+            await store.release(key(version))
+        assert len(inodes(store)) == 6
+        await store.set(key(5), tree_of(5))
+        assert len(inodes(store)) == 3, "two of the solver, one of the writer"
+        await store.release(key(5))
+        await store.set(key(6), tree_of(6, items=7))
+        assert len(inodes(store)) == 2, "the new one of the solver, the old one of the writer"
+
+    run(scenario)
+
+
+def test_an_object_that_fails_half_way_leaves_a_block_that_the_next_one_takes(store):
+    class Broken(dict):
+        def __getitem__(self, name):
+            if name == "b":
+                raise RuntimeError("the device is lost")
+            return super().__getitem__(name)
+
+    async def scenario():
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            await store.set(key(1), Broken(tree_of(9)))
+        (left,) = inodes(store)
+        with pytest.raises(KeyError, match="there are: none"):
+            await store.get_into(key(1), tree_of(0))
+        meta = await store.set(key(1), tree_of(1))
+        assert inodes(store) == {left}
+        assert meta.checksum == checksum(await store.get(key(1))) == checksum(tree_of(1))
+
+    run(scenario)
+
+
+def test_a_file_that_came_from_another_node_is_read_like_a_block(store):
+    async def scenario():
+        await store.set(key(1), tree_of(1))
+        (root,) = store.__reduce__()[1]
+        file = root / store.file_name(key(1))
+        fetched = root / "fetched.partial"
+        shutil.copyfile(file, fetched)
+        file.unlink()
+        fetched.rename(file)
+        mine = tree_of(0)
+        assert await store.get_into(key(1), mine) == checksum(tree_of(1)) == checksum(await store.get(key(1)))
+        file.rename(root / store.file_name(key(2)))
+        with pytest.raises(KeyError, match="no object 'weights/solver/2'"):
+            await store.get(key(2))
+
+    run(scenario)
+
+
+def test_many_threads_read_and_write_at_a_time(store):
+    async def follow(policy):
+        for version in range(20):
+            await store.set(key(version, policy), tree_of(version, items=50_000))
+            mine = [tree_of(0, items=50_000) for _ in range(3)]
+            digests = await asyncio.gather(*(store.get_into(key(version, policy), tree) for tree in mine))
+            assert set(digests) == {checksum(tree_of(version, items=50_000))}
+            await store.release(key(version - 1, policy))
+
+    async def scenario():
+        await asyncio.gather(*(follow(policy) for policy in ("a", "b", "c")))
+        assert len(inodes(store)) == 6
+
+    run(scenario)
+
+
+PROGRAM = """
+import asyncio, mmap, os, random, signal, sys, time, traceback
+from pathlib import Path
+import numpy as np
+import torch
+from flexmarl.objects.backends.memory import ShmObjectStore
+from flexmarl.objects.interface import checksum
+
+torch.set_num_threads(1)
+root, seed = Path(sys.argv[1]), int(sys.argv[2])
+counts = np.frombuffer(mmap.mmap(-1, 4096), np.int64)  # Shared with the children.
+NEWEST, READ, MISSED, WRITING = 0, 8, 9, 16
+
+def tree_of(value):
+    return {"a": torch.full((200_000,), value), "b": torch.full((7,), value)}
+
+def key(number):
+    return f"weights/solver/{number}"
+
+async def write(rng, slot):
+    store = ShmObjectStore(root)
+    while True:
+        number = int(counts[slot]) + 2  # Numbers of a writer are all even, or all odd.
+        counts[slot] = number
+        counts[WRITING + slot] = 1
+        await store.set(key(number), tree_of(number))
+        counts[WRITING + slot] = 0
+        await store.release(key(number - 4))
+
+async def read(rng, slot):
+    store, mine = ShmObjectStore(root), tree_of(0)
+    while True:
+        number = int(counts[rng.randrange(2)]) - 2 * rng.randrange(3)
+        try:
+            if rng.random() < 0.7:
+                held, tree = await store.get_into(key(number), mine), mine
+                assert held == checksum(tree_of(number)), f"torn: {number}"
+            else:
+                tree = await store.get(key(number))
+                time.sleep(rng.random() * 0.01)
+            assert all(bool((tensor == number).all()) for tensor in tree.values()), f"stale or torn: {number}"
+            counts[READ] += 1
+        except KeyError:
+            counts[MISSED] += 1
+
+def start(slot, seed):
+    child = os.fork()
+    if child == 0:
+        try:
+            asyncio.run((write if slot < 2 else read)(random.Random(seed), slot))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return child
+
+counts[0], counts[1] = 0, 1
+rng, killed = random.Random(seed), 0
+children = {slot: start(slot, seed * 1000 + slot) for slot in range(4)}
+try:
+    for life in range(40):
+        time.sleep(rng.random() * 0.1)
+        slot = rng.randrange(4)
+        os.kill(children[slot], signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(children[slot], os.WUNTRACED)[1]), "a process that nobody killed has ended"
+        killed += slot < 2 and counts[WRITING + slot]
+        os.kill(children[slot], signal.SIGKILL)
+        os.waitpid(children.pop(slot), 0)
+        counts[WRITING + slot] = 0
+        children[slot] = start(slot, seed * 1000 + life + 10)
+    for child in children.values():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "a process that nobody killed has ended"
+finally:
+    for child in children.values():
+        os.kill(child, signal.SIGKILL)
+print(int(killed), int(counts[READ]), int(counts[MISSED]))
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_writers_and_readers_leave_nothing_torn_stale_or_behind(store, seed):
+    (root,) = store.__reduce__()[1]
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    killed, read, missed = map(int, done.stdout.split())
+    assert killed > 3, "the witness that writers were killed while they wrote"
+    assert read > 20, "the witness that objects were read"
+    assert missed > 0, "the witness that objects went while they were asked for"
+
+    async def scenario():
+        for path in root.glob("*.object"):
+            path.unlink()
+        for version in ("last", "and", "again"):
+            await store.set(key(version), {"a": torch.full((200_000,), 1), "b": torch.full((7,), 1)})
+            await store.release(key(version))
+        assert len(inodes(store)) <= 2
+        assert len(list(root.iterdir())) == len(inodes(store)), "nothing else is left"
+
+    run(scenario)
