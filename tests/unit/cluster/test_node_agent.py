@@ -18,7 +18,8 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import LocalAgent, NodeAgent
 from flexmarl.errors import ObjectError, WorkerError
 from flexmarl.objects.backends.node import NodeObjectStore
-from flexmarl.objects.interface import ObjectKey, ObjectMeta, TensorTree
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, RunCopy, TensorTree
+from flexmarl.objects.settings import Verify
 from flexmarl.testing.object_checks import check_object_store
 
 HOME, LEFT, RIGHT = "home", "left", "right"
@@ -114,6 +115,11 @@ class SetHereGetThere:
 
     async def get(self, key: ObjectKey) -> TensorTree:
         return await self._other.get(key)
+
+    async def get_into(
+        self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full", run: RunCopy = asyncio.to_thread
+    ) -> Checksum:
+        return await self._other.get_into(key, tree, verify=verify, run=run)
 
     async def release(self, key: ObjectKey) -> None:
         await self._other.release(key)
