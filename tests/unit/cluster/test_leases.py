@@ -47,6 +47,11 @@ def test_the_warden_of_a_killed_controller_ends_and_removes_everything(doomed: A
     assert not doomed.folder.exists()
 
 
+def test_the_warden_waits_for_the_end_of_a_pipe_that_the_controller_holds_and_is_no_child_of_it(doomed: Any) -> None:
+    assert os.readlink(f"/proc/{doomed.warden.pid}/fd/0").startswith("pipe:")
+    assert doomed.warden.ppid() != doomed.controller.pid
+
+
 def test_a_kill_of_the_controllers_group_does_not_reach_the_warden(doomed: Any) -> None:
     assert os.getpgid(doomed.warden.pid) != os.getpgid(doomed.controller.pid)
     assert os.getsid(doomed.warden.pid) != os.getsid(doomed.controller.pid)

@@ -1,12 +1,12 @@
 """An embedded engine that becomes another policy's: it samples what that policy's own engine would, or says why not."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
@@ -32,6 +32,9 @@ class Policies:
     )
     same: bool = True
     """True if their models have one architecture."""
+    decode: Mapping[PolicyName, Callable[[Sequence[int]], str]] = field(
+        default_factory=lambda: dict.fromkeys((SOLVER, WRITER), tiny.letters)
+    )
     made: list[PolicyName] = field(default_factory=list)
     """Policies whose model was made, in order."""
     store: InlineObjectStore = field(default_factory=InlineObjectStore)
@@ -59,7 +62,7 @@ class Policies:
         return self.settings[policy], EngineParts(
             policy=policy,
             make_model=make_model,
-            decode=tiny.letters,
+            decode=self.decode[policy],
             store=self.store,
             thread=self.thread,
             architecture="one" if self.same else policy,
@@ -86,7 +89,7 @@ def compared(policies: Policies, made: list[PolicyName]) -> None:
             for answer, right in zip(await policies.answers(moving, policy), expected[policy], strict=True):
                 assert answer.response_ids.tolist() == right.response_ids.tolist()
                 assert answer.logprobs.tolist() == right.logprobs.tolist()
-                assert answer.versions == right.versions
+                assert (answer.versions, answer.finish) == (right.versions, right.finish)
         assert policies.made == made
         await moving.close()
 
@@ -101,6 +104,23 @@ def test_a_policy_of_the_same_architecture_gets_its_weights_swapped_in() -> None
 def test_a_policy_of_another_architecture_gets_a_model_of_its_own() -> None:
     policies = Policies({SOLVER: tiny.qwen3, WRITER: tiny.llama}, same=False)
     compared(policies, made=[WRITER, SOLVER, WRITER])
+
+
+def test_a_model_of_the_same_shapes_that_computes_otherwise_is_made_anew() -> None:
+    def slow_rope() -> PreTrainedModel:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(
+            Qwen3Config(
+                **tiny.SHAPE, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+            )
+        ).eval()
+
+    compared(Policies({SOLVER: tiny.qwen3, WRITER: slow_rope}, same=False), made=[WRITER, SOLVER, WRITER])
+
+
+def test_stop_strings_are_read_with_the_tokenizer_of_the_policy() -> None:
+    decode = {SOLVER: tiny.letters, WRITER: lambda ids: "z" * len(ids)}
+    compared(Policies({SOLVER: tiny.qwen3, WRITER: lambda: tiny.qwen3(1)}, decode=decode), made=[])
 
 
 def test_a_policy_with_other_engine_settings_gets_an_engine_of_its_own() -> None:
