@@ -221,6 +221,7 @@ def test_a_node_that_is_lost_takes_its_residents_with_it_and_gets_no_new_ones(no
         waiting = asyncio.ensure_future(left.remote.wait())
         await asyncio.to_thread(nodes.kill, "left")
         await raised(waiting, WorkerError)
+        await left.stop()
         (again,) = await cluster.spawn(engines(3))
         assert again.place.node in ("head", "right")
         assert {str(lost.process) for lost in losses.seen} == {"engine/solver/1", "holder/0"}

@@ -184,20 +184,20 @@ class RayAgents:
             self._tasks.create_task(self._watch(node, agent), name=f"watch node {node.name}")
 
     async def add_processes(self, node: ClusterNode, pids: Iterable[int]) -> None:
-        """Records processes that end with the run, on their node."""
-        if self._is_elsewhere(node):
-            await self._agents[node].remote.add_processes(list(pids))
-        else:
+        """Records processes that end with the run, on their node; those of a lost node have ended."""
+        if self._is_local(node):
             self._leases.add_processes(pids)
+        elif agent := self._agents.get(node):
+            await agent.remote.add_processes(list(pids))
 
     async def process_ended(self, node: ClusterNode, pid: int, timeout_s: float) -> None:
-        """Waits until a process has ended, but no longer than `timeout_s`."""
-        if self._is_elsewhere(node):
-            with suppress(WorkerError):
-                await self._agents[node].remote.process_ended(pid, timeout_s)
-        else:
+        """Waits until a process has ended, but no longer than `timeout_s`. Those of a lost node have ended."""
+        if self._is_local(node):
             with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
                 await asyncio.to_thread(psutil.Process(pid).wait, timeout_s)
+        elif agent := self._agents.get(node):
+            with suppress(WorkerError):
+                await agent.remote.process_ended(pid, timeout_s)
 
     async def look(self) -> None:
         """Asks all agents for a sign of life, so that nothing is started on a node that has just been lost."""
@@ -230,7 +230,7 @@ class RayAgents:
             ActorSlot(node),
             tasks=self._tasks,
             on_end=lambda _, lost: self._lost(node, f"its agent is lost: {lost}") if lost else None,
-            process_ended=partial(self.process_ended, node, timeout_s=LOOK_S),
+            process_ended=_nothing_to_wait_for,
             host=AgentHost,
         )
 
@@ -244,7 +244,7 @@ class RayAgents:
                 f"node '{node.name}' cannot be used: {error}; install flexmarl {version('flexmarl')} there, as on this "
                 "machine, or leave the node out with cluster.pools"
             ) from error
-        if not self._is_elsewhere(node):
+        if self._is_local(node):
             self._leases.add_processes([agent.place.pid])
         for what, ours, theirs in (
             ("Python", platform.python_version(), facts.python),
@@ -286,5 +286,9 @@ class RayAgents:
         with suppress(WorkerError):  # Without home the run ends anyway.
             await self._agents[self._home].remote.lose(node.id)
 
-    def _is_elsewhere(self, node: ClusterNode) -> bool:
-        return bool(self._agents) and node != self._home
+    def _is_local(self, node: ClusterNode) -> bool:
+        return self._home in (None, node)
+
+
+async def _nothing_to_wait_for(pid: int) -> None:
+    """Returns at once: what an agent held is gone when it has been closed."""
