@@ -11,6 +11,16 @@ from ray.cluster_utils import Cluster
 from flexmarl.cluster.settings import ClusterSettings
 
 
+JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
+"""Fixtures of tests that join a Ray."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts those tests first that join a Ray: a process that had a private one cannot."""
+    items.sort(key=lambda item: not JOINING & {*getattr(item, "fixturenames", ())})
+
+
 @pytest.fixture
 def short_root() -> Iterator[Path]:
     """A folder for leases; pytest's own have paths that are too long for sockets."""
