@@ -10,7 +10,6 @@ from ray.cluster_utils import Cluster
 
 from flexmarl.cluster.settings import ClusterSettings
 
-
 JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
 """Fixtures of tests that join a Ray."""
 
