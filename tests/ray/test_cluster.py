@@ -66,7 +66,7 @@ def test_without_room_the_error_says_what_was_asked_and_what_is_there(somebodys_
         assert "2 CPU" in text
         assert "cluster.address=local" in text
         residents = await cluster.spawn([probe("first"), probe("second")])
-        assert "free" in str(await raised(cluster.spawn([probe("third")]), ConfigError))
+        assert "2 CPU and 0 GPU are taken" in str(await raised(cluster.spawn([probe("third")]), ConfigError))
         await residents[0].stop()
         await cluster.spawn([probe("third")])
 

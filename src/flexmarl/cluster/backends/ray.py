@@ -196,7 +196,8 @@ class RayCluster:
         held = [resident.placed for resident in self._residents if resident.placed is not None]
         placed = place(requests, nodes=self.nodes, pools=self._pools, held=held)
         if isinstance(placed, NoRoom):
-            raise ConfigError(f"no room for {len(specs)} more residents: {placed.because}; {ADVICE}")
+            asked = f"{len(specs)} CPU and {sum(spec.devices for spec in specs)} GPU"
+            raise ConfigError(f"no room for {len(specs)} more residents, {asked}: {placed.because}; {ADVICE}")
         return placed
 
     async def _slots(self, placed: Sequence[Placed]) -> list[ActorSlot]:
