@@ -10,7 +10,7 @@ from typing import TypeVar
 from flexmarl.events.event import Event, Timed
 from flexmarl.events.group_events import BatchFilled, GroupAdmitted, RolloutEnded
 from flexmarl.events.overlap import Interval, intersection, seconds, union
-from flexmarl.events.run_events import StepEnded
+from flexmarl.events.run_events import Resumed, StepEnded
 from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueueCounts
 from flexmarl.events.training_events import MicroBatchDone, Published, Swapped, Updated
 from flexmarl.records import InstanceId, PolicyName, Purpose
@@ -90,6 +90,8 @@ def read_facts(events: Iterable[Event]) -> Facts:
 
 def _sort(facts: Facts, event: Event) -> None:
     match event:
+        case Resumed():
+            _cut(facts, event)
         case StepEnded():
             before = facts.steps[-1].ended if facts.steps else 0.0
             facts.steps.append(replace(event, began=max(event.began, before)))
@@ -118,3 +120,21 @@ def _sort(facts: Facts, event: Event) -> None:
             facts.step_of[event.group] = event.step
         case BatchFilled():
             facts.trained_at |= {(event.policy, group): event.version for group in event.groups}
+
+
+def _cut(facts: Facts, resumed: Resumed) -> None:
+    """Drops what was done after the checkpoint that the run goes on from, because it is done again."""
+    kept = set(range(resumed.next_group)) - set(resumed.active)
+    facts.steps = [step for step in facts.steps if step.step < resumed.step]
+    end = facts.steps[-1].ended if facts.steps else 0.0
+    facts.calls = [call for call in facts.calls if call.group in kept]
+    facts.step_of = {group: step for group, step in facts.step_of.items() if group in kept}
+    facts.trained_at = {key: version for key, version in facts.trained_at.items() if key[1] in kept}
+    facts.rollouts = [(began, min(ended, end)) for began, ended in facts.rollouts if began < end]
+    facts.micro_batches = [done for done in facts.micro_batches if done.began < end]
+    facts.updates = [done for done in facts.updates if done.version <= resumed.versions[done.policy]]
+    facts.publications = [done for done in facts.publications if done.version <= resumed.versions[done.policy]]
+    facts.loads = [done for done in facts.loads if done.version <= resumed.versions.get(done.policy, done.version)]
+    facts.swaps = [done for done in facts.swaps if done.began < end]
+    facts.moves = [done for done in facts.moves if done.began < end]
+    facts.queue_counts = [counts for counts in facts.queue_counts if counts.t < end]

@@ -217,7 +217,8 @@ def _versions_before(facts: Facts) -> dict[tuple[str, int], int]:
 
 def publish_lag(facts: Facts) -> float:
     """Mean seconds from the end of an update until all instances serve its version; 0 without updates."""
-    served = {(one.policy, one.version): one.ended for one in facts.publications}
+    # The first time: a run that goes on publishes the version of its checkpoint again.
+    served = {(one.policy, one.version): one.ended for one in reversed(facts.publications)}
     lags = [
         served[update.policy, update.version] - update.ended
         for update in facts.updates

@@ -78,6 +78,10 @@ class Metrics:
         self._phases: dict[str, _Phase] = {}
         self._flushed_at = clock()
 
+    def start(self) -> None:
+        """Begins the first step now: the time before it is nobody's."""
+        self._flushed_at = self._clock()
+
     def add(self, name: str, amount: float = 1.0) -> None:
         """Adds to a counter. The step's value is the sum."""
         self._claim(name, "counter")

@@ -43,12 +43,14 @@ class Figures:
     """The metrics of a run. docs/howto/metrics.md lists their names."""
 
     def __init__(self, *, metrics: Metrics, versions: Versions, events: Events, separate: bool = True) -> None:
-        """Listens to `events` from now on. `separate`: trainers and engines have different devices.
+        """Begins the first step's time, and listens to `events` from now on. `separate`: trainers and engines have
+        different devices.
 
         On a shared device, training beside rollout slows rollout down, so that none of it is hidden.
         """
         self._separate = separate
         self._metrics, self._versions, self._events = metrics, versions, events
+        metrics.start()
         self._training: defaultdict[str, list[Interval]] = defaultdict(list)
         self._rollout: list[Interval] = []
         self._playing_since: float | None = None

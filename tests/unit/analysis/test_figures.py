@@ -180,3 +180,29 @@ def test_the_headings_of_a_sweep_are_whole_in_eighty_columns_and_never_cut() -> 
     words = ["micro_batch", "mode", "step", "rollout", "visible", "training", "tokens", "second", "busy", "bound"]
     assert [word for word in words if word not in shown] == []
     assert "…" not in as_text(table, width=40)
+
+
+def test_what_a_kill_discarded_counts_once_and_the_gap_is_no_step() -> None:
+    def second(began: float) -> list[Event]:
+        return [
+            call(began + 4.0, began=began, group=2, version=1),
+            worked("micro_batch", began + 5.0, began=began + 4.0, rows=2, tokens=20.0),
+            worked("updated", began + 6.0, began=began + 5.0, version=2),
+            worked("published", began + 7.0, began=began + 6.0, version=2),
+            event("rollout_ended", began + 4.0, began=began, step=1),
+            event("group_admitted", began, group=2, step=1, task="task-2"),
+            event("batch_filled", began + 5.0, version=1, groups=[2]),
+            event("loaded", began + 7.0, began=began + 6.0, version=2, process="engine/solver/0"),
+            event("swapped", began + 4.0, began=began + 3.0, direction="resume", place=0),
+            event("moved", began + 3.0, began=began + 2.0, instance="solver/0", to="verifier", became="verifier/7"),
+            event("queues", began + 1.0, running={"solver": 1}, queued={"solver": 4}),
+            event("step_ended", began + 7.0, began=began, step=1, trained=[2], versions={"solver": 2}),
+        ]
+
+    resumed = event("resumed", 100.0, step=1, versions={"solver": 1}, next_group=2, active=[])
+    again = worked("published", 101.0, began=100.0, version=1)
+    killed, undisturbed = [*ONE_STEP, *second(10.0), resumed, again, *second(102.0)], [*ONE_STEP, *second(10.0)]
+    assert read_facts([*ONE_STEP, *second(10.0), resumed]) == read_facts(ONE_STEP)
+    one, other = report(killed), report(undisturbed)
+    same = ("steps", "rollout_s", "training_s", "staleness_mean", "staleness_most", "publish_lag_s", "makespan_s")
+    assert [getattr(one, figure) for figure in same] == [getattr(other, figure) for figure in same]
