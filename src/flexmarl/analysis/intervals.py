@@ -54,7 +54,7 @@ def mean(values: Sequence[float], of: str) -> Estimate:
     """
     value, n = fmean(values), len(values)
     if n < 2 or not variance(values):
-        return Estimate(value, None, None, f"no spread in {n} {of}")
+        return Estimate(value, None, None, f"no spread in {n} {of}" if n > 1 else "no spread in one value")
     half = t_quantile(n - 1) * math.sqrt(variance(values) / n)
     return Estimate(value, value - half, value + half, f"t, {n} {of}")
 

@@ -48,9 +48,16 @@ def cautions(settings: RunSettings) -> list[Caution]:
 
 
 def _of_rates(settings: RunSettings) -> Iterator[Caution]:
-    """Finds learning rates that are 0 before the run ends, as when a run with a decay is made longer."""
+    """Finds learning rates that are 0 before the run ends, as in a run with a decay made longer, or never reached."""
     for policy in sorted(settings.trained):
         schedule = settings.policies[policy].training.schedule
+        if schedule.warmup_steps > settings.steps:
+            yield Caution(
+                f"policies.{policy}.training.schedule.warmup_steps",
+                f"{schedule.warmup_steps} updates, and the run has steps={settings.steps}: it ends before the learning "
+                "rate is reached",
+                f"use at most warmup_steps={settings.steps}, or more steps",
+            )
         if schedule.decay_steps is not None and schedule.decay_steps < settings.steps and not schedule.min_ratio:
             yield Caution(
                 f"policies.{policy}.training.schedule.decay_steps",
