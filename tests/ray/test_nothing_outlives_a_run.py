@@ -99,8 +99,10 @@ def test_ctrl_c_ends_the_run_in_order_and_leaves_nothing(doomed: Doomed) -> None
 
 def test_kill_9_of_a_guest_leaves_its_host_as_it_was(somebodys_ray: str, short_root: Path) -> None:
     vital = [one for one in psutil.Process().children(recursive=True) if one.name() in ("gcs_server", "raylet")]
-    port = somebodys_ray.rpartition(":")[2]
-    host = [one for one in vital if any(word.endswith(port) for word in one.cmdline())]
+    port = int(somebodys_ray.rpartition(":")[2])
+    host = [
+        one for one in vital if any(port in (end.laddr.port, *end.raddr[1:]) for end in one.net_connections(kind="tcp"))
+    ]
     guest = Doomed(short_root, somebodys_ray)
     guest.wait_until_up()
     guest.process.kill()

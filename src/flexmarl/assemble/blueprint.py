@@ -212,10 +212,16 @@ def decoder_of(settings: RunSettings) -> Callable[[PolicyName, IntArray], str]:
 
 
 def check_model(settings: RunSettings, policy: str) -> None:
-    """Raises ConfigError if a policy's files are not one whole model with its tokenizer; reads no weight."""
+    """Raises ConfigError if a policy's files are not one whole model with its tokenizer; reads no weight.
+
+    A model that runs on a server has only its tokenizer here.
+    """
     source, key = model_source(settings, policy), f"policies.{policy}.model"
     if not Path(source).is_dir():
         _ask_hub(source, key)
+    if not getattr(settings.policies[policy].engine, "needs_weights", True):
+        load_tokenizer(settings, policy)
+        return
     try:
         model = check_model_files(source)
     except ConfigError as error:

@@ -77,7 +77,12 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ConfigError(f"{key}: '{source}' is no causal language model: {_first_line(error)}") from error
-    if Path(source).is_dir() and not any([*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")]):
+    weights_needed = getattr(engine, "needs_weights", True)
+    if (
+        weights_needed
+        and Path(source).is_dir()
+        and not any([*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")])
+    ):
         raise ConfigError(f"{key}: '{source}' holds no weights; save the model there with `save_pretrained`")
     check_model(settings, policy)
     todo = ""

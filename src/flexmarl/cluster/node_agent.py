@@ -11,12 +11,14 @@ Home is the node of the controller. Nodes are known by their ids. This file impo
 
 import asyncio
 import errno
+import fcntl
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -29,7 +31,7 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetch, Locations
 from flexmarl.errors import ObjectError, WorkerError
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 32 << 20
 """Bytes of a file that cross in one call."""
 PIECES_AHEAD = 3
 """Pieces that are asked for before they are needed, so that the way between the nodes is never idle."""
@@ -254,32 +256,28 @@ class LocalAgent:
         home = self._agent(self._home)
         failed: dict[str, str] = {}
         while fetch := await home.begin_fetch(file, self._node.id, list(failed)):
-            partial = self.path / f"{uuid4().hex}.partial"
             failure = "it was not finished"
             try:
-                try:
-                    failure = await self._copy(file, fetch, partial)
-                finally:
-                    current = await home.end_fetch(file, fetch.number, not failure)
-                if not current or file in self._dropped:
-                    raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
-                if not failure:
-                    partial.replace(self.path / file)
-                    return
-                failed[fetch.source] = failure
+                with self._block_for(file, fetch.num_bytes) as (block, descriptor):
+                    try:
+                        failure = await self._copy(file, fetch, descriptor)
+                    finally:
+                        current = await home.end_fetch(file, fetch.number, not failure)
+                    if not current or file in self._dropped:
+                        raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
+                    if not failure:
+                        os.link(block, self.path / file)
+                        return
+                    failed[fetch.source] = failure
             finally:
                 self._dropped.discard(file)
-                partial.unlink(missing_ok=True)
         if failed:
             sources = "; ".join(f"from node {node}: {why}" for node, why in failed.items())
             raise ObjectError(f"'{file}' cannot be fetched to node '{self._node.name}': {sources}")
         raise FileNotFoundError(f"no file '{file}'; there are: {await home.files() or 'none'}")
 
-    async def _copy(self, file: str, fetch: Fetch, partial: Path) -> str:
-        """Copies a file from its source; returns what failed there, "" if nothing did.
-
-        Raises ObjectError if this node has no room for it.
-        """
+    async def _copy(self, file: str, fetch: Fetch, descriptor: int) -> str:
+        """Copies a file from its source; returns what failed there, "" if nothing did."""
         ahead = asyncio.Semaphore(PIECES_AHEAD)
         failures: list[Exception] = []
 
@@ -289,31 +287,80 @@ class LocalAgent:
                 piece = await self._peers.read(fetch.source, file, start, size)
                 os.pwrite(descriptor, piece, start)  # Not on a thread, which would go on after a cancellation.
 
-        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
-            self._reserve(descriptor, fetch.num_bytes, file)
             async with asyncio.TaskGroup() as pieces:
                 for start in range(0, fetch.num_bytes, PIECE_BYTES):
                     pieces.create_task(copy_piece(start), name=f"fetch {file} from byte {start}")
         except* (WorkerError, OSError) as group:
             failures += group.exceptions
-        finally:
-            os.close(descriptor)
         return f"{type(failures[0]).__name__}: {failures[0]}" if failures else ""
 
-    def _reserve(self, descriptor: int, num_bytes: int, file: str) -> None:
-        """Reserves memory now. What is missing here is no fault of the source, so no other one is tried."""
+    @contextmanager
+    def _block_for(self, file: str, num_bytes: int) -> Iterator[tuple[Path, int]]:
+        """Locks a block for a file to come and opens it: one that held an earlier file of its family, or a new one.
+
+        Memory that was written before costs a fraction of new memory. Readers lock it as they lock any block
+        (objects/backends/blocks.py). Raises ObjectError if this node has no room for a new one.
+        """
+        family = f"fetched-{blake2b(file.rpartition('%2F')[0].encode(), digest_size=8).hexdigest()}-"
+        path, descriptor = self.path / f"{family}{uuid4().hex}.block", -1
+        for free, one in self._free_blocks(family):
+            if descriptor < 0 and os.fstat(one).st_size == num_bytes:
+                path, descriptor = free, os.dup(one)  # It has the same lock.
+            else:
+                free.unlink()
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
+            if descriptor < 0:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                self._reserve(descriptor, num_bytes, file)
+            yield path, descriptor
+        finally:
+            if descriptor >= 0:
+                if os.fstat(descriptor).st_nlink == 1:  # Nothing came of it.
+                    path.unlink()
+                os.close(descriptor)
+
+    def _free_blocks(self, start: str) -> Iterator[tuple[Path, int]]:
+        """The blocks that no file is in and nobody reads, each opened and locked until the next one is asked for."""
+        for path in sorted(self.path.glob(f"{start}*.block")):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_nlink == 1:
+                    yield path, descriptor
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+
+    def _reserve(self, descriptor: int, num_bytes: int, file: str) -> None:
+        """Reserves memory now, at the cost of free blocks.
+
+        What is missing here is no fault of the source, so no other one is tried.
+        """
+        if has_room(descriptor, num_bytes):
+            return
+        for free, _ in self._free_blocks(""):
+            free.unlink()
+        if not has_room(descriptor, num_bytes):
             room = os.statvfs(self.path)
             raise ObjectError(
                 f"node '{self._node.name}': fetching '{file}' needs {num_bytes:,} bytes in {self.path}, where "
                 f"{room.f_bavail * room.f_frsize:,} are free; remove what dead runs left there (`flexmarl clean`), or "
                 "give that machine more shared memory (`mount -o remount,size=16G /dev/shm`)"
-            ) from error
+            )
+
+
+def has_room(descriptor: int, num_bytes: int) -> bool:
+    """Reserves the memory of an open file; returns False if there is no room. Raises any other OSError."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return False
+    return True
 
 
 def agent_of(

@@ -90,6 +90,11 @@ class PolicySettings(Settings):
 
     @model_validator(mode="after")
     def _engine_takes_the_trained_weights(self) -> Self:
+        if self.trainable and not getattr(self.engine, "needs_weights", True):
+            raise ValueError(
+                f"engine.type is '{self.engine.type}', which loads no weights, but trainable is true; use another "
+                "engine, or trainable=false"
+            )
         served = getattr(self.engine, "dtype", None)
         if self.trainable and served not in (None, self.training.dtype):
             raise ValueError(

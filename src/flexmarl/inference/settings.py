@@ -26,7 +26,10 @@ ENGINES: SettingsTable[EngineSettings] = SettingsTable(
     setting="policies.NAME.engine.type",
     group="engines",
     interface=[EngineSettings],
-    built_in={"embedded": "flexmarl.inference.settings:EmbeddedSettings"},
+    built_in={
+        "embedded": "flexmarl.inference.settings:EmbeddedSettings",
+        "openai": "flexmarl.inference.settings:OpenAISettings",
+    },
 )
 """Settings of engines by `type` (docs/howto/engine.md)."""
 engine = ENGINES.register
@@ -109,6 +112,38 @@ class EmbeddedSettings(Settings):
         """Blocks of all slots and kept conversations with `length` tokens; without it, at `max_len`: the most ever."""
         tokens = self.max_len if length is None else min(length, self.max_len)
         return (self.slots + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
+
+
+class OpenAISettings(Settings):
+    """A frozen policy on a server whose `/v1/completions` takes token ids and returns them, such as vLLM's.
+
+    The policy's `model` is still needed for its tokenizer and chat template, without weights.
+    """
+
+    factory: ClassVar[str] = "flexmarl.inference.backends.completions_server:make_engine"
+    needs_weights: ClassVar[bool] = False
+    """Nothing is loaded from the model's folder but config and tokenizer. A class without this attribute needs all."""
+
+    type: Literal["openai"] = "openai"
+    url: str = Field(
+        pattern=r"^https?://[^@\s]+$",
+        description="Where the API begins, e.g. http://gpu-box:8000/v1. A key or password does not belong here.",
+    )
+    model: str = Field(min_length=1, description="The model's name at the server, as its `/v1/models` lists it.")
+    key_env: str = Field(
+        default="",
+        pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
+        description="Environment variable that holds the server's key; empty: the server wants none.",
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds without a token from the server, after which a call has failed."
+    )
+    retries: int = Field(
+        default=5,
+        ge=0,
+        description="How often a call is sent again that met status 408, 409, 429 or 5xx, or no connection, each time "
+        "after a longer wait.",
+    )
 
 
 class PoolSettings(Settings):

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import tempfile
 from collections import Counter
@@ -257,6 +258,57 @@ def test_without_room_the_node_is_named_and_no_other_source_is_tried(
             await agents[RIGHT].fetch("file")
         assert agents.files(RIGHT) == []
         assert agents.reads == {}
+
+    asyncio.run(act())
+
+
+FIRST, SECOND, THIRD = (f"weights%2Fsolver%2F{version}.object" for version in (1, 2, 3))
+
+
+async def fetched(agents: Agents, file: str, data: bytes) -> int:
+    """The inode of a file of LEFT that RIGHT has fetched."""
+    await put(agents, LEFT, file, data)
+    await agents[RIGHT].fetch(file)
+    path = agents[RIGHT].path / file
+    assert path.read_bytes() == data
+    return path.stat().st_ino
+
+
+def test_memory_of_a_file_that_was_fetched_is_written_again_unless_somebody_reads_it(agents: Agents) -> None:
+    async def act() -> None:
+        first = await fetched(agents, FIRST, b"a" * 5000)
+        other = await fetched(agents, "weights%2Fjudge%2F1.object", b"o" * 5000)
+        assert await fetched(agents, SECOND, b"b" * 5000) not in (first, other)
+        with (agents[RIGHT].path / FIRST).open("rb") as reader:
+            fcntl.flock(reader, fcntl.LOCK_SH)
+            await agents[HOME].drop(FIRST)
+            third = await fetched(agents, THIRD, b"c" * 5000)
+            assert third != first
+            assert reader.read() == b"a" * 5000
+        await agents[HOME].drop(THIRD)
+        assert await fetched(agents, FIRST, b"d" * 5000) in (first, third)
+        assert len(agents.files(RIGHT)) == 6  # Two of solver, one of judge, and the blocks they are in.
+        await agents[HOME].drop(FIRST)
+        await fetched(agents, FIRST, b"e" * 6000)
+        assert len(agents.files(RIGHT)) == 6  # The block of another size is gone.
+
+    asyncio.run(act())
+
+
+def test_free_memory_is_given_back_where_there_is_no_room(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        if any(path.stat().st_nlink == 1 and path.stat().st_size for path in agents[RIGHT].path.glob("*.block")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor, offset, length)
+
+    async def act() -> None:
+        await fetched(agents, FIRST, b"a" * 5000)
+        await agents[HOME].drop(FIRST)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        await fetched(agents, "weights%2Fjudge%2F1.object", b"o" * 5000)
+        assert len(agents.files(RIGHT)) == 2
 
     asyncio.run(act())
 

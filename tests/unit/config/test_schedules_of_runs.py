@@ -64,8 +64,8 @@ def test_updates_with_a_rate_of_0_are_cautioned_against() -> None:
     assert keys(f"{KEY}={{type: cosine}}") == keys(f"{KEY}={{type: linear, decay_steps: 500}}") == []
     assert keys(f"{KEY}={{type: linear, decay_steps: 50, min_ratio: 0.1}}") == []
     assert keys(f"{KEY}={{type: linear, decay_steps: 50}}") == [f"{KEY}.decay_steps"]
-    assert keys(f"{KEY}.warmup_steps=81") == [f"{KEY}.warmup_steps"]
-    assert keys(f"{KEY}.warmup_steps=80") == []
+    assert keys(f"{KEY}={{type: constant, warmup_steps: 81}}") == [f"{KEY}.warmup_steps"]
+    assert keys(f"{KEY}={{type: constant, warmup_steps: 80}}") == []
     assert keys(f"{KEY}={{type: linear, decay_steps: 50}}", "policies.speaker.trainable=false") == []
 
 
