@@ -26,7 +26,10 @@ ENGINES: SettingsTable[EngineSettings] = SettingsTable(
     setting="policies.NAME.engine.type",
     group="engines",
     interface=[EngineSettings],
-    built_in={"embedded": "flexmarl.inference.settings:EmbeddedSettings"},
+    built_in={
+        "embedded": "flexmarl.inference.settings:EmbeddedSettings",
+        "timed": "flexmarl.simulator.timed_engine:TimedSettings",
+    },
 )
 """Settings of engines by `type` (docs/howto/engine.md)."""
 engine = ENGINES.register
@@ -34,6 +37,14 @@ engine = ENGINES.register
 
 AnyEngine = Annotated[EngineSettings, ENGINES]
 """Settings field of any engine in the table, chosen by its `type`."""
+
+
+def computes(engine: EngineSettings) -> bool:
+    """False for engines that compute nothing, as their class states with `computes = False`.
+
+    They need no device, and live in the controller's process in every cluster: many fit into one.
+    """
+    return getattr(engine, "computes", True)
 
 
 KV_SHARE = 0.5
