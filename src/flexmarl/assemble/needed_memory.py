@@ -19,7 +19,7 @@ from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
 from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
-from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.inference.settings import EmbeddedSettings, computes
 from flexmarl.training.backends.causal_lm import DTYPES
 from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
 from flexmarl.training.backends.network import Adapter
@@ -169,7 +169,8 @@ def _libraries(settings: RunSettings) -> Part:
     """Python, torch and transformers in each process of the run: this process has loaded the same."""
     processes = 1
     if settings.cluster.backend == "ray":
-        processes += sum(policy.instances for policy in settings.policies.values()) + len(settings.trained)
+        engines = [policy.instances for policy in settings.policies.values() if computes(policy.engine)]
+        processes += sum(engines) + len(settings.trained)
     setting = "cluster.backend=inline" if processes > 1 else ""
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 

@@ -10,7 +10,7 @@ import importlib
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flexmarl.agents import ChatRenderer
-from flexmarl.assemble.blueprint import Blueprint, load_tokenizer, model_source
+from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
@@ -34,11 +33,11 @@ from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreSer
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
-from flexmarl.inference.settings import EngineSettings
+from flexmarl.inference.settings import EngineSettings, computes
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
-from flexmarl.records import InstanceId, PolicyName, WorkerId
+from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import StoreRows, Trainer
@@ -60,6 +59,12 @@ class Materials:
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
+    def make_timed_engine(self, policy: PolicyName, modelled: Callable[[PolicyName], Any]) -> InferenceEngine:
+        """Makes an engine that computes nothing, in the controller's process. `modelled`: see `EngineParts`."""
+        with boundary(EngineError, f"policies.{policy}.engine: making an engine"):
+            settings, parts = self._engine_of(self.thread or DeviceThread(f"engine-{policy}"), policy)
+            return make_engine(settings, replace(parts, modelled=modelled))
+
     def make_engine(self, policy: PolicyName) -> InferenceEngine:
         """Makes an engine with its model. Raises EngineError, or ConfigError that names the fault of the model."""
         with boundary(EngineError, f"policies.{policy}.engine: making an engine on {self.device}"):
@@ -74,7 +79,7 @@ class Materials:
         parts = EngineParts(
             policy=policy,
             make_model=partial(load_model, model_source(self.settings, policy)),
-            decode=ChatRenderer(load_tokenizer(self.settings, policy)).decode,
+            decode=load_renderer(self.settings, policy).decode,
             store=self.objects,
             thread=thread,
             device=self.device,
@@ -126,6 +131,8 @@ class RealResidents:
     """Opens the cluster for a number of residents."""
     serve_store: Callable[[], StoreService] | None = None
     """Makes the service of the store's file for other nodes; None if there can be none."""
+    models: dict[PolicyName, Any] = field(default_factory=dict)
+    """The models of policies whose engines compute nothing, as far as they were asked for. Their instances share it."""
 
     @property
     def objects(self) -> ObjectStore:
@@ -138,15 +145,28 @@ class RealResidents:
 
     def engine(self, policy: PolicyName, instance: InstanceId) -> ResidentSpec[InferenceEngine]:
         """Specifies one inference instance."""
+        engine, materials = self.materials.settings.policies[policy].engine, self.materials
         return ResidentSpec(
             name=WorkerId.engine(instance),
             kind=ResidentKind.ENGINE,
             contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
-            make=partial(self.materials.make_engine, policy),
+            make=partial(materials.make_engine, policy)
+            if computes(engine)
+            else partial(materials.make_timed_engine, policy, self.modelled),
             error=EngineError,
-            devices=self._devices,
-            threads=getattr(self.materials.settings.policies[policy].engine, "threads", None) or self._threads,
+            devices=self._devices if computes(engine) else 0,
+            threads=getattr(engine, "threads", None) or self._threads,
+            in_controller=not computes(engine),
         )
+
+    def modelled(self, policy: PolicyName) -> Any:
+        """Returns the model of a policy's engines in section `simulation`. Raises ConfigError if it lacks replies."""
+        if policy not in self.models:
+            settings = self.materials.settings
+            renderer = load_renderer(settings, policy)
+            agents = {AgentName(name): renderer for name, seat in settings.team.agents.items() if seat.policy == policy}
+            self.models[policy] = settings.simulation.engine_model(policy, agents, settings.base)
+        return self.models[policy]
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """Specifies the trainer of a policy."""

@@ -91,7 +91,7 @@ class Unmodelled(ConfigError):
 def check_models(settings: RunSettings, team: TeamSpec) -> None:
     """Raises Unmodelled with all replies and twins of tools that a simulation of the team lacks."""
     given = settings.simulation
-    silent, replies = fitting_replies(team, given.replies, recorded=given.recorded is not None)
+    silent, replies = fitting_replies(team.agents, given.replies, recorded=given.recorded is not None)
     untimed, tools = fitting_twins(team, given.tools)
     if lines := [*silent, *untimed]:
         fixed = given.model_copy(update={"replies": replies, "tools": tools})

@@ -335,7 +335,7 @@ def make_balancer(settings: RunSettings, world: World, events: Events) -> Balanc
 
 def slots_of(settings: RunSettings, policy: PolicyName) -> int:
     """Returns the number of requests that an instance of the policy serves at a time."""
-    if settings.cluster.backend == "simulated":
+    if settings.is_modelled(policy):
         slots = costs_of(settings.simulation.costs, policy).engine.slots
     else:
         slots = getattr(settings.policies[policy].engine, "slots", EmbeddedSettings().slots)

@@ -138,16 +138,18 @@ async def world_of(
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        cluster = await stack.enter_async_context(residents.cluster(len(engines) + len(trainers), events))
+        outside = sum(not spec.in_controller for spec in [*engines, *trainers])
+        cluster = await stack.enter_async_context(residents.cluster(outside, events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
         models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
         counts = (("engine", len(engines)), ("trainer", len(trainers)))
         loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
         events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
         await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
-        for resident in await cluster.spawn([*engines, *trainers]):
+        specs = [*engines, *trainers]
+        for spec, resident in zip(specs, await cluster.spawn(specs), strict=True):
             remotes[resident.name] = resident.remote
-            if cluster.has_processes:
+            if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
         of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
@@ -209,8 +211,9 @@ async def respawn(
     """Starts an instance in place of a lost one."""
     if seconds := residents.replacement_s(policy):
         await asyncio.sleep(seconds)
-    (resident,) = await cluster.spawn([residents.engine(policy, instance)])
-    if cluster.has_processes:
+    spec = residents.engine(policy, instance)
+    (resident,) = await cluster.spawn([spec])
+    if cluster.has_processes and not spec.in_controller:
         processes.add(resident)
         place = resident.place
         cluster.events.emit(ProcessStarted(process=WorkerId.engine(instance), pid=place.pid, node=place.node))

@@ -21,7 +21,7 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
 from flexmarl.events.machine import GIB, Machine
-from flexmarl.inference.settings import EmbeddedSettings
+from flexmarl.inference.settings import EmbeddedSettings, computes
 
 
 class Finding(NamedTuple):
@@ -160,12 +160,16 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     if find_spec("ray") is None:
         yield Finding("libraries", "cluster.backend=ray, but Ray is not installed", "pip install ray")
     cluster = settings.cluster
-    engines, trainers = sum(policy.instances for policy in settings.policies.values()), len(settings.trained)
+    of_kind = {True: 0, False: 0}
+    for policy in settings.policies.values():
+        of_kind[computes(policy.engine)] += policy.instances
+    engines, trainers = of_kind[True], len(settings.trained)
+    timed = f", and {of_kind[False]} timed engines in the controller's process" if of_kind[False] else ""
     found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
     yield Finding(
         "processes",
-        f"{engines} engines and {trainers} trainers, on {cluster.device}; here: {found_here}",
+        f"{engines} engines and {trainers} trainers, on {cluster.device}{timed}; here: {found_here}",
         f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
     )
 

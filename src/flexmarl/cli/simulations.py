@@ -284,9 +284,13 @@ def poor_fit(errors: Mapping[str, float], settings: RunSettings) -> str:
 
 def _slots(settings: RunSettings) -> dict[str, int]:
     """Returns how many requests an instance decodes at a time, by policy, in the world of this run."""
-    if settings.cluster.backend == "simulated":
-        return {policy: costs_of(settings.simulation.costs, policy).engine.slots for policy in settings.policies}
-    return {name: getattr(policy.engine, "slots", 64) for name, policy in settings.policies.items()}
+    costs, policies = settings.simulation.costs, settings.policies
+    return {
+        name: costs_of(costs, name).engine.slots
+        if settings.is_modelled(name)
+        else getattr(policies[name].engine, "slots", 64)
+        for name in policies
+    }
 
 
 def _number(value: float | None) -> str:

@@ -74,6 +74,9 @@ class ResidentSpec(Generic[T_co]):
     """Name of the node that it must run on; None lets the cluster choose."""
     python: Path | None = None
     """Interpreter of its processes; None means the controller's."""
+    in_controller: bool = False
+    """True if it is an object of the controller's process in every cluster: it computes nothing, so that a process of
+    its own would cost more than it does. It takes no room on a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
+from flexmarl.inference.settings import computes
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.tools import Syntax, Tool, ToolCall
 from flexmarl.tools.arguments import example_of, only_argument_of
@@ -36,8 +37,9 @@ class Caution(NamedTuple):
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """Returns all cautions of a valid config: of rates, corrections, the pipeline, sampling, tools, then credit."""
+    """Returns all cautions of a valid config: of engines, rates, corrections, the pipeline, sampling, tools, credit."""
     return [
+        *_of_timed_engines(settings),
         *_of_rates(settings),
         *_of_older_versions(settings),
         *_of_pipeline(settings),
@@ -45,6 +47,18 @@ def cautions(settings: RunSettings) -> list[Caution]:
         *_of_tools(settings),
         *_of_depth(settings),
     ]
+
+
+def _of_timed_engines(settings: RunSettings) -> Iterator[Caution]:
+    """Finds policies that are trained on replies which their weights did not give."""
+    timed = [name for name in sorted(settings.trained) if not computes(settings.policies[name].engine)]
+    if timed and settings.cluster.backend != "simulated":
+        yield Caution(
+            f"policies.{timed[0]}.engine.type" if len(timed) == 1 else "policies",
+            f"engine.type of {', '.join(timed)} is 'timed': trained on the replies of `simulation.replies`, which are "
+            f"no samples of the weights, so that updates and publications take real time and mean nothing",
+            "use it to try out times, sizes and settings, and type: embedded to learn",
+        )
 
 
 def _of_rates(settings: RunSettings) -> Iterator[Caution]:

@@ -13,7 +13,7 @@ from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
-from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings
+from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings, computes
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import (
     AlarmSettings,
@@ -28,6 +28,7 @@ from flexmarl.plugins import CodeFiles, load_code
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.settings import Settings
+from flexmarl.simulator.replies import fitting_replies
 from flexmarl.simulator.settings import SimulationSettings
 from flexmarl.tasks import TaskSettings
 from flexmarl.training.corrections import TruncatedImportanceSampling
@@ -193,6 +194,7 @@ class RunSettings(Settings):
         problems = [
             *self._policies_are_used(),
             *self._costs_are_of_policies(),
+            *self._timed_agents_have_replies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
             *evaluation_misfits(self.evaluate, self.checkpoint, self.stop),
@@ -227,6 +229,16 @@ class RunSettings(Settings):
         names = ", ".join(sorted(self.policies))
         for policy in sorted(set(self.simulation.costs) - set(self.policies) - {"default"}):
             yield f"simulation.costs.{policy} is for none of the policies; there are: {names}, and default for the rest"
+
+    def _timed_agents_have_replies(self) -> Iterator[str]:
+        if self.cluster.backend == "simulated":  # `flexmarl simulate` asks for the replies of all agents.
+            return
+        timed = {name for name, policy in self.policies.items() if not computes(policy.engine)}
+        agents = [name for name, seat in self.team.agents.items() if seat.policy in timed]
+        if agents:
+            given = self.simulation
+            recorded = given.recorded is not None
+            yield from fitting_replies(self.team.agents, given.replies, recorded=recorded, modelled=agents)[0]
 
     def _something_can_be_learned(self) -> Iterator[str]:
         """Checks `batch.episodes`. One episode per task is enough if it is a tree, or if its own rows are compared."""
@@ -301,13 +313,16 @@ class RunSettings(Settings):
     def _instances_can_move(self, key: str) -> Iterator[str]:
         asked = f"balance.{key} is '{getattr(self.balance, key)}'"
         instead = f"or balance.{key}={type(self.balance).model_fields[key].default}"
+        types = {name: policy.engine.type for name, policy in self.policies.items()}
+        if set(types.values()) == {"timed"}:
+            return
         if self.cluster.backend == "inline":
             yield f"{asked}, but inline all engines share one device; use cluster.backend=ray, {instead}"
-        for name, policy in self.policies.items():
-            if policy.engine.type != "embedded":
+        for name, kind in types.items():
+            if kind != "embedded":
                 yield (
-                    f"{asked}, but policies.{name}.engine.type is '{policy.engine.type}', and only embedded engines "
-                    f"can be moved to another policy; use engine.type=embedded, {instead}"
+                    f"{asked}, but policies.{name}.engine.type is '{kind}', and only embedded engines can be moved to "
+                    f"another policy, or timed ones if all are; use engine.type=embedded, {instead}"
                 )
 
     def _processes_can_share(self) -> Iterator[str]:
@@ -323,6 +338,10 @@ class RunSettings(Settings):
                 f"cluster.device is '{self.cluster.device}', but cluster.backend=ray gives every worker a device of "
                 f"its own; use cluster.device=cuda"
             )
+
+    def is_modelled(self, policy: str) -> bool:
+        """True if section `simulation` says what the policy's engines answer, and when."""
+        return self.cluster.backend == "simulated" or not computes(self.policies[policy].engine)
 
     @property
     def trained(self) -> frozenset[str]:

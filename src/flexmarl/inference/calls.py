@@ -47,8 +47,8 @@ class Instance:
     """Its latest load of a publication while it was live, running or done; None before the first one."""
     tasks: set[asyncio.Future[None]] = field(default_factory=set)
     """Tasks that wait for it. They are cancelled when it is lost."""
-    running: set[str] = field(default_factory=set)
-    """Ids of the requests that it was given and has not answered."""
+    running: dict[str, float] = field(default_factory=dict)
+    """The requests that it was given and has not answered: by id, when it was given them, in the event loop's time."""
     hands_over: bool = False
     """True if its aborted requests continue at another instance."""
     lost: bool = False

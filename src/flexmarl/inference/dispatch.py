@@ -89,7 +89,7 @@ class Dispatch:
                 shares[name].append(call)
         for name, share in shares.items():
             instance = self._instances.live[name]
-            instance.running.update(call.request.request_id for call in share)
+            instance.running.update((call.request.request_id, now) for call in share)
             undone = {call.request.request_id: call for call in share}
             reading = self._start(self._read(instance, undone), f"read-{name}")
             # Not in the task itself: a task that is cancelled before it begins would never return its calls.
@@ -142,7 +142,7 @@ class Dispatch:
     def _freed(self, call: Call) -> Instance:
         """Frees the call's place at its instance, for calls that wait. Returns the instance."""
         assert call.instance is not None
-        call.instance.running.discard(call.request.request_id)
+        call.instance.running.pop(call.request.request_id, None)
         self._instances.router.finish(call.instance.name, call.request.sampling.max_tokens)
         self.give_out_soon()
         return call.instance

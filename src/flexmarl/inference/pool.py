@@ -105,6 +105,16 @@ class InferencePool:
         }
 
     @property
+    def ages(self) -> dict[PolicyName, list[list[float]]]:
+        """By policy and live instance, the seconds since it was given each request in `given`, oldest first."""
+        now = asyncio.get_running_loop().time()
+        return {
+            policy: [[now - since for since in instance.running.values()] for instance in instances.live.values()]
+            for policy, instances in self._policies.items()
+            if instances.published
+        }
+
+    @property
     def waiting(self) -> dict[PolicyName, int]:
         """By policy, the number of requests that wait in the line for an instance."""
         return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}

@@ -7,10 +7,12 @@
 No rule takes the last instance of a policy. `Demand` estimates the expected length and speed of a policy's requests,
 from the requests that it has answered:
 
-    expected tokens of a request that waits           E[L]
-    expected tokens left of a request that runs       E[L^2] / 2 E[L]: longer requests are likelier to be running
+    expected tokens of a request that waits           c E[L]
+    expected tokens left of a request that runs       c E[L^2] / 2 E[L]: longer requests are likelier to be running
+    c, because short requests are answered first      (seconds of answered and of running requests) / of answered ones
 
-L is the number of sampled tokens of an answer. The lengths of waiting and running requests themselves are unknown.
+L is the number of sampled tokens of an answer. The lengths of waiting and running requests themselves are unknown. A
+policy that has answered none yet is expected to be like the others together.
 """
 
 from collections import Counter, defaultdict
@@ -33,11 +35,28 @@ class _Sums:
     squares: float = 0.0
     serving_s: float = 0.0
 
+    def expectation(self, running_s: float) -> "Expectation":
+        if not self.answers:  # Speed and lengths are unknown. Only their ratio counts, which is a time.
+            return Expectation(tokens=running_s, tokens_left=running_s, tokens_per_s=1.0)
+        longer = 1 + running_s / self.serving_s
+        return Expectation(
+            tokens=longer * self.tokens / self.answers,
+            tokens_left=longer * self.squares / (2 * self.tokens),
+            tokens_per_s=self.tokens / self.serving_s,
+        )
+
+    def plus(self, *others: "_Sums") -> "_Sums":
+        every = (self, *others)
+        return _Sums(*(sum(getattr(one, name) for one in every) for name in self.__slots__))
+
     def fade(self) -> None:
         self.answers *= KEPT_PER_STEP
         self.tokens *= KEPT_PER_STEP
         self.squares *= KEPT_PER_STEP
         self.serving_s *= KEPT_PER_STEP
+
+
+NOTHING = _Sums()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +93,16 @@ class Demand:
             sums.fade()
         self._steps = KEPT_PER_STEP * (self._steps + 1)
 
-    def expected(self, policy: PolicyName) -> Expectation | None:
-        """Estimates for the policy's requests; None if it has answered none yet."""
-        sums = self._sums.get(policy)
-        if sums is None or not sums.answers:
-            return None
-        return Expectation(
-            tokens=sums.tokens / sums.answers,
-            tokens_left=sums.squares / (2 * sums.tokens),
-            tokens_per_s=sums.tokens / sums.serving_s,
-        )
+    def expected(self, policy: PolicyName, running_s: Mapping[PolicyName, float] = {}) -> Expectation | None:
+        """Estimates for the policy's requests, from those of all policies if it has answered none yet.
+
+        `running_s` is how long the running requests of each policy have run, summed. None if no request has run at all.
+        """
+        own = self._sums.get(policy, NOTHING)
+        if own.answers:
+            return own.expectation(running_s.get(policy, 0.0))
+        every, seconds = NOTHING.plus(*self._sums.values()), sum(running_s.values())
+        return every.expectation(seconds) if every.answers or seconds else None
 
     @property
     def work(self) -> Mapping[PolicyName, float]:

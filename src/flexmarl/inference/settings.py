@@ -29,6 +29,7 @@ ENGINES: SettingsTable[EngineSettings] = SettingsTable(
     built_in={
         "embedded": "flexmarl.inference.settings:EmbeddedSettings",
         "openai": "flexmarl.inference.settings:OpenAISettings",
+        "timed": "flexmarl.simulator.timed_engine:TimedSettings",
     },
 )
 """Settings of engines by `type` (docs/howto/engine.md)."""
@@ -37,6 +38,14 @@ engine = ENGINES.register
 
 AnyEngine = Annotated[EngineSettings, ENGINES]
 """Settings field of any engine in the table, chosen by its `type`."""
+
+
+def computes(engine: EngineSettings) -> bool:
+    """False for engines that compute nothing, as their class states with `computes = False`.
+
+    They need no device, and live in the controller's process in every cluster: many fit into one.
+    """
+    return getattr(engine, "computes", True)
 
 
 KV_SHARE = 0.5

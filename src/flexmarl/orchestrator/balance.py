@@ -17,7 +17,16 @@ from flexmarl.events.event import Events
 from flexmarl.events.notices import StepPlayed
 from flexmarl.events.serving_events import Called, Moved, MoveFailed
 from flexmarl.inference.pool import InferencePool
-from flexmarl.inference.scaling import BalanceRule, Demand, Loads, Move, PolicyLoad, moves_back, start_moves
+from flexmarl.inference.scaling import (
+    BalanceRule,
+    Demand,
+    Expectation,
+    Loads,
+    Move,
+    PolicyLoad,
+    moves_back,
+    start_moves,
+)
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.records import InstanceId, PolicyName
 
@@ -105,16 +114,25 @@ class Balancer:
 
     def _loads(self) -> Loads:
         waiting = self._pool.waiting
-        return {policy: self._load(policy, given, waiting[policy]) for policy, given in self._pool.given.items()}
+        running_s = {
+            policy: sum(sum(of_one[: self._slots[policy]]) for of_one in ages)
+            for policy, ages in self._pool.ages.items()
+        }
+        return {
+            policy: self._load(policy, given, waiting[policy], self._demand.expected(policy, running_s))
+            for policy, given in self._pool.given.items()
+        }
 
-    def _load(self, policy: PolicyName, given: Mapping[InstanceId, int], waiting: int) -> PolicyLoad:
+    def _load(
+        self, policy: PolicyName, given: Mapping[InstanceId, int], waiting: int, expected: Expectation | None
+    ) -> PolicyLoad:
         """The load of a policy. Requests that an instance has beyond its slots count as waiting."""
         slots = self._slots[policy]
         return PolicyLoad(
             instances={instance: min(count, slots) for instance, count in given.items()},
             waiting=waiting + sum(max(0, count - slots) for count in given.values()),
             slots=slots,
-            expected=self._demand.expected(policy),
+            expected=expected,
         )
 
     def _called(self, call: Called) -> None:

@@ -13,7 +13,7 @@ simulation.rewards: {success: 0.5, spread: 0.3}    drawn by lot, for replies tha
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -198,23 +198,26 @@ DEFAULT = "default"
 
 
 def fitting_replies(
-    team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded: bool
+    team: Collection[str], replies: Mapping[str, AnyReplies], *, recorded: bool, modelled: Collection[str] | None = None
 ) -> tuple[list[str], dict[str, AnyReplies]]:
-    """Returns a line for each agent whose replies are missing or wrong, and replies with some that would do."""
-    agents, faults = [*team.agents, DEFAULT], dict[str, str]()
+    """Returns a line for each agent whose replies are missing or wrong, and replies with some that would do.
+
+    `team` has the names of all agents, `modelled` those that need replies; None means all.
+    """
+    agents, faults = [*team, DEFAULT], dict[str, str]()
     for agent, kind in replies.items():
         try:
             if agent not in agents:
-                faults[agent] = f": there is no such agent; there are: {', '.join(team.agents)}"
+                faults[agent] = f": there is no such agent; there are: {', '.join(team)}"
             elif isinstance(kind, Scripted):
                 _ = SCRIPTS[kind.name]
         except ConfigError as error:
             faults[agent] = f".{error}"
-    for agent in team.agents:
+    for agent in team if modelled is None else modelled:
         if not recorded and agent not in replies and DEFAULT not in replies:
             faults[agent] = (
-                " is missing: a simulated engine has no weights to answer with; use {type: lengths, mean: 300}, "
-                "{type: scripted, name: ...}, or simulation.recorded: a run folder"
+                " is missing: a simulated or timed engine has no weights to answer with; use "
+                "{type: lengths, mean: 300}, {type: scripted, name: ...}, or simulation.recorded: a run folder"
             )
     some = dict.fromkeys((agent for agent in agents if agent in faults), Lengths(type="lengths", mean=300))
     right = {agent: kind for agent, kind in replies.items() if agent not in faults}
@@ -226,8 +229,15 @@ def responder_of(team: TeamSpec, replies: Mapping[str, AnyReplies], *, recorded:
 
     `fitting_replies` finds no fault with the replies. Raises ConfigError if an agent has none in the recorded run.
     """
-    kinds = {agent: replies.get(agent) or replies.get(DEFAULT) for agent in team.agents}
-    speaks = {agent: kind.responder(team.agents[agent].renderer) for agent, kind in kinds.items() if kind}
+    return responder_by_agent({name: agent.renderer for name, agent in team.agents.items()}, replies, recorded=recorded)
+
+
+def responder_by_agent(
+    renderers: Mapping[AgentName, ChatRenderer], replies: Mapping[str, AnyReplies], *, recorded: Path | None = None
+) -> Responder:
+    """Makes a responder for the agents that have a renderer."""
+    kinds = {agent: replies.get(agent) or replies.get(DEFAULT) for agent in renderers}
+    speaks = {agent: kind.responder(renderers[agent]) for agent, kind in kinds.items() if kind}
     if recorded is not None and (silent := [agent for agent, kind in kinds.items() if kind is None]):
         speaks |= recorded_responders(recorded, silent)
 

@@ -1,15 +1,35 @@
-"""Settings of `cluster.backend=simulated`: costs, replies, tools. Other worlds ignore them."""
+"""Settings of `cluster.backend=simulated`: costs, replies, tools.
+
+In other worlds, engines of type `timed` answer by its costs of engines and its replies; nothing else is read there.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from flexmarl.analysis.costs import PROFILES, CostSettings, SharedHost, TransferCosts, with_profile
+from flexmarl.agents import ChatRenderer
+from flexmarl.analysis.costs import (
+    PROFILES,
+    CostSettings,
+    EngineCosts,
+    SharedHost,
+    TransferCosts,
+    costs_of,
+    with_profile,
+)
+from flexmarl.records import AgentName, PolicyName
 from flexmarl.settings import Settings
-from flexmarl.simulator.replies import AnyReplies, DrawnRewards
+from flexmarl.simulator.replies import AnyReplies, DrawnRewards, Responder, responder_by_agent
 from flexmarl.simulator.tool_twins import ToolTwin
+
+
+class EngineModel(NamedTuple):
+    """The model of one policy's engines: their times, and their answers."""
+
+    costs: EngineCosts
+    respond: Responder
 
 
 class SimulationSettings(Settings):
@@ -42,3 +62,12 @@ class SimulationSettings(Settings):
         default=None,
         description="Run folder whose replies are replayed, by agents without replies of their own.",
     )
+
+    def engine_model(self, policy: PolicyName, renderers: Mapping[AgentName, ChatRenderer], base: Path) -> EngineModel:
+        """Returns the model of a policy's engines. `renderers` are those of its agents.
+
+        `base` is the folder that `recorded` starts from. Raises ConfigError that names an agent without replies.
+        """
+        recorded = None if self.recorded is None else base / self.recorded.expanduser()
+        respond = responder_by_agent(renderers, self.replies, recorded=recorded)
+        return EngineModel(costs_of(self.costs, policy).engine, respond)

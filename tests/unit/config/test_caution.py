@@ -80,3 +80,12 @@ def test_the_call_that_a_caution_shows_is_read_and_a_role_prompt_that_shows_it_e
     (call,) = agent.syntax.parse(agent.system)
     assert isinstance(call, ToolCall)
     assert fitted(call.arguments, agent.tools[0].parameters) == {"a": 6, "b": 7}
+
+
+def test_training_on_the_replies_of_a_timed_engine_is_cautioned_against(config):
+    timed = ["policies.one.engine={type: timed}", "simulation.replies.default={type: lengths, mean: 9}"]
+    (caution,) = cautions(load_run(config, timed))
+    assert caution.key == "policies.one.engine.type"
+    assert "no samples of the weights" in caution.price
+    assert keys_of(config, *timed, "policies.one.trainable=false") == []
+    assert keys_of(config, *timed, "cluster.backend=simulated") == []

@@ -153,3 +153,28 @@ def test_a_row_that_is_ready_alone_has_no_filter_and_does_not_stream(config):
     ]
     streaming = ["credit.streaming=linear", "credit.ready=trajectory", "credit.filter=null"]
     assert any("and credit.ready=group" in line for line in refused(config, *streaming))
+
+
+TIMED = "policies={one: {model: model, engine: {type: timed}}, two: {model: model, engine: {type: timed}}}"
+
+
+def test_a_timed_policy_needs_replies_for_its_agents_and_for_no_others(config):
+    (line,) = refused(config, "policies.one.engine={type: timed}")
+    assert line.startswith("simulation.replies.solver is missing: a simulated or timed engine has no weights")
+    given = "simulation.replies.solver={type: lengths, mean: 9}"
+    assert load_run(config, ["policies.one.engine={type: timed}", given]).is_modelled("one")
+    misspelt = "simulation.replies={default: {type: lengths, mean: 9}, solvr: {type: lengths, mean: 9}}"
+    assert refused(config, "policies.one.engine={type: timed}", misspelt) == [
+        "simulation.replies.solvr: there is no such agent; there are: solver, writer"
+    ]
+
+
+def test_timed_instances_move_in_one_process_but_not_to_a_policy_that_computes(config):
+    replies = "simulation.replies.default={type: lengths, mean: 9}"
+    for backend in ("inline", "ray"):
+        rule = ["balance.rule=drain_time", f"cluster.backend={backend}"]
+        assert load_run(config, [TIMED, replies, *rule]).balance.rule == "drain_time"
+        assert refused(config, "policies.one.engine={type: timed}", replies, *rule)[-1] == (
+            "balance.rule is 'drain_time', but policies.one.engine.type is 'timed', and only embedded engines can be "
+            "moved to another policy, or timed ones if all are; use engine.type=embedded, or balance.rule=none"
+        )

@@ -34,3 +34,25 @@ def test_the_work_of_a_step_is_an_average_over_the_last_ones_where_older_ones_fa
     demand.step_ended()
     assert 10.0 < demand.work[SOLVER] < 20.0, "not by one step"
     assert demand.work[JUDGE] < 5.0, "a step without a request counts too"
+
+
+def test_a_policy_that_has_answered_nothing_is_expected_to_be_like_the_others() -> None:
+    demand = Demand()
+    demand.answered(SOLVER, tokens=100, serving_s=10.0)
+    assert demand.expected(JUDGE) == demand.expected(SOLVER)
+
+
+def test_requests_that_still_run_make_lengths_longer_because_short_ones_are_answered_first() -> None:
+    demand = Demand()
+    demand.answered(SOLVER, tokens=100, serving_s=10.0)
+    demand.answered(SOLVER, tokens=100, serving_s=10.0)
+    # 60 s of serving for two answers, at 10 tokens a second: the mean of an exponential distribution.
+    expected = demand.expected(SOLVER, {SOLVER: 40.0, JUDGE: 900.0})
+    assert expected == Expectation(tokens=300.0, tokens_left=150.0, tokens_per_s=10.0)
+
+
+def test_before_the_first_answer_a_request_is_expected_to_take_as_long_as_all_have_run() -> None:
+    expected = Demand().expected(SOLVER, {SOLVER: 8.0, JUDGE: 2.0})
+    assert expected is not None
+    assert expected.tokens / expected.tokens_per_s == expected.tokens_left / expected.tokens_per_s == 10.0
+    assert Demand().expected(SOLVER, {SOLVER: 0.0}) is None

@@ -104,9 +104,9 @@ def test_a_script_that_breaks_fails_its_request() -> None:
 
 def test_a_script_that_nobody_registered_is_an_error_that_names_those_there_are() -> None:
     misspelt = replies(solver={"type": "scripted", "name": "test_ecko"})
-    (line,), fitting = fitting_replies(team("solver"), misspelt, recorded=False)
+    (line,), fitting = fitting_replies(["solver"], misspelt, recorded=False)
     assert line.startswith("simulation.replies.solver.name: there is no responder 'test_ecko'; did you mean 'test_e")
-    assert fitting_replies(team("solver"), fitting, recorded=False) == ([], fitting)
+    assert fitting_replies(["solver"], fitting, recorded=False) == ([], fitting)
 
 
 @given(seed=st.integers(0, 2**63 - 1))
@@ -167,13 +167,13 @@ def test_a_continued_request_is_answered_as_the_original_was() -> None:
 def test_an_agent_without_replies_is_an_error_that_says_what_would_work() -> None:
     some = replies(slover={"type": "asked"}, critic={"type": "asked"})
     spec = team("solver", "verifier", "critic")
-    lines, fitting = fitting_replies(spec, some, recorded=False)
+    lines, fitting = fitting_replies(spec.agents, some, recorded=False)
     assert lines[0] == "simulation.replies.slover: there is no such agent; there are: solver, verifier, critic"
     for line, agent in zip(lines[1:], ("solver", "verifier"), strict=True):
         assert re.match(rf"simulation\.replies\.{agent} is missing.*type: lengths.*recorded", line)
     assert fitting["critic"] == some["critic"]
-    assert fitting_replies(spec, fitting, recorded=False) == ([], fitting)
-    assert len(fitting_replies(spec, some, recorded=True)[0]) == 1
+    assert fitting_replies(spec.agents, fitting, recorded=False) == ([], fitting)
+    assert len(fitting_replies(spec.agents, some, recorded=True)[0]) == 1
 
 
 def test_default_replies_are_for_agents_that_are_not_named() -> None:

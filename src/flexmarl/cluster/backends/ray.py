@@ -20,6 +20,7 @@ from flexmarl.cluster.backends.ray_nodes import RayAddress, RayAgents, RayFiles,
 from flexmarl.cluster.backends.ray_resident import START_S, ActorSlot, RayResident, all_of
 from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
 from flexmarl.cluster.concurrency import OwnThread, task_block
+from flexmarl.cluster.inproc import LOCAL_NODE, NO_LIMIT, InprocCluster
 from flexmarl.cluster.interface import (
     ClusterNode,
     Resident,
@@ -99,6 +100,10 @@ class RayCluster:
         """Live nodes by name, the controller's first."""
         self._pools: dict[str, PoolNodes] = {}
         self._tasks = tasks
+        self._here = InprocCluster(
+            tasks, {LOCAL_NODE: NO_LIMIT}, start_s=0.0, crosses=False, latency_s=0.0, events=self.events
+        )
+        """The residents in this process."""
         self._residents: set[RayResident[Any]] = set()
         self._free: list[ActorSlot] = []
         self._watch: asyncio.Task[None] | None = None
@@ -141,6 +146,17 @@ class RayCluster:
             await self._agents.start(self.nodes, visible=needed)
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
+        here = await self._here.spawn([spec for spec in specs if spec.in_controller])
+        try:
+            actors = await self._spawn_actors([spec for spec in specs if not spec.in_controller])
+        except BaseException:
+            for resident in here:
+                await resident.stop()
+            raise
+        started = {resident.name: resident for resident in [*here, *actors]}
+        return [started[spec.name] for spec in specs]
+
+    async def _spawn_actors(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         await self._agents.look()
         if self._failure is not None:
             raise WorkerError(f"no new residents: {self._failure}")
@@ -179,6 +195,7 @@ class RayCluster:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
+        await self._here.close()
         for resident in list(self._residents):
             resident.end("was stopped")
         await self._agents.close()
