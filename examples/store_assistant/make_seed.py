@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.math_team.make_seed import encode
 from examples.math_team.tokenizer import END, PAD, build_tokenizer
-from examples.store_assistant.replies import helper, router
-from examples.store_assistant.tasks import HELPERS, answer_of, lines
+from examples.store_assistant.store import HELPERS, answer_of, helper, lines, router
 from flexmarl.training.backends.supervised import train_supervised
 from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
 

@@ -17,9 +17,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.store_assistant.make_seed import demonstration  # noqa: E402
-from examples.store_assistant.replies import LETTERS, LONGEST, helper, router  # noqa: E402
-from examples.store_assistant.tasks import HELPERS, answer_of, customer, split_of  # noqa: E402
-from examples.store_assistant.tools import find, looked_up  # noqa: E402
+from examples.store_assistant.store import (  # noqa: E402
+    HELPERS,
+    LETTERS,
+    LONGEST,
+    answer_of,
+    customer,
+    find,
+    helper,
+    looked_up,
+    router,
+    split_of,
+)
 from flexmarl.assemble.simulation import simulate  # noqa: E402
 from flexmarl.config import load_run  # noqa: E402
 from flexmarl.events.journal import read_run  # noqa: E402
