@@ -105,6 +105,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/async_modes.py --json
 	$(BIN)/python benchmarks/simulator.py --json
 	$(BIN)/python benchmarks/prediction.py --json
+	$(BIN)/python benchmarks/balancing.py --json
 	$(BIN)/python benchmarks/device_costs.py --json
 
 gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flexmarl.assemble.commands import assemble_run
-from flexmarl.config import load_run
+from flexmarl.config import RunSettings, load_run
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_events import ProcessStarted
 from flexmarl.events.run_folder import RunFolder
@@ -30,10 +30,14 @@ OVERRIDES = [
 
 
 def play(config: Path, *overrides: str) -> RunFolder:
-    """Trains, and checks that every call is answered once, by weights that its instance had loaded, and moves."""
-    run = assemble_run(load_run(config, [*OVERRIDES, *overrides]))
-    run.train(Console(quiet=True))
-    folder = RunFolder(run.folder)
+    """Trains, and checks what is left."""
+    folder = train(load_run(config, [*OVERRIDES, *overrides]))
+    check(folder)
+    return folder
+
+
+def check(folder: RunFolder) -> None:
+    """Asserts that every call was answered once and is in the store, and that instances loaded weights and moved."""
     events = list(read_run(folder.journal))
     calls = [event for event in events if isinstance(event, Called)]
     assert Counter(Counter(call.request for call in calls).values()) == {1: STEPS * CALLS}
@@ -46,7 +50,13 @@ def play(config: Path, *overrides: str) -> RunFolder:
     assert "two" in {move.to for move in moves}, "witness: instances have moved"
     assert [event for event in events if isinstance(event, Loaded)]
     assert not [event for event in events if isinstance(event, InstanceLost)]
-    return folder
+
+
+def train(settings: RunSettings) -> RunFolder:
+    """Trains, and returns the run's folder."""
+    run = assemble_run(settings)
+    run.train(Console(quiet=True))
+    return RunFolder(run.folder)
 
 
 def processes(folder: RunFolder) -> list[str]:

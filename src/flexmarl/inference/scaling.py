@@ -56,9 +56,6 @@ class _Sums:
         self.serving_s *= KEPT_PER_STEP
 
 
-NOTHING = _Sums()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
     """Estimates for the requests of one policy."""
@@ -96,12 +93,13 @@ class Demand:
     def expected(self, policy: PolicyName, running_s: Mapping[PolicyName, float] = {}) -> Expectation | None:
         """Estimates for the policy's requests, from those of all policies if it has answered none yet.
 
-        `running_s` is how long the running requests of each policy have run, summed. None if no request has run at all.
+        `running_s` is how long the running requests of each policy have run, summed. Returns None if no request of any
+        policy has run yet.
         """
-        own = self._sums.get(policy, NOTHING)
+        own = self._sums.get(policy, _Sums())
         if own.answers:
             return own.expectation(running_s.get(policy, 0.0))
-        every, seconds = NOTHING.plus(*self._sums.values()), sum(running_s.values())
+        every, seconds = _Sums().plus(*self._sums.values()), sum(running_s.values())
         return every.expectation(seconds) if every.answers or seconds else None
 
     @property

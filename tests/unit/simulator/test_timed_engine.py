@@ -2,14 +2,21 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from flexmarl.analysis.costs import EngineCosts
+from flexmarl.assemble.needed_memory import parts, size_of
+from flexmarl.assemble.wire import slots_of
+from flexmarl.cli.needs import examine_machine
 from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.config import load_run
 from flexmarl.errors import EngineError
+from flexmarl.events.machine import this_machine
 from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.settings import ENGINES, computes
 from flexmarl.objects.backends.memory import InlineObjectStore
@@ -19,6 +26,8 @@ from flexmarl.simulator.settings import EngineModel
 from flexmarl.simulator.timed_engine import TimedEngine, TimedSettings
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
+from flexmarl.training.backends.causal_lm import load_model
+from tests.small_run import write_team
 
 SOLVER, WRITER = PolicyName("solver"), PolicyName("writer")
 QUICK = EngineCosts(decode_s=2e-4, decode_request_s=1e-5, load_s=1e-3, move_s=1e-3)
@@ -119,3 +128,24 @@ def test_answers_take_their_modelled_time() -> None:
         return asyncio.get_running_loop().time() - began
 
     assert run_virtual(ask()) == pytest.approx(50 * (QUICK.decode_s + QUICK.decode_request_s))
+
+
+def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(tmp_path: Path) -> None:
+    config = write_team(tmp_path)
+    timed = ["policies.one.engine={type: timed}", "policies.one.instances=30", "cluster.backend=ray"]
+    settings = load_run(
+        config,
+        [
+            *timed,
+            "simulation.costs.default={origin: a test, engine: {slots: 5}}",
+            "simulation.replies.default={type: lengths, mean: 9}",
+        ],
+    )
+    assert slots_of(settings, PolicyName("one")) == 5
+    (processes,) = [
+        one.found for one in examine_machine(settings, {}, this_machine(), {}) if one.subject == "processes"
+    ]
+    assert processes.startswith("0 engines and 1 trainers, on cpu, and 30 timed engines in the controller's process")
+    sizes = {"one": size_of(load_model(tmp_path / "model"), settings.policies["one"])}
+    (libraries,) = [part for part in parts(settings, sizes) if part.name == "libraries"]
+    assert libraries.num_bytes < 3 * psutil.Process().memory_info().rss, "of two processes: controller and trainer"
