@@ -219,7 +219,7 @@ def check_model(settings: RunSettings, policy: str) -> None:
     source, key = model_source(settings, policy), f"policies.{policy}.model"
     if not Path(source).is_dir():
         _ask_hub(source, key)
-    if not getattr(settings.policies[policy].engine, "needs_weights", True):
+    if not settings.policies[policy].needs_weights:
         load_tokenizer(settings, policy)
         return
     try:

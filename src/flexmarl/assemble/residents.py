@@ -59,7 +59,7 @@ class Materials:
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
-    def make_timed_engine(self, policy: PolicyName, modelled: Callable[[PolicyName], Any]) -> InferenceEngine:
+    def make_engine_here(self, policy: PolicyName, modelled: Callable[[PolicyName], Any]) -> InferenceEngine:
         """Makes an engine that computes nothing, in the controller's process. `modelled`: see `EngineParts`."""
         with boundary(EngineError, f"policies.{policy}.engine: making an engine"):
             settings, parts = self._engine_of(self.thread or DeviceThread(f"engine-{policy}"), policy)
@@ -152,7 +152,7 @@ class RealResidents:
             contract=WeightedEngine,  # the widest: `capabilities` says which of its methods may be called
             make=partial(materials.make_engine, policy)
             if computes(engine)
-            else partial(materials.make_timed_engine, policy, self.modelled),
+            else partial(materials.make_engine_here, policy, self.modelled),
             error=EngineError,
             devices=self._devices if computes(engine) else 0,
             threads=getattr(engine, "threads", None) or self._threads,

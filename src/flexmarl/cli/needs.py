@@ -77,12 +77,8 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ConfigError(f"{key}: '{source}' is no causal language model: {_first_line(error)}") from error
-    weights_needed = getattr(engine, "needs_weights", True)
-    if (
-        weights_needed
-        and Path(source).is_dir()
-        and not any([*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")])
-    ):
+    weights = [*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin")]
+    if settings.policies[policy].needs_weights and Path(source).is_dir() and not weights:
         raise ConfigError(f"{key}: '{source}' holds no weights; save the model there with `save_pretrained`")
     check_model(settings, policy)
     todo = ""
@@ -164,12 +160,12 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     for policy in settings.policies.values():
         of_kind[computes(policy.engine)] += policy.instances
     engines, trainers = of_kind[True], len(settings.trained)
-    timed = f", and {of_kind[False]} timed engines in the controller's process" if of_kind[False] else ""
+    others = f", and {of_kind[False]} engines in the controller's process" if of_kind[False] else ""
     found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
     yield Finding(
         "processes",
-        f"{engines} engines and {trainers} trainers, on {cluster.device}{timed}; here: {found_here}",
+        f"{engines} engines and {trainers} trainers, on {cluster.device}{others}; here: {found_here}",
         f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
     )
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
-from flexmarl.inference.settings import computes
+from flexmarl.inference.settings import is_timed
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.tools import Syntax, Tool, ToolCall
 from flexmarl.tools.arguments import example_of, only_argument_of
@@ -51,7 +51,7 @@ def cautions(settings: RunSettings) -> list[Caution]:
 
 def _of_timed_engines(settings: RunSettings) -> Iterator[Caution]:
     """Finds policies that are trained on replies which their weights did not give."""
-    timed = [name for name in sorted(settings.trained) if not computes(settings.policies[name].engine)]
+    timed = [name for name in sorted(settings.trained) if is_timed(settings.policies[name].engine)]
     if timed and settings.cluster.backend != "simulated":
         yield Caution(
             f"policies.{timed[0]}.engine.type" if len(timed) == 1 else "policies",

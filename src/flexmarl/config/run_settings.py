@@ -13,7 +13,7 @@ from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
-from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings, computes
+from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings, computes, is_timed
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import (
     AlarmSettings,
@@ -67,6 +67,11 @@ class PolicySettings(Settings):
     engine: AnyEngine = EmbeddedSettings()
     training: TrainingSettings = TrainingSettings()
 
+    @property
+    def needs_weights(self) -> bool:
+        """False if the run needs only the config and the tokenizer of the model."""
+        return self.trainable or computes(self.engine)
+
     def corrected(self) -> Self:
         """Adds truncated importance sampling, unless the config chose a correction or none, or the policy is frozen."""
         if "correction" in self.training.model_fields_set or not self.trainable:
@@ -91,7 +96,7 @@ class PolicySettings(Settings):
 
     @model_validator(mode="after")
     def _engine_takes_the_trained_weights(self) -> Self:
-        if self.trainable and not getattr(self.engine, "needs_weights", True):
+        if self.trainable and not getattr(self.engine, "loads_weights", True):
             raise ValueError(
                 f"engine.type is '{self.engine.type}', which loads no weights, but trainable is true; use another "
                 "engine, or trainable=false"
@@ -233,7 +238,7 @@ class RunSettings(Settings):
     def _timed_agents_have_replies(self) -> Iterator[str]:
         if self.cluster.backend == "simulated":  # `flexmarl simulate` asks for the replies of all agents.
             return
-        timed = {name for name, policy in self.policies.items() if not computes(policy.engine)}
+        timed = {name for name, policy in self.policies.items() if is_timed(policy.engine)}
         agents = [name for name, seat in self.team.agents.items() if seat.policy in timed]
         if agents:
             given = self.simulation
@@ -341,7 +346,7 @@ class RunSettings(Settings):
 
     def is_modelled(self, policy: str) -> bool:
         """True if section `simulation` says what the policy's engines answer, and when."""
-        return self.cluster.backend == "simulated" or not computes(self.policies[policy].engine)
+        return self.cluster.backend == "simulated" or is_timed(self.policies[policy].engine)
 
     @property
     def trained(self) -> frozenset[str]:

@@ -41,11 +41,16 @@ AnyEngine = Annotated[EngineSettings, ENGINES]
 
 
 def computes(engine: EngineSettings) -> bool:
-    """False for engines that compute nothing, as their class states with `computes = False`.
+    """False for engines that compute nothing on this cluster, as their class states with `computes = False`.
 
     They need no device, and live in the controller's process in every cluster: many fit into one.
     """
     return getattr(engine, "computes", True)
+
+
+def is_timed(engine: EngineSettings) -> bool:
+    """True for engines whose answers and times are those of section `simulation`: `is_timed = True` in their class."""
+    return getattr(engine, "is_timed", False)
 
 
 KV_SHARE = 0.5
@@ -130,8 +135,9 @@ class OpenAISettings(Settings):
     """
 
     factory: ClassVar[str] = "flexmarl.inference.backends.completions_server:make_engine"
-    needs_weights: ClassVar[bool] = False
-    """Nothing is loaded from the model's folder but config and tokenizer. A class without this attribute needs all."""
+    computes: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = False
+    """Its engines serve frozen policies alone. A class without this attribute may serve trained ones."""
 
     type: Literal["openai"] = "openai"
     url: str = Field(

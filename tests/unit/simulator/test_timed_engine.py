@@ -145,7 +145,7 @@ def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(tmp_path
     (processes,) = [
         one.found for one in examine_machine(settings, {}, this_machine(), {}) if one.subject == "processes"
     ]
-    assert processes.startswith("0 engines and 1 trainers, on cpu, and 30 timed engines in the controller's process")
+    assert processes.startswith("0 engines and 1 trainers, on cpu, and 30 engines in the controller's process")
     sizes = {"one": size_of(load_model(tmp_path / "model"), settings.policies["one"])}
     (libraries,) = [part for part in parts(settings, sizes) if part.name == "libraries"]
     assert libraries.num_bytes < 3 * psutil.Process().memory_info().rss, "of two processes: controller and trainer"
