@@ -1,6 +1,7 @@
 """Makes from settings the parts of a run that need no weights: tasks, renderers, team. `flexmarl check` stops here."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import printable
@@ -209,6 +210,17 @@ def decoder_of(settings: RunSettings) -> Callable[[PolicyName, IntArray], str]:
         return text
 
     return decode
+
+
+@contextmanager
+def training_of(policy: str) -> Iterator[None]:
+    """Puts the policy into errors about section `training`, whose code does not know it."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith("training."):
+            raise
+        raise ConfigError(f"policies.{policy}.{error}") from error
 
 
 def check_model(settings: RunSettings, policy: str) -> None:

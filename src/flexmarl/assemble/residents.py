@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source
+from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source, training_of
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
@@ -93,7 +93,7 @@ class Materials:
     def make_trainer(self, policy: PolicyName) -> SingleProcessTrainer:
         """Makes a trainer with its model and a client of the store. Raises TrainingError or ConfigError."""
         settings = self.settings
-        with boundary(TrainingError, f"policies.{policy}.training: making a trainer"):
+        with boundary(TrainingError, f"policies.{policy}.training: making a trainer"), training_of(policy):
             self._begin()
             trainer = SingleProcessTrainer(
                 policy,

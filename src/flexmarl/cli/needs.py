@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from flexmarl.assemble.blueprint import check_model, load_renderer, model_source
+from flexmarl.assemble.blueprint import check_model, load_renderer, model_source, training_of
 from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
@@ -87,7 +87,8 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
         if positions is not None and engine.max_len > positions:
             of = f"policies.{policy}.engine.max_len is {engine.max_len}"
             todo = f"{of}, but the model knows only {positions} positions: lower it"
-    size = size_of(model, settings.policies[policy])
+    with training_of(policy):
+        size = size_of(model, settings.policies[policy])
     chat = load_renderer(settings, policy).extension.summary
     found = f"{type(model).__name__}, {size.parameters / 1e6:,.2f}M parameters; chat: {chat}"
     if settings.policies[policy].trainable and not size.is_linear:

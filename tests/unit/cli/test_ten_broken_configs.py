@@ -76,6 +76,12 @@ BROKEN = {
         "'bfloat16'",
         "set both to the same",
     ),
+    "layers that the model does not have": (
+        ["policies.one.training.lora={target_modules: [nope]}"],
+        "policies.one.training.lora.target_modules",
+        "'nope'",
+        "check the target modules",
+    ),
     "a device that is none": (
         ["cluster={backend: inline, device: gpu}"],
         "cluster.device",
