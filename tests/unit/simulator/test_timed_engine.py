@@ -27,7 +27,6 @@ from flexmarl.simulator.timed_engine import TimedEngine, TimedSettings
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
 from flexmarl.training.backends.causal_lm import load_model
-from tests.small_run import write_team
 
 SOLVER, WRITER = PolicyName("solver"), PolicyName("writer")
 QUICK = EngineCosts(decode_s=2e-4, decode_request_s=1e-5, load_s=1e-3, move_s=1e-3)
@@ -130,11 +129,10 @@ def test_answers_take_their_modelled_time() -> None:
     assert run_virtual(ask()) == pytest.approx(50 * (QUICK.decode_s + QUICK.decode_request_s))
 
 
-def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(tmp_path: Path) -> None:
-    config = write_team(tmp_path)
+def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(small_run: Path) -> None:
     timed = ["policies.one.engine={type: timed}", "policies.one.instances=30", "cluster.backend=ray"]
     settings = load_run(
-        config,
+        small_run,
         [
             *timed,
             "simulation.costs.default={origin: a test, engine: {slots: 5}}",
@@ -146,6 +144,6 @@ def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(tmp_path
         one.found for one in examine_machine(settings, {}, this_machine(), {}) if one.subject == "processes"
     ]
     assert processes.startswith("0 engines and 1 trainers, on cpu, and 30 engines in the controller's process")
-    sizes = {"one": size_of(load_model(tmp_path / "model"), settings.policies["one"])}
+    sizes = {"one": size_of(load_model(small_run.parent / "model"), settings.policies["one"])}
     (libraries,) = [part for part in parts(settings, sizes) if part.name == "libraries"]
     assert libraries.num_bytes < 3 * psutil.Process().memory_info().rss, "of two processes: controller and trainer"
