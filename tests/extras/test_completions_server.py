@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_who_leaves_hangs_up_so_that_the_server_may_drop_the_call(told: Told, ur
     async def leave() -> None:
         left = engine(url)
         reader = asyncio.ensure_future(anext(left.generate([request(max_tokens=100_000)])))
-        await until(lambda: (use := left._running.get("r")) is not None and len(use.ids) > 2)
+        await until(lambda: (read := left._running.get("r")) is not None and len(read[0].ids) > 2)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         await until(lambda: told.left == 1)
@@ -113,6 +114,34 @@ def test_who_leaves_hangs_up_so_that_the_server_may_drop_the_call(told: Told, ur
         await left.close()
 
     asyncio.run(leave())
+
+
+def test_a_call_that_is_aborted_before_it_was_sent_is_answered(url: str) -> None:
+    async def act() -> Generation:
+        made = engine(url)
+        reading = asyncio.ensure_future(one(made, request(max_tokens=50)))
+        await asyncio.sleep(0)
+        await made.abort(["r"])
+        return await reading
+
+    got = asyncio.run(act())
+    assert (got.finish, len(got.response_ids)) == (FinishReason.ABORT, 0)
+
+
+def test_who_leaves_at_a_refused_request_leaves_no_call_behind(told: Told, url: str) -> None:
+    async def act() -> None:
+        made = engine(url)
+        empty = replace(request(), request_id="empty", prompt_ids=np.zeros(0, np.int32))
+        answers = made.generate([request(max_tokens=100_000), empty])
+        assert (await anext(answers)).finish is FinishReason.ERROR
+        await answers.aclose()
+        assert (await made.usage()).running == 0
+        assert not [
+            task for task in asyncio.all_tasks() if task.get_name().startswith("completion") and not task.cancelling()
+        ]
+        await made.close()
+
+    asyncio.run(act())
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -47,8 +47,6 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
-    is_aborted: bool = False
-    task: "asyncio.Task[None] | None" = None
 
     def take(self, choice: Any) -> None:
         """Takes the tokens of one chunk. Raises ValueError if it lacks their ids or log-probabilities."""
@@ -89,7 +87,7 @@ class CompletionsServerEngine:
             max_retries=settings.retries,
         )
         self._settings, self._policy, self._version = settings, parts.policy, parts.version
-        self._running: dict[str, _Answer] = {}
+        self._running: dict[str, tuple[_Answer, asyncio.Task[None]]] = {}
         self._generated = 0
         self._is_known = self._is_closed = False
 
@@ -97,40 +95,43 @@ class CompletionsServerEngine:
         """Yields one Generation per request, in completion order."""
         if self._is_closed:
             raise EngineError(f"the engine of '{self._policy}' is closed")
+        refused: list[_Answer] = []
         mine = dict[asyncio.Task[None], _Answer]()
-        for request in requests:
-            answer = _Answer(request)
-            if problem := self._problem(request):
+        for answer in map(_Answer, requests):
+            if problem := self._problem(answer.request):
                 answer.fail(problem)
-                yield self._generation(answer)
+                refused.append(answer)
                 continue
-            self._running[request.request_id] = answer
-            answer.task = asyncio.create_task(self._read(answer), name=f"completion {request.request_id}")
-            mine[answer.task] = answer
+            name = answer.request.request_id
+            task = asyncio.create_task(self._read(answer), name=f"completion {name}")
+            self._running[name], mine[task] = (answer, task), answer
         try:
+            for answer in refused:
+                yield self._generation(answer)
             while mine:
                 done, _ = await asyncio.wait(mine, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda task: len(mine[task].ids)):
                     answer = mine.pop(task)
                     del self._running[answer.request.request_id]
-                    task.result()
+                    if task.cancelled():
+                        answer.finish = FinishReason.ABORT
+                    else:
+                        task.result()
                     self._generated += len(answer.ids)
                     yield self._generation(answer)
         finally:
             for task, answer in mine.items():
-                self._running.pop(answer.request.request_id, None)
+                del self._running[answer.request.request_id]
                 task.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Hangs up; the server drops such requests. The tokens that have come are the answer."""
-        for answer in (self._running[name] for name in request_ids if name in self._running):
-            answer.is_aborted = True
-            if answer.task is not None:
-                answer.task.cancel()
+        for _, task in (self._running[name] for name in request_ids if name in self._running):
+            task.cancel()
 
     async def usage(self) -> EngineUse:
         """The load that this engine puts on the server; others' is not known."""
-        left = sum(one.request.sampling.max_tokens - len(one.ids) for one in self._running.values())
+        left = sum(one.request.sampling.max_tokens - len(one.ids) for one, _ in self._running.values())
         return EngineUse(
             running=len(self._running), queued_tokens=left, generated_tokens=self._generated, version=self._version
         )
@@ -168,7 +169,7 @@ class CompletionsServerEngine:
             )
 
     async def _read(self, answer: _Answer) -> None:
-        """Reads one answer to its end. Raises EngineError if the server is lost."""
+        """Reads one answer to its end; cancelled, it hangs up. Raises EngineError if the server is lost."""
         try:
             stream = await self._client.completions.create(**_asked(self._settings.model, answer.request))
             async with stream as chunks:
@@ -177,10 +178,6 @@ class CompletionsServerEngine:
                         answer.take(choice)
             if answer.finish is None:
                 raise APIConnectionError(message="it hung up", request=stream.response.request)
-        except asyncio.CancelledError:
-            if not answer.is_aborted:
-                raise
-            answer.finish = FinishReason.ABORT
         except (AuthenticationError, PermissionDeniedError) as error:
             raise EngineError(self._key_refused(error)) from None
         except APIStatusError as error:
