@@ -2,6 +2,7 @@
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
 trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+rollout/{n}             plays episodes, if the run asks for such workers
 store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from flexmarl.agents import TeamSpec
 from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source, training_of
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
@@ -38,6 +40,7 @@ from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
+from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import StoreRows, Trainer
@@ -127,6 +130,7 @@ class RealResidents:
     """Specifies engines and trainers that compute."""
 
     materials: Materials
+    team: TeamSpec
     open_cluster: Callable[[int, Events], AbstractAsyncContextManager[Cluster]]
     """Opens the cluster for a number of residents."""
     serve_store: Callable[[], StoreService] | None = None
@@ -181,6 +185,29 @@ class RealResidents:
             threads=self._threads,
         )
 
+    def rollout_workers(self) -> list[ResidentSpec[RolloutWorker]]:
+        """Specifies the processes that play episodes: none in a run whose only process is the controller's."""
+        settings = self.materials.settings
+        number = 0 if settings.cluster.backend == "inline" else settings.rollout.workers
+        names = [WorkerId(ResidentKind.ROLLOUT, number=n) for n in range(number)]
+        parts = PlayParts(
+            team=self.team,
+            open_store=self.materials.open_store,
+            run_seed=settings.seed,
+            timeout_s=settings.rollout.episode_timeout_s,
+            grace_s=settings.rollout.cancel_grace_s,
+            bounded=settings.rollout.tool_calls_at_once is not None,
+        )
+        return [
+            ResidentSpec(
+                name=name,
+                kind=ResidentKind.ROLLOUT,
+                contract=RolloutWorker,
+                make=partial(RolloutHost, name, parts),
+            )
+            for name in names
+        ]
+
     def services(self, cluster: Cluster) -> Sequence[ResidentSpec[Any]]:
         """Specifies what the others need: the store's service, if the cluster has several nodes."""
         if self.serve_store is None or len(cluster.nodes) == 1:
@@ -223,7 +250,11 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
             open_store=lambda: store,
             thread=thread,
         )
-        yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
+        yield RealResidents(
+            materials=materials,
+            team=blueprint.team,
+            open_cluster=lambda residents, events: inproc_cluster(events=events),
+        )
     finally:
         thread.close()
 
@@ -248,6 +279,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 materials=Materials(
                     settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
                 ),
+                team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),
             )
             return
@@ -267,6 +299,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 device=device,
                 open_store=partial(store_on_node, path, files, backend.RayAddress(STORE)),
             ),
+            team=blueprint.team,
             open_cluster=open_cluster,
             serve_store=partial(StoreHost.join, path),
         )
