@@ -124,6 +124,7 @@ class RolloutWorkers:
         """Why the last worker that was given up could not be started."""
         self._changed = asyncio.Event()
         self._watches: dict[WorkerId, asyncio.Task[None]] = {}
+        """By worker: the task that watches it, or replaces it."""
         self._tasks: asyncio.TaskGroup | None = None
         events.listen(WorkerLost, self._lost)
 
@@ -168,7 +169,8 @@ class RolloutWorkers:
             del self._live[worker.name]
             self._watches.pop(worker.name).cancel()
             self._starting.add(worker.name)
-            self._tasks.create_task(self._replace(worker, because), name=f"replace {worker.name}")
+            replacing = self._tasks.create_task(self._replace(worker, because), name=f"replace {worker.name}")
+            self._watches[worker.name] = replacing
 
     def _lost(self, lost: WorkerLost) -> None:
         if worker := self._live.get(lost.process):

@@ -16,6 +16,8 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from tests.unit.rollout.plays import GROUP, new_store, player, rows, team_of
 
+pytestmark = pytest.mark.usefixtures("played_everywhere")
+
 
 async def answer(task, team):
     (await team.solver.act(task.prompt)).reward(1.0)
