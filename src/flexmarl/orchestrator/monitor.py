@@ -22,13 +22,16 @@ from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.untrained import NotTrained, in_words
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import EngineUse, InstanceId
+from flexmarl.records import CONTROLLER, EngineUse, InstanceId
 from flexmarl.rollout.blocking_watch import REMEDY, STUCK_S, BlockingWatch
 
 TICK_S = 0.25
 """Seconds between two looks at the queues. Each look also draws the screen."""
 PROBE_S = 0.05
 """Seconds between two measurements. On a busy machine one takes 0.16 ms of an idle loop: 0.3 % of a core."""
+
+
+ELSEWHERE = "or give workflows processes of their own: rollout.workers=2, on Ray"
 
 
 async def measure_lag(note: Callable[[float], None]) -> None:
@@ -139,8 +142,11 @@ class Monitor:
         """Notes a line of user code the first time."""
         if blocked.place not in self._slow_places:
             self._slow_places.add(blocked.place)
-            seconds = f"{blocked.seconds:.1f} s"
-            self._progress.note(f"{blocked.place} kept all other episodes waiting for {seconds}; {REMEDY}")
+            here = blocked.process == CONTROLLER
+            self._progress.note(
+                f"{blocked.place} kept all other episodes{'' if here else f' of {blocked.process}'} waiting for "
+                f"{blocked.seconds:.1f} s; {REMEDY}{f'; {ELSEWHERE}' if here else ''}"
+            )
 
     def _episode_waits(self, waits: EpisodeWaits) -> None:
         """Notes a line of user code the first time."""

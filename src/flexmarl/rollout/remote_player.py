@@ -45,11 +45,10 @@ from flexmarl.rollout.episode_calls import Holds, TimeLimit
 from flexmarl.rollout.player import PlayedEpisode, Player, Stop, one_line
 from flexmarl.rollout.recorder import TakesRows
 from flexmarl.rollout.worker import (
-    Asked,
     CallAnswered,
     CallHeld,
     CallLeft,
-    CtrlC,
+    EpisodeAsks,
     EpisodeStopped,
     Noticed,
     PlayJob,
@@ -265,7 +264,7 @@ class RemotePlayer(Player):
         def end() -> None:
             worker.tell(EpisodeStopped(job.key, stop.because))
 
-        last: PlayedEpisode | CtrlC | None = None
+        last: PlayedEpisode | None = None
         lost: WorkerError | None = None
         with worker.busy(), stop.calls(end):
             async with task_block() as tasks:
@@ -273,7 +272,7 @@ class RemotePlayer(Player):
                 try:
                     async for item in worker.resident.remote.play(job):
                         match item:
-                            case Asked():
+                            case EpisodeAsks():
                                 served.begin(item)
                             case CallLeft():
                                 served.leave(item.number)
@@ -287,14 +286,12 @@ class RemotePlayer(Player):
                 served.leave_all()
         if lost is not None:
             raise lost
-        if isinstance(last, CtrlC):
-            raise KeyboardInterrupt
         assert last is not None, "a stream that ends without an error ends with the episode"
         return last
 
 
 class ServedCalls:
-    """What one episode has asked for, and the controller serves now."""
+    """Calls and places that one episode has asked for, and the controller serves now."""
 
     def __init__(
         self,
@@ -308,10 +305,10 @@ class ServedCalls:
         self._worker, self._tasks, self._generate, self._holds, self._running = worker, tasks, generate, holds, running
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._begun: set[int] = set()
-        """Those whose tasks have begun: a task that is cancelled before does nothing, not even its end."""
+        """Numbers whose tasks have begun: a task that is cancelled before does nothing, not even its end."""
         self._left: set[int] = set()
 
-    def begin(self, asked: Asked) -> None:
+    def begin(self, asked: EpisodeAsks) -> None:
         """Begins to serve."""
         what = asked.what
         serving = self._hold(asked.number, what) if isinstance(what, ToolPlace) else self._call(asked.number, what)

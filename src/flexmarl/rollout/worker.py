@@ -2,7 +2,7 @@
 
     controller                                         rollout worker
     RemotePlayer ── play(job) ─────────────────────►   RolloutHost ──► Player ──► workflow
-                 ◄── Asked, CallLeft, ... (a stream)                      │
+                 ◄── EpisodeAsks, CallLeft, ... (a stream)                      │
                  ── tell(CallAnswered, ...) ───────►                      └──► rows into the store of its node
 
 consumes     jobs, each of which is one episode, and the answers to its calls
@@ -18,22 +18,23 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from flexmarl.agents import TeamSpec
+from flexmarl.agents import Team, TeamSpec, Workflow
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.cluster.host import ErrorWithoutInit, portable
+from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events, Notice
 from flexmarl.events.failures import trace_of
 from flexmarl.events.run_events import LoopBlocked
 from flexmarl.experience.interface import ExperienceStore, PartialRow
-from flexmarl.records import AgentName, Generation, GenerationRequest, GroupRecord, WorkerId
+from flexmarl.records import AgentName, Generation, GenerationRequest, GroupRecord, Task, WorkerId
 from flexmarl.rollout.blocking_watch import BlockingWatch
 from flexmarl.rollout.episode_calls import TimeLimit
 from flexmarl.rollout.player import AT_THE_END_S, PlayedEpisode, Player, Stop
 from flexmarl.tools.open_tools import RunningCalls
 
 Rows = Literal["none", "node", "controller"]
-"""Who writes an episode's rows: nobody; the worker, into the run's store; the controller at the end, into another."""
+"""Writer of an episode's rows: nobody; the worker, into the run's store; the controller at the end, into another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class ToolPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EpisodeAsks:
     """A call, or a tool call's place, that the episode waits for."""
 
     number: int
@@ -87,17 +88,12 @@ class Noticed:
     notice: Notice
 
 
-@dataclass(frozen=True, slots=True)
-class CtrlC:
-    """A KeyboardInterrupt left the workflow, which ends the run."""
-
-
-FromEpisode = Asked | CallLeft | Noticed | CtrlC | PlayedEpisode
+FromEpisode = EpisodeAsks | CallLeft | Noticed | PlayedEpisode
 
 
 @dataclass(frozen=True, slots=True)
 class CallAnswered:
-    """The answer to an `Asked`: a Generation, None for a place that is now held, or an error."""
+    """The answer to an `EpisodeAsks`: a Generation, None for a place that is now held, or an error."""
 
     number: int
     answer: Generation | None = None
@@ -127,7 +123,7 @@ class RolloutWorker(Protocol):
     """Contract of a resident that plays episodes."""
 
     def play(self, job: PlayJob) -> AsyncIterator[FromEpisode]:
-        """Plays one episode. Its last item is a `PlayedEpisode` or a `CtrlC`. Closing the stream ends the episode.
+        """Plays one episode. Its last item is a `PlayedEpisode`. Closing the stream ends the episode.
 
         Raises StoreError if its rows cannot be written.
         """
@@ -165,19 +161,19 @@ class RolloutHost:
 
     def __init__(self, name: WorkerId, parts: PlayParts) -> None:
         """`name` is its own, for its events."""
-        self._name, self._parts = name, parts
+        self._name, self._parts = name, replace(parts, team=replace(parts.team, run=uninterrupted(parts.team.run)))
         self._numbers = itertools.count()
         self._store: ExperienceStore | None = None
-        self._lines: dict[tuple[int, int, int], EpisodeLine] = {}
+        self._lines: dict[tuple[int, int, int], EpisodeLink] = {}
         """By the key of its job: the line of each episode that is played."""
-        self._asked: dict[int, EpisodeLine] = {}
+        self._asked: dict[int, EpisodeLink] = {}
         """By number: the line of each call that has no answer yet."""
         self._watch: BlockingWatch | None = None
 
     async def play(self, job: PlayJob) -> AsyncIterator[FromEpisode]:
         """Plays one episode, in a task of its own: it goes on while what it asked for waits to be read."""
         self._begin_watch()
-        line = EpisodeLine(self._numbers, self._asked, job, self._parts.timeout_s)
+        line = EpisodeLink(self._numbers, self._asked, job, self._parts.timeout_s)
         self._lines[job.key] = line
         playing = asyncio.create_task(self._play(job, line), name=f"episode/{job.key}")
         playing.add_done_callback(lambda _: line.items.put_nowait(None))
@@ -212,7 +208,7 @@ class RolloutHost:
         if self._store is not None:
             await self._store.close()
 
-    async def _play(self, job: PlayJob, line: "EpisodeLine") -> PlayedEpisode | CtrlC:
+    async def _play(self, job: PlayJob, line: "EpisodeLink") -> PlayedEpisode:
         parts, kept = self._parts, KeptRows()
         player = Player(
             team=parts.team,
@@ -224,17 +220,14 @@ class RolloutHost:
             events=line.events,
             running=PlacesElsewhere(line, bounded=parts.bounded),
         )
-        try:
-            played = await player.played(
-                job.group,
-                job.index,
-                stop=line.stop,
-                greedy=job.greedy,
-                rows=kept if job.rows == "controller" else self._store_of(job),
-                limit=line.limit,
-            )
-        except KeyboardInterrupt:
-            return CtrlC()
+        played = await player.played(
+            job.group,
+            job.index,
+            stop=line.stop,
+            greedy=job.greedy,
+            rows=kept if job.rows == "controller" else self._store_of(job),
+            limit=line.limit,
+        )
         return replace(played, rows=kept.rows, error=crossing(played.error))
 
     def _store_of(self, job: PlayJob) -> ExperienceStore | None:
@@ -268,10 +261,10 @@ class KeptRows:
         self.rows.append((agent, rows))
 
 
-class EpisodeLine:
-    """What one episode and the controller say to each other."""
+class EpisodeLink:
+    """Carries what one episode and the controller say to each other."""
 
-    def __init__(self, numbers: "itertools.count[int]", asked: "dict[int, EpisodeLine]", job: PlayJob, limit_s: float):
+    def __init__(self, numbers: "itertools.count[int]", asked: "dict[int, EpisodeLink]", job: PlayJob, limit_s: float):
         """`asked`: those of the worker, by number; the line adds itself."""
         self._numbers, self._asked = numbers, asked
         self.items: asyncio.Queue[FromEpisode | None] = asyncio.Queue()
@@ -296,7 +289,7 @@ class EpisodeLine:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # Perhaps nobody else looks.
         self._asked[number], self._answers[number] = self, answer
-        self.items.put_nowait(Asked(number, what))
+        self.items.put_nowait(EpisodeAsks(number, what))
         return number, answer
 
     def leave(self, number: int) -> None:
@@ -330,7 +323,7 @@ class EpisodeLine:
 class PlacesElsewhere(RunningCalls):
     """Places for tool calls that the controller gives out. Without a bound, none is asked for."""
 
-    def __init__(self, line: EpisodeLine, *, bounded: bool) -> None:
+    def __init__(self, line: EpisodeLink, *, bounded: bool) -> None:
         """`bounded`: the run bounds tool calls of all tools together."""
         super().__init__()
         self._line, self._bounded = line, bounded
@@ -347,6 +340,18 @@ class PlacesElsewhere(RunningCalls):
             yield
         finally:
             self._line.leave(number)
+
+
+def uninterrupted(run: Workflow) -> Workflow:
+    """The workflow, with a KeyboardInterrupt as its own failure: as such it would end the event loop of the process."""
+
+    async def play(task: Task, team: Team) -> None:
+        try:
+            await run(task, team)
+        except KeyboardInterrupt as error:
+            raise EpisodeError("a KeyboardInterrupt left the workflow") from error
+
+    return play
 
 
 def crossing(error: BaseException | None) -> Exception | None:

@@ -363,17 +363,19 @@ def test_what_a_workflow_raised_arrives_with_its_traceback():
     assert "test_rollout_workers.py" in note
 
 
-def test_ctrl_c_in_a_workflow_ends_the_run():
+def test_a_keyboard_interrupt_in_a_workflow_is_its_own_failure():
+    """As such it would end the event loop of the worker, and with it all other episodes."""
+
     async def pressed(task, team):
         raise KeyboardInterrupt
 
     async def scenario():
         _, parts = scripted(pressed)
         async with workers_of(1, team=parts["team"]) as (crew, _):
-            with pytest.raises(KeyboardInterrupt):
-                await remote(crew, parts).played(GROUP, 0, stop=Stop())
+            return await remote(crew, parts).play(GROUP, 0)
 
-    run_virtual(scenario())
+    episode = run_virtual(scenario())
+    assert (episode.status, episode.reason) == (EpisodeStatus.FAILED, "a KeyboardInterrupt left the workflow")
 
 
 def test_the_loss_of_the_store_ends_the_run():
