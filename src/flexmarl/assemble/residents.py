@@ -8,6 +8,7 @@ store/0                 on several nodes: the store's file, for trainers that ar
 
 import gc
 import importlib
+import pickle
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -29,7 +30,7 @@ from flexmarl.cluster.interface import Address, Cluster, ResidentKind, ResidentS
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
+from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary, described
 from flexmarl.events.event import Events
 from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreService
 from flexmarl.experience.backends.sqlite import DurableStore
@@ -198,6 +199,8 @@ class RealResidents:
             grace_s=settings.rollout.cancel_grace_s,
             bounded=settings.rollout.tool_calls_at_once is not None,
         )
+        if number:
+            require_sendable(parts, number)
         return [
             ResidentSpec(
                 name=name,
@@ -311,6 +314,18 @@ STORE = WorkerId(ResidentKind.STORE, number=0)
 def store_on_node(path: Path, files: NodeFiles, address: Address) -> ExperienceStore:
     """Opens the run's store for a process of any node: its file at home, elsewhere the resident `store/0`."""
     return DurableStore.join(path) if files.at_home else RemoteStore(address)
+
+
+def require_sendable(parts: PlayParts, workers: int) -> None:
+    """Raises ConfigError unless processes can be made of the parts: they import what is not built in."""
+    asked = f"rollout.workers is {workers}, and its processes cannot get the team"
+    remedy = "put workflow, tools and parsers into a file that `code` lists, or use rollout.workers=0"
+    try:
+        sent = pickle.dumps(parts)
+    except Exception as error:  # Whatever a user's own object raises when it is pickled.
+        raise ConfigError(f"{asked}: {described(error)}; {remedy}") from error
+    if b"__main__" in sent:
+        raise ConfigError(f"{asked}: a part of it is defined in a notebook, or in the script that runs; {remedy}")
 
 
 def local_paths(settings: RunSettings) -> list[Path]:

@@ -25,7 +25,7 @@ from flexmarl.agents import Generate
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.host import portable
 from flexmarl.cluster.interface import Resident
-from flexmarl.errors import EngineError, FlexmarlError, WorkerError, described
+from flexmarl.errors import EngineError, FlexmarlError, StoreError, WorkerError, described
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeReplayed
 from flexmarl.events.run_events import WorkerLost
@@ -42,7 +42,7 @@ from flexmarl.records import (
     make_trajectory_id,
 )
 from flexmarl.rollout.episode_calls import Holds, TimeLimit
-from flexmarl.rollout.player import PlayedEpisode, Player, Stop, one_line
+from flexmarl.rollout.player import PlayedEpisode, Player, Stop, failure_of, one_line
 from flexmarl.rollout.recorder import TakesRows
 from flexmarl.rollout.worker import (
     CallAnswered,
@@ -234,6 +234,7 @@ class RemotePlayer(Player):
         limit: TimeLimit | None = None,
     ) -> PlayedEpisode:
         """Has the episode played, again and elsewhere if it is lost with its worker. `limit` is the worker's."""
+        episode = EpisodeId(make_trajectory_id(group.group, index, group.attempt))
         losses: list[str] = []
         while True:
             job = PlayJob(
@@ -245,16 +246,26 @@ class RemotePlayer(Player):
                 stopped=stop.because,
             )
             worker = await self._workers.least_busy()
+            failure: Exception | None = None
             try:
                 return await self._played_by(worker, job, stop, generate or self._generate)
+            except StoreError:
+                raise
             except WorkerError as error:
                 losses.append(described(error))
                 self._workers.lose(worker, losses[-1])
-            episode = EpisodeId(make_trajectory_id(group.group, index, group.attempt))
-            if self._store is not None and not rows:
+            except Exception as error:  # Of the crossing: the task, or what the episode gave, cannot be copied.
+                failure = error
+            if job.rows == "node" and self._store is not None:
                 await self._store.discard([episode])
-            if stop.because or len(losses) == MOST_LOSSES:
-                return PlayedEpisode(lost_episode(episode, group, stop.because, losses))
+            if failure is not None:
+                text = f"the episode could not cross to a rollout worker or back: {described(failure)}"
+                return PlayedEpisode(unplayed(episode, group, failure_of(failure), text), error=failure)
+            if stop.because:
+                return PlayedEpisode(unplayed(episode, group, Failure(kind=STOPPED), stop.because))
+            if len(losses) == MOST_LOSSES:
+                text = f"{MOST_LOSSES} rollout workers ended while they played it, the last one because {losses[-1]}"
+                return PlayedEpisode(unplayed(episode, group, Failure(kind="worker_lost", text=one_line(text)), text))
             if self._events is not None:
                 self._events.emit(EpisodeReplayed(episode=episode, group=group.group, because=losses[-1]))
 
@@ -364,14 +375,13 @@ class ServedCalls:
         return await asyncio.shield(sampled[0])  # Done within the grace period of the pool.
 
 
-def lost_episode(episode: EpisodeId, group: GroupRecord, stopped: str, losses: list[str]) -> Episode:
-    """The record of an episode that ended with its workers, or whose group was stopped when its worker was lost."""
-    text = stopped or f"{len(losses)} rollout workers ended while they played it, the last one because {losses[-1]}"
+def unplayed(episode: EpisodeId, group: GroupRecord, failure: Failure, because: str) -> Episode:
+    """The record of an episode of which no worker gave one."""
     return Episode(
         episode=episode,
         group=group.group,
         task=group.task.input_id,
-        status=EpisodeStatus.TIMED_OUT if stopped else EpisodeStatus.FAILED,
-        reason=text,
-        failure=Failure(kind=STOPPED if stopped else "worker_lost", text=one_line(text)),
+        status=EpisodeStatus.TIMED_OUT if failure.kind == STOPPED else EpisodeStatus.FAILED,
+        reason=because,
+        failure=failure,
     )

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +15,13 @@ from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import LoopBlocked, WorkerLost
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import EpisodeStatus, WorkerId
-from flexmarl.rollout import blocking_watch, remote_player
+from flexmarl.rollout import blocking_watch, remote_player, worker
 from flexmarl.rollout.player import Stop
 from flexmarl.rollout.remote_player import MOST_LOSSES, MOST_STARTS, RemotePlayer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.tools.open_tools import RunningCalls
-from tests.unit.rollout.plays import GROUP, new_store, now, player, rows, team_of, workers_of
+from tests.unit.rollout.plays import GROUP, TASK, new_store, now, player, rows, team_of, workers_of
 
 FIRST, SECOND = (WorkerId("rollout", number=n) for n in range(2))
 
@@ -361,6 +362,36 @@ def test_what_a_workflow_raised_arrives_with_its_traceback():
     (note,) = played.error.__notes__
     assert "in fail" in note
     assert "test_rollout_workers.py" in note
+
+
+def test_a_task_that_cannot_cross_fails_its_episode_and_names_the_reason():
+    async def scenario():
+        _, parts = scripted(relay)
+        store, events = new_store(), RememberedEvents(now)
+        async with workers_of(1, team=parts["team"], store=store) as (crew, _):
+            one = remote(crew, parts, store=store, events=events)
+            group = replace(GROUP, task=replace(TASK, scorer=lambda answer, reference: 1.0))
+            failed, other = await asyncio.gather(one.play(group, 0), one.play(GROUP, 1))
+        assert other.finished
+        assert failed.status is EpisodeStatus.FAILED
+        assert failed.reason.startswith("the episode could not cross to a rollout worker or back: ")
+        assert "<lambda>" in failed.reason
+        assert {row[0] for row in (await rows(store)).values()} == {"open"}
+
+    run_virtual(scenario())
+
+
+def test_an_episode_whose_end_cannot_cross_leaves_no_row(monkeypatch):
+    monkeypatch.setattr(worker, "crossing", lambda error: asyncio.current_task())  # No task can be copied.
+
+    async def scenario():
+        store, (_, parts) = new_store(), scripted(relay)
+        async with workers_of(1, team=parts["team"], store=store) as (crew, _):
+            episode = await remote(crew, parts, store=store).play(GROUP, 0)
+        return episode, await rows(store)
+
+    episode, left = run_virtual(scenario())
+    assert (episode.status, left) == (EpisodeStatus.FAILED, {})
 
 
 def test_a_keyboard_interrupt_in_a_workflow_is_its_own_failure():
