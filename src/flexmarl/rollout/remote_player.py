@@ -145,7 +145,6 @@ class RolloutWorkers:
         self._live[worker.name] = worker
         watch = self._tasks.create_task(self._watch(worker), name=f"watch {resident.name}")
         self._watches[worker.name] = watch
-        self._changed.set()
 
     async def least_busy(self) -> LiveWorker:
         """Returns the worker with the fewest episodes, the first of equal ones; waits while one is started.

@@ -248,6 +248,31 @@ def test_episodes_go_to_the_worker_with_the_fewest():
     assert run_virtual(scenario()) == [1, 1], "three episodes each, opened together"
 
 
+def test_an_episode_that_ended_counts_no_longer():
+    async def scenario():
+        _, parts = scripted(relay)
+        async with workers_of(2, team=parts["team"]) as (crew, cluster):
+            one = remote(crew, parts)
+            for index in range(3):
+                await one.play(GROUP, index)
+            return [resident.crossings.count("open_streams") for resident in cluster.residents]
+
+    assert run_virtual(scenario()) == [3, 0]
+
+
+def test_a_worker_that_dies_when_the_run_has_ended_is_not_replaced():
+    async def scenario():
+        _, parts = scripted(relay)
+        async with workers_of(1, team=parts["team"]) as (crew, cluster):
+            asyncio.get_running_loop().call_later(1.0, cluster.kill, FIRST)
+            async with crew.open():
+                pass
+            await asyncio.sleep(2.0)
+        assert [resident.alive for resident in cluster.residents] == [False]
+
+    run_virtual(scenario())
+
+
 def test_messages_of_a_moment_cross_together():
     async def scenario():
         _, parts = scripted(relay)
