@@ -6,6 +6,9 @@ A file is complete when it has its name, and never changes. A node fetches it on
                                           ── read ─────────► that node's agent, piece by piece
                                           ── end_fetch ────► agent at home
 
+With one-sided reads (OneSidedMemory), the bytes do not come piece by piece: that node's agent offers the file's memory,
+and they are read from there.
+
 Home is the node of the controller. Nodes are known by their ids. This file imports no torch.
 """
 
@@ -18,6 +21,7 @@ import platform
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +53,47 @@ class NodeFacts:
     """Version of the package."""
     missing: tuple[str, ...]
     """Paths that were asked for and are not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A file of one node, offered for one-sided reads."""
+
+    number: int
+    """Unique on its node."""
+    session: str
+    """Reaches the memory's process: host:port."""
+    address: int
+    """Address of the first byte there."""
+    num_bytes: int
+
+
+class OneSidedMemory(Protocol):
+    """One node's end of reads in which the source's process takes no part."""
+
+    def window(self, path: Path) -> Window:
+        """Offers a complete file until `shut`. Raises OSError if it is gone, or cannot be offered."""
+        ...
+
+    def shut(self, number: int) -> None:
+        """Ends an offer. An unknown one is ignored."""
+        ...
+
+    def read(self, window: Window, descriptor: int, start: int) -> None:
+        """Copies the bytes of a window from `start` on into an open file of its size, as far as one transfer goes.
+
+        Blocks. Raises OSError if the source cannot be read.
+        """
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one transfer."""
+        ...
+
+    def close(self) -> None:
+        """Ends all offers."""
+        ...
 
 
 class NodeFiles(Protocol):
@@ -131,6 +176,14 @@ class NodeAgent(Protocol):
         """At home: the files that exist."""
         ...
 
+    async def offer(self, file: str) -> Window:
+        """Offers a file of this node for one-sided reads. Raises OSError if it is gone or cannot be offered."""
+        ...
+
+    async def withdraw(self, number: int) -> None:
+        """Ends an offer. An unknown one is ignored."""
+        ...
+
     async def lose(self, node: str) -> None:
         """At home: forgets the files of a lost node."""
         ...
@@ -159,8 +212,20 @@ class Peers(Protocol):
 class LocalAgent:
     """The agent of this process's node. Its methods are those of `NodeAgent`."""
 
-    def __init__(self, node: ClusterNode, *, home: str, leases: RunLeases, peers: Peers) -> None:
-        """`home` is the node whose agent knows where files are. Makes the folder in shared memory."""
+    def __init__(
+        self,
+        node: ClusterNode,
+        *,
+        home: str,
+        leases: RunLeases,
+        peers: Peers,
+        memory: OneSidedMemory | None = None,
+    ) -> None:
+        """`home` is the node whose agent knows where files are. Makes the folder in shared memory.
+
+        `memory` is for one-sided reads, which all agents of a run have or none; None: `peers` read piece by piece.
+        """
+        self._memory = memory
         self._node, self._home = node, home
         self._leases, self._peers = leases, peers
         self._locations = Locations()
@@ -237,6 +302,16 @@ class LocalAgent:
         """Lists the names in the locations."""
         return self._locations.names
 
+    async def offer(self, file: str) -> Window:
+        """Opens a window of the memory."""
+        assert self._memory is not None, "all agents of a run have one-sided reads, or none"
+        return self._memory.window(self.path / file)
+
+    async def withdraw(self, number: int) -> None:
+        """Shuts the window."""
+        if self._memory is not None:
+            self._memory.shut(number)
+
     async def lose(self, node: str) -> None:
         """Forgets the node in the locations."""
         self._locations.lose(node)
@@ -246,7 +321,9 @@ class LocalAgent:
         return dict(self._locations.fetched)
 
     async def close(self) -> None:
-        """Ends the leases of the run on this node."""
+        """Ends the offers and the leases of the run on this node."""
+        if self._memory is not None:
+            self._memory.close()
         await asyncio.to_thread(self._leases.close)
 
     def _agent(self, node: str) -> NodeAgent:
@@ -260,7 +337,12 @@ class LocalAgent:
             try:
                 with self._block_for(file, fetch.num_bytes) as (block, descriptor):
                     try:
-                        failure = await self._copy(file, fetch, descriptor)
+                        copying = (
+                            self._copy(file, fetch, descriptor)
+                            if self._memory is None
+                            else self._read(self._memory, file, fetch, descriptor)
+                        )
+                        failure = await copying
                     finally:
                         current = await home.end_fetch(file, fetch.number, not failure)
                     if not current or file in self._dropped:
@@ -294,6 +376,20 @@ class LocalAgent:
         except* (WorkerError, OSError) as group:
             failures += group.exceptions
         return f"{type(failures[0]).__name__}: {failures[0]}" if failures else ""
+
+    async def _read(self, memory: OneSidedMemory, file: str, fetch: Fetch, descriptor: int) -> str:
+        """Copies a file by one-sided reads; returns what failed at its source, "" if nothing did."""
+        source = self._agent(fetch.source)
+        try:
+            window = await source.offer(file)
+            try:
+                for start in range(0, window.num_bytes, memory.chunk_bytes):
+                    await ended(partial(memory.read, window, descriptor, start))
+            finally:
+                await source.withdraw(window.number)
+        except (WorkerError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     @contextmanager
     def _block_for(self, file: str, num_bytes: int) -> Iterator[tuple[Path, int]]:
@@ -352,6 +448,16 @@ class LocalAgent:
             )
 
 
+async def ended(work: Callable[[], None]) -> None:
+    """Runs work on a thread, and does not return before it has ended: it writes into memory that is used again."""
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
+
+
 def has_room(descriptor: int, num_bytes: int) -> bool:
     """Reserves the memory of an open file; returns False if there is no room. Raises any other OSError."""
     try:
@@ -364,7 +470,17 @@ def has_room(descriptor: int, num_bytes: int) -> bool:
 
 
 def agent_of(
-    node: ClusterNode, *, home: str, run: str, root: Path | None, make_peers: Callable[[], Peers]
+    node: ClusterNode,
+    *,
+    home: str,
+    run: str,
+    root: Path | None,
+    make_peers: Callable[[], Peers],
+    make_memory: Callable[[], OneSidedMemory] | None = None,
 ) -> LocalAgent:
-    """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden."""
-    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers())
+    """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden.
+
+    `make_memory` is for one-sided reads, if the run has them.
+    """
+    memory = make_memory() if make_memory else None
+    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers(), memory=memory)

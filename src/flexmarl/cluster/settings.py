@@ -45,6 +45,12 @@ class ClusterSettings(Settings):
         default={},
         description="ray: nodes of the engines (rollout) and of the trainers (training); without: all of the Ray.",
     )
+    transport: Literal["ray", "mooncake"] = Field(
+        default="ray",
+        description="How weights cross between nodes. ray: through Ray, nothing to install; mooncake: read from the "
+        "other node's memory by Mooncake's transfer engine, quicker, and each node opens a port for it without a "
+        "password (extra `mooncake`).",
+    )
     node_timeout_s: float = Field(
         default=15.0,
         gt=0,

@@ -95,7 +95,13 @@ class RayCluster:
             self._ray = PrivateRay(leases, workers=residents, accelerators=settings.device != "cpu")
         else:
             self._ray = JoinedRay(leases, address=settings.address)
-        self._agents = RayAgents(tasks, leases, timeout_s=settings.node_timeout_s, lost=self._lose)
+        self._agents = RayAgents(
+            tasks,
+            leases,
+            timeout_s=settings.node_timeout_s,
+            lost=self._lose,
+            one_sided=settings.transport == "mooncake",
+        )
         self._thread = OwnThread("ray")
         self._nodes: dict[str, ClusterNode] = {}
         """Live nodes by name, the controller's first."""

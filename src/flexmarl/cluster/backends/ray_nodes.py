@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
+from flexmarl.cluster.backends.mooncake import MooncakeMemory
 from flexmarl.cluster.backends.ray_resident import ActorSlot, RayResident, all_of, reason
 from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import ClusterNode, ResidentKind, ResidentSpec
@@ -164,9 +165,19 @@ class RayAgents:
     """The run's agents on all of its nodes. None on a private Ray, where the controller does their work."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, leases: RunLeases, *, timeout_s: float, lost: Callable[[ClusterNode, str], None]
+        self,
+        tasks: asyncio.TaskGroup,
+        leases: RunLeases,
+        *,
+        timeout_s: float,
+        lost: Callable[[ClusterNode, str], None],
+        one_sided: bool = False,
     ) -> None:
-        """`lost` is called with a node that is lost and the reason. An agent is lost after `timeout_s` of silence."""
+        """`lost` is called with a node that is lost and the reason. An agent is lost after `timeout_s` of silence.
+
+        `one_sided`: files are read from other nodes by Mooncake.
+        """
+        self._one_sided = one_sided
         self._tasks, self._leases, self._timeout_s, self._lost = tasks, leases, timeout_s, lost
         self._agents: dict[ClusterNode, RayResident[NodeAgent]] = {}
         self._home: ClusterNode | None = None
@@ -222,7 +233,13 @@ class RayAgents:
     def _agent(self, node: ClusterNode) -> RayResident[NodeAgent]:
         assert self._home is not None
         make = partial(
-            agent_of, node, home=self._home.id, run=self._leases.run, root=self._leases.root, make_peers=RayPeers
+            agent_of,
+            node,
+            home=self._home.id,
+            run=self._leases.run,
+            root=self._leases.root,
+            make_peers=RayPeers,
+            make_memory=partial(MooncakeMemory, node.address) if self._one_sided else None,
         )
         spec = ResidentSpec(name=agent_name(node.id), kind=ResidentKind.NODE, contract=NodeAgent, make=make)
         return RayResident(
