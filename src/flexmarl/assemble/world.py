@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.engine_room import RunEngines, room_of_a_private_ray
 from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentPlace, ResidentSpec
@@ -138,17 +139,19 @@ async def world_of(
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        outside = sum(not spec.in_controller for spec in [*engines, *trainers])
-        cluster = await stack.enter_async_context(residents.cluster(outside, events))
+        room = room_of_a_private_ray(settings, [*engines, *trainers])
+        cluster = await stack.enter_async_context(residents.cluster(room, events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
         models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
         counts = (("engine", len(engines)), ("trainer", len(trainers)))
         loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
         events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
         await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
-        specs = [*engines, *trainers]
+        specs, running = [*engines, *trainers], RunEngines(settings, cluster, residents, processes)
         for spec, resident in zip(specs, await cluster.spawn(specs), strict=True):
             remotes[resident.name] = resident.remote
+            if spec.kind == ResidentKind.ENGINE:
+                running.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
         of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
@@ -156,7 +159,8 @@ async def world_of(
         pool = make_pool(
             {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
             settings.pool,
-            respawn=partial(respawn, cluster, residents, processes) if replaces else None,
+            respawn=running.start if replaces else None,
+            room=running,
             events=events,
         )
         groups = residents.process_groups(of_policies)
@@ -203,21 +207,6 @@ async def kept_alive(
         cluster.events.listen(WorkerLost, lost)
         yield
         specs.clear()
-
-
-async def respawn(
-    cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: InstanceId
-) -> InferenceEngine:
-    """Starts an instance in place of a lost one."""
-    if seconds := residents.replacement_s(policy):
-        await asyncio.sleep(seconds)
-    spec = residents.engine(policy, instance)
-    (resident,) = await cluster.spawn([spec])
-    if cluster.has_processes and not spec.in_controller:
-        processes.add(resident)
-        place = resident.place
-        cluster.events.emit(ProcessStarted(process=WorkerId.engine(instance), pid=place.pid, node=place.node))
-    return resident.remote
 
 
 def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":

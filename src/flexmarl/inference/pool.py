@@ -3,6 +3,7 @@
     act, act, act --> dispatch of each policy --> its instances
     load, lose    --> instances of each policy
     move          --> from the instances of one policy to those of another
+    grow          --> one more instance of a policy; it ends first where the room of a lost one is gone
 
 consumes:     single requests, from any number of tasks
 waits for:    answers of instances; a free place, while no instance of the policy has one
@@ -22,12 +23,13 @@ from typing import Any, Self
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
-from flexmarl.events.serving_events import Moved
+from flexmarl.events.serving_events import InstanceGrown, InstanceRetired, Moved
 from flexmarl.inference.calls import Call, Instance, Weights
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.instances import Instances, Respawn
+from flexmarl.inference.growing import first_to_go
+from flexmarl.inference.instances import EngineRoom, FixedRoom, Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
-from flexmarl.inference.moving import InstanceMove
+from flexmarl.inference.moving import InstanceGrowth, InstanceMove, InstanceRetirement
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
@@ -55,10 +57,15 @@ class InferencePool:
         settings: PoolSettings | None = None,
         *,
         respawn: Respawn | None = None,
+        room: EngineRoom | None = None,
         events: Events | None = None,
     ) -> None:
-        """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`."""
+        """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`.
+
+        Without `room`, all engines are of one kind, and there are never more of them.
+        """
         self.events = events or Events()
+        self._room, self._making_room = room or FixedRoom(), asyncio.Lock()
         self._settings = settings or PoolSettings()
         self._numbers = itertools.count()
         self._under_way = 0
@@ -75,6 +82,8 @@ class InferencePool:
                 engines,
                 self._settings,
                 respawn=respawn,
+                room=self._room,
+                make_room=self._make_room,
                 start=self._start,
                 awake=self._awake,
                 on_available=partial(self._give_out, policy),
@@ -118,6 +127,14 @@ class InferencePool:
     def waiting(self) -> dict[PolicyName, int]:
         """By policy, the number of requests that wait in the line for an instance."""
         return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}
+
+    def growing(self, policy: PolicyName) -> int:
+        """Number of further instances of the policy that are being started."""
+        return self._policies[policy].growing
+
+    def kind(self, policy: PolicyName) -> str:
+        """The kind of the policy's engines. Between two policies of one kind, a move takes a load of weights alone."""
+        return self._room.kind(policy)
 
     @property
     def capabilities(self) -> dict[PolicyName, tuple[EngineCapabilities, ...]]:
@@ -205,6 +222,8 @@ class InferencePool:
     ) -> InstanceId:
         """Makes an instance serve the newest weights of the policy `to`; returns its new id.
 
+        Its engine loads them if it is of the same kind as those of `to`. Otherwise it ends, and one of `to` starts.
+
         `because` and `expected_s`, the seconds that it may take, are of the rule that decided it: they are recorded.
 
         Its running requests continue at another instance of their policy, or end first (setting `on_move`). If the
@@ -212,17 +231,38 @@ class InferencePool:
 
         - The move is refused: nothing has changed.
         - The move fails: the instance is lost, and is replaced for the policy `to`.
-        - The instance's own policy loses all other instances during the move: the instance stays where it is.
+        - The instance's own policy loses all other instances before its engine is changed: it stays where it is.
         """
         source, target = self._instances_of(instance.policy), self._instances_of(to)
         if because_not := self._hindrance(source, target, instance):
             raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
-        move = InstanceMove(source.leave(instance), source, target, self._settings)
+        starts = self._room.kind(instance.policy) != self._room.kind(to)
+        move = InstanceMove(source.leave(instance), source, target, self._settings, starts=starts)
         await asyncio.wait([self._start(self._run_move(move, instance, to, because, expected_s), f"move-{instance}")])
         if move.failure:
             raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
         assert move.became is not None
         return move.became
+
+    def has_room(self, policy: PolicyName) -> bool:
+        """True if one more instance of the policy can be started: there is room for it."""
+        return self._policies[policy].can_start and self._room.has_room(policy)
+
+    async def grow(self, policy: PolicyName, *, because: str = "", expected_s: float = 0.0) -> InstanceId:
+        """Starts one more instance of a policy; returns its id when it serves the newest weights.
+
+        `because` and `expected_s`: see `move`. If the caller is cancelled, the start continues. Raises EngineError if
+        there is no room, or the instance does not start: nothing has changed.
+        """
+        target = self._instances_of(policy)
+        if not (target.published and self._awake.is_set() and self.has_room(policy)):
+            because_not = "there is no room, no published weights, or the pool is asleep"
+            raise EngineError(f"'{policy}' cannot have one more instance: {because_not}")
+        growth = InstanceGrowth(target)
+        await asyncio.wait([self._start(self._run_growth(growth, because, expected_s), f"grow-{policy}")])
+        if growth.became is None:
+            raise EngineError(f"'{policy}' did not get one more instance: {growth.failure}")
+        return growth.became
 
     async def sleep(self) -> None:
         """Makes every engine that can sleep release its device memory. Running requests pause; new requests wait.
@@ -286,8 +326,13 @@ class InferencePool:
             return "that policy has published no weights that it could load"
         if not self._awake.is_set():
             return "the pool is asleep"
-        if instance in source.live and not source.live[instance].capabilities.loads_weights:
-            return "its engine does not load weights"
+        if instance not in source.live:  # `leave` raises the error.
+            return ""
+        engine = source.live[instance]
+        if self._room.kind(source.policy) == self._room.kind(target.policy):
+            return "" if engine.capabilities.loads_weights else "its engine does not load weights"
+        if not target.can_start or not self._room.has_room(target.policy, without=[engine.engine]):
+            return "its engine cannot load weights of that policy, and another one has no room in its place"
         return ""
 
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
@@ -309,7 +354,7 @@ class InferencePool:
     ) -> None:
         began = self.events.now()
         await move.run()
-        if move.became is not None:
+        if move.became is not None and not move.starts:  # A new engine's process has a name of its own.
             self._became[instance] = move.became
         if move.became is not None and not move.failure:
             self.events.emit(
@@ -320,9 +365,47 @@ class InferencePool:
                     to=to,
                     became=move.became,
                     expected_s=expected_s,
+                    starts=move.starts,
                     because=because,
                 )
             )
+
+    async def _run_growth(self, growth: InstanceGrowth, because: str, expected_s: float) -> None:
+        began = self.events.now()
+        await growth.run()
+        if (grown := growth.became) is not None and grown in self._policies[grown.policy].live:
+            self.events.emit(
+                InstanceGrown(
+                    process=WorkerId.engine(grown),
+                    began=began,
+                    instance=grown,
+                    version=self._policies[grown.policy].live[grown].version,
+                    expected_s=expected_s,
+                    because=because,
+                )
+            )
+
+    async def _make_room(self, policy: PolicyName) -> None:
+        """Ends grown instances, one after the other, while a replacement of the policy has no room and that helps."""
+        async with self._making_room:
+            while not self._room.has_room(policy) and (first := self._first_to_go(policy)):
+                began, source = self.events.now(), self._policies[first.policy]
+                retirement = InstanceRetirement(source.leave(first), source, self._settings)
+                await retirement.run()
+                if not retirement.failure:
+                    because = f"a replacement for a lost instance of '{policy}' has no other room"
+                    process = WorkerId.engine(first)
+                    self.events.emit(InstanceRetired(process=process, began=began, instance=first, because=because))
+
+    def _first_to_go(self, policy: PolicyName) -> InstanceId | None:
+        """The grown instance whose end makes room for one of `policy`; None if there is none."""
+        grown = {
+            name: len(instance.running)
+            for instances in self._policies.values()
+            for name, instance in instances.live.items()
+            if instance.grown and len(instances.live) > 1 and self._room.has_room(policy, without=[instance.engine])
+        }
+        return first_to_go(grown, self.waiting)
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
         with contextlib.suppress(TimeoutError, EngineError):  # The loss of an engine is noticed by its calls.

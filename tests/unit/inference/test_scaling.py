@@ -52,8 +52,8 @@ def test_the_drain_time_is_queued_tokens_over_what_all_instances_sample() -> Non
     load = load_of(12, 4, 4)
     assert drain_s(load) == pytest.approx((12 * 100 + 8 * 50) / (2 * 4 * 10))
     assert drain_s(load, more=-1) == pytest.approx(40)
-    assert drain_s(load, more=1, arriving=1, from_s=3.0) == pytest.approx((40 + 3) / 3)
-    assert drain_s(load, arriving=2, from_s=3.0) == pytest.approx((40 + 6) / 2)
+    assert drain_s(load, more=1, missed_s=3.0) == pytest.approx((40 + 3) / 3)
+    assert drain_s(load, missed_s=6.0) == pytest.approx((40 + 6) / 2)
 
 
 def test_nothing_drains_faster_than_a_request_takes_alone() -> None:
