@@ -54,16 +54,16 @@ class EngineRoom(Protocol):
         ...
 
 
-class FixedRoom:
-    """Room for the engines that there are: all of one kind, and no more of them."""
+class EndlessRoom:
+    """Room for any number of engines, all of one kind."""
 
     def kind(self, policy: PolicyName) -> str:
         """Returns the only kind."""
         return ""
 
     def has_room(self, policy: PolicyName, *, without: Sequence[InferenceEngine] = ()) -> bool:
-        """Returns False."""
-        return False
+        """Returns True."""
+        return True
 
     async def end(self, engine: InferenceEngine) -> None:
         """Does nothing: the engine is its maker's."""
@@ -80,7 +80,7 @@ class Instances:
         *,
         respawn: Respawn | None,
         room: EngineRoom,
-        make_room: Callable[[PolicyName], Awaitable[None]],
+        make_room: Callable[[PolicyName], Awaitable[bool]],
         start: Start,
         awake: asyncio.Event,
         on_available: Callable[[], None],
@@ -88,8 +88,8 @@ class Instances:
     ) -> None:
         """`on_available` is called when an instance becomes live, or when no more will come.
 
-        `make_room` ends grown instances of any policy if a replacement would find no room. No replacement is started
-        while `awake` is not set.
+        `make_room` ends further instances of any policy if a replacement would find no room. It returns True if this
+        policy has got an instance of another one instead. No replacement is started while `awake` is not set.
         """
         self.policy = policy
         names = [InstanceId(policy, number) for number in range(len(engines))]
@@ -184,7 +184,8 @@ class Instances:
 
         A grown one is not replaced while the policy has others: who decided on it decides again.
         """
-        if self._replacements_left and (self.is_empty or not lost.grown):
+        last = self.is_empty and not self.leaving
+        if self._replacements_left and (last or not lost.grown):
             self._start(self._replace(lost), f"replace-{lost.name}")
             self._coming += 1
         else:
@@ -324,7 +325,8 @@ class Instances:
                 self._replacements_left -= 1
                 name = self._new_id()
                 with self._arriving():
-                    await self._make_room(self.policy)
+                    if await self._make_room(self.policy):
+                        return
                     failure = await self._spawn(name)
                 if not failure:
                     self._events.emit(

@@ -23,13 +23,11 @@ from typing import Any, Self
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
-from flexmarl.events.serving_events import InstanceGrown, InstanceRetired, Moved
 from flexmarl.inference.calls import Call, Instance, Weights
+from flexmarl.inference.changes import InstanceChanges
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.growing import first_to_go
-from flexmarl.inference.instances import EngineRoom, FixedRoom, Instances, Respawn
+from flexmarl.inference.instances import EngineRoom, EndlessRoom, Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
-from flexmarl.inference.moving import InstanceGrowth, InstanceMove, InstanceRetirement
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
@@ -40,7 +38,6 @@ from flexmarl.records import (
     InstanceId,
     PolicyName,
     Version,
-    WorkerId,
 )
 
 
@@ -62,28 +59,37 @@ class InferencePool:
     ) -> None:
         """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`.
 
-        Without `room`, all engines are of one kind, and there are never more of them.
+        Without `room`, there is no limit, and all engines are of one kind.
         """
         self.events = events or Events()
-        self._room, self._making_room = room or FixedRoom(), asyncio.Lock()
+        self._room = room or EndlessRoom()
         self._settings = settings or PoolSettings()
         self._numbers = itertools.count()
         self._under_way = 0
         self._asked = asyncio.Event()
-        self._became: dict[InstanceId, InstanceId] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._open = False
         self._awake = asyncio.Event()
         self._awake.set()
-        self._policies = {
+        self._policies: dict[PolicyName, Instances] = {}
+        self._changes = InstanceChanges(
+            self._policies,
+            self._room,
+            self._settings,
+            start=self._start,
+            awake=self._awake,
+            waiting=lambda: self.waiting,
+            events=self.events,
+        )
+        self._policies |= {
             policy: Instances(
                 policy,
                 engines,
                 self._settings,
                 respawn=respawn,
                 room=self._room,
-                make_room=self._make_room,
+                make_room=self._changes.make_room,
                 start=self._start,
                 awake=self._awake,
                 on_available=partial(self._give_out, policy),
@@ -234,15 +240,7 @@ class InferencePool:
         - The instance's own policy loses all other instances before its engine is changed: it stays where it is.
         """
         source, target = self._instances_of(instance.policy), self._instances_of(to)
-        if because_not := self._hindrance(source, target, instance):
-            raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
-        starts = self._room.kind(instance.policy) != self._room.kind(to)
-        move = InstanceMove(source.leave(instance), source, target, self._settings, starts=starts)
-        await asyncio.wait([self._start(self._run_move(move, instance, to, because, expected_s), f"move-{instance}")])
-        if move.failure:
-            raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
-        assert move.became is not None
-        return move.became
+        return await self._changes.move(instance, source, target, because, expected_s)
 
     def has_room(self, policy: PolicyName) -> bool:
         """True if one more instance of the policy can be started: there is room for it."""
@@ -254,15 +252,7 @@ class InferencePool:
         `because` and `expected_s`: see `move`. If the caller is cancelled, the start continues. Raises EngineError if
         there is no room, or the instance does not start: nothing has changed.
         """
-        target = self._instances_of(policy)
-        if not (target.published and self._awake.is_set() and self.has_room(policy)):
-            because_not = "there is no room, no published weights, or the pool is asleep"
-            raise EngineError(f"'{policy}' cannot have one more instance: {because_not}")
-        growth = InstanceGrowth(target)
-        await asyncio.wait([self._start(self._run_growth(growth, because, expected_s), f"grow-{policy}")])
-        if growth.became is None:
-            raise EngineError(f"'{policy}' did not get one more instance: {growth.failure}")
-        return growth.became
+        return await self._changes.grow(self._instances_of(policy), because, expected_s)
 
     async def sleep(self) -> None:
         """Makes every engine that can sleep release its device memory. Running requests pause; new requests wait.
@@ -296,8 +286,7 @@ class InferencePool:
 
         `instance` may also be an id that it had before a move.
         """
-        while instance in self._became:
-            instance = self._became[instance]
+        instance = self._changes.now(instance)
         policy = self._policies.get(instance.policy)
         if self._open and policy is not None:
             policy.lose(instance, because)
@@ -318,23 +307,6 @@ class InferencePool:
     def _give_out(self, policy: PolicyName) -> None:
         self._dispatches[policy].give_out_soon()
 
-    def _hindrance(self, source: Instances, target: Instances, instance: InstanceId) -> str:
-        """The reason why the instance cannot move now; empty if it can."""
-        if source is target:
-            return "it serves that policy already"
-        if not target.published:
-            return "that policy has published no weights that it could load"
-        if not self._awake.is_set():
-            return "the pool is asleep"
-        if instance not in source.live:  # `leave` raises the error.
-            return ""
-        engine = source.live[instance]
-        if self._room.kind(source.policy) == self._room.kind(target.policy):
-            return "" if engine.capabilities.loads_weights else "its engine does not load weights"
-        if not target.can_start or not self._room.has_room(target.policy, without=[engine.engine]):
-            return "its engine cannot load weights of that policy, and another one has no room in its place"
-        return ""
-
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
         """Ends an abandoned call after its grace period, with the tokens that were sampled so far."""
         self._lose_if_silent(call)
@@ -348,64 +320,6 @@ class InferencePool:
         instance = call.instance
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
-
-    async def _run_move(
-        self, move: InstanceMove, instance: InstanceId, to: PolicyName, because: str, expected_s: float
-    ) -> None:
-        began = self.events.now()
-        await move.run()
-        if move.became is not None and not move.starts:  # A new engine's process has a name of its own.
-            self._became[instance] = move.became
-        if move.became is not None and not move.failure:
-            self.events.emit(
-                Moved(
-                    process=WorkerId.engine(move.became),
-                    began=began,
-                    instance=instance,
-                    to=to,
-                    became=move.became,
-                    expected_s=expected_s,
-                    starts=move.starts,
-                    because=because,
-                )
-            )
-
-    async def _run_growth(self, growth: InstanceGrowth, because: str, expected_s: float) -> None:
-        began = self.events.now()
-        await growth.run()
-        if (grown := growth.became) is not None and grown in self._policies[grown.policy].live:
-            self.events.emit(
-                InstanceGrown(
-                    process=WorkerId.engine(grown),
-                    began=began,
-                    instance=grown,
-                    version=self._policies[grown.policy].live[grown].version,
-                    expected_s=expected_s,
-                    because=because,
-                )
-            )
-
-    async def _make_room(self, policy: PolicyName) -> None:
-        """Ends grown instances, one after the other, while a replacement of the policy has no room and that helps."""
-        async with self._making_room:
-            while not self._room.has_room(policy) and (first := self._first_to_go(policy)):
-                began, source = self.events.now(), self._policies[first.policy]
-                retirement = InstanceRetirement(source.leave(first), source, self._settings)
-                await retirement.run()
-                if not retirement.failure:
-                    because = f"a replacement for a lost instance of '{policy}' has no other room"
-                    process = WorkerId.engine(first)
-                    self.events.emit(InstanceRetired(process=process, began=began, instance=first, because=because))
-
-    def _first_to_go(self, policy: PolicyName) -> InstanceId | None:
-        """The grown instance whose end makes room for one of `policy`; None if there is none."""
-        grown = {
-            name: len(instance.running)
-            for instances in self._policies.values()
-            for name, instance in instances.live.items()
-            if instance.grown and len(instances.live) > 1 and self._room.has_room(policy, without=[instance.engine])
-        }
-        return first_to_go(grown, self.waiting)
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
         with contextlib.suppress(TimeoutError, EngineError):  # The loss of an engine is noticed by its calls.

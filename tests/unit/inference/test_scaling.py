@@ -1,5 +1,7 @@
 """The rules that move instances between policies, on queues that fit in a line."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -93,6 +95,30 @@ def test_drain_time_makes_as_many_moves_at_once_as_pay_each_by_itself() -> None:
 )
 def test_drain_time_stays_where_a_move_does_not_pay(loads: dict[PolicyName, PolicyLoad], move_s: float) -> None:
     assert not DrainTime().decide(loads, move_s=move_s)
+
+
+UNLIKE = "an engine of another kind"
+
+
+def test_drain_time_weighs_a_move_by_what_it_takes_there() -> None:
+    """A start takes 9 s, a load 1 s. Both donors are idle; without the one of its kind, the other goes if it pays."""
+    to = replace(load_of(12, 4, 4, name="s"), start_s=9.0)
+    loads = {SOLVER: to, JUDGE: replace(load_of(0, 0, 0, name="j"), kind=UNLIKE), WRITER: load_of(0, 0, 0, name="w")}
+    (first,) = DrainTime(most=0.0).decide(loads, move_s=1.0)
+    assert first.instance.startswith("w"), "it only loads weights"
+    (second,) = DrainTime(most=0.0).decide({SOLVER: to, JUDGE: loads[JUDGE]}, move_s=1.0)
+    assert second.because == "'solver' drains in 20.0 s; with one instance of 'judge' both will have in 16.3 s"
+    slow = {SOLVER: replace(to, start_s=10.0), JUDGE: loads[JUDGE]}
+    assert not DrainTime().decide(slow, move_s=1.0), "the start is not made up for in 20 s"
+
+
+def test_instances_go_back_to_a_policy_of_their_kind_first() -> None:
+    kinds = {SOLVER: "", JUDGE: UNLIKE, WRITER: "", PolicyName("critic"): UNLIKE}
+    held = {SOLVER: 1, JUDGE: 1, WRITER: 2, PolicyName("critic"): 2}
+    loads = {p: replace(load_of(0, *[0] * held[p], name=p[0]), kind=kind) for p, kind in kinds.items()}
+    wanted = {SOLVER: 2, JUDGE: 2, WRITER: 1, PolicyName("critic"): 1}
+    moves = moves_back(wanted, loads)
+    assert {(move.instance[0], move.to) for move in moves} == {("w", SOLVER), ("c", JUDGE)}
 
 
 queues = st.builds(
