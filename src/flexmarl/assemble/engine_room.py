@@ -91,14 +91,17 @@ class RunEngines:
         return f"{kind_of(self._settings.policies[policy].engine, policy)}: {process}"
 
 
-def room_of_a_private_ray(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> int:
-    """The number of residents to which a private Ray gives a CPU: those of the run, and those that may be grown."""
+def room_of_a_private_ray(settings: RunSettings, specs: Sequence[ResidentSpec[Any]], *, cores: int) -> int:
+    """The number of residents that a private Ray has a CPU for: those of the run, and those that may be grown.
+
+    `cores` are those of this machine.
+    """
     outside = [spec for spec in specs if not spec.in_controller]
     if not settings.balance.grow or not outside:
         return len(outside)
     if settings.cluster.device != "cpu":
         return len(outside) + torch.cuda.device_count()  # The accelerators limit it; each needs a CPU.
-    return len(outside) + spare_cores(os.cpu_count() or 1, [spec.threads for spec in outside])
+    return len(outside) + spare_cores(cores, [spec.threads for spec in outside])
 
 
 def growth_note(settings: RunSettings, pool: InferencePool) -> str:

@@ -8,6 +8,7 @@ player_of     plays the run's team on them, in training and in evaluation
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -139,7 +140,7 @@ async def world_of(
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        room = room_of_a_private_ray(settings, [*engines, *trainers])
+        room = room_of_a_private_ray(settings, [*engines, *trainers], cores=os.cpu_count() or 1)
         cluster = await stack.enter_async_context(residents.cluster(room, events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
         models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))

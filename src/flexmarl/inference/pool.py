@@ -26,7 +26,7 @@ from flexmarl.events.event import Events
 from flexmarl.inference.calls import Call, Instance, Weights
 from flexmarl.inference.changes import InstanceChanges
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.instances import EngineRoom, EndlessRoom, Instances, Respawn
+from flexmarl.inference.instances import EndlessRoom, EngineRoom, Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
