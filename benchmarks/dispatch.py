@@ -12,6 +12,9 @@ and half are rendered anew. Times are CPU seconds of this process, user and syst
     at once        every call is answered as soon as it is made: the controller is all there is to wait for
     spread out     replies of 20 to 60 steps of a millisecond: most answers come alone, and wake a process that sleeps
 
+    10, 1000       so many episodes at once, answered at once, played by two rollout workers on Ray. These tokenise, run
+                   workflows and write rows; the controller serves their calls. `ray`: its engines are on Ray, too
+
 An episode's end (rewards into the store) is shared by its turns. `--profile` prints the functions of the event loop
 that take longest, in a round that is not measured.
 """
@@ -22,46 +25,39 @@ import pstats
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from common import parser, report
+from dispatch_team import POLICIES, QUESTION, TURNS, Answering, team_of_two
 
-from flexmarl.agents import Team, TeamSpec
-from flexmarl.agents.characters import character_renderer
-from flexmarl.agents.settings import TeamSettings
+from flexmarl.cluster.backends.ray import ray_cluster
+from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
+from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.errors import EngineError
+from flexmarl.events.event import Events
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.turn_rows import TURN_COLUMNS
+from flexmarl.inference.interface import InferenceEngine, WeightedEngine
 from flexmarl.inference.pool import InferencePool
-from flexmarl.records import (
-    AgentName,
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    GroupId,
-    GroupRecord,
-    PolicyName,
-    Task,
-    VersionRun,
-)
+from flexmarl.records import AgentName, GroupId, GroupRecord, InstanceId, PolicyName, Task, WorkerId
 from flexmarl.rollout.player import Player
-from flexmarl.testing.inference import ScriptedEngine
+from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
+from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 
-EPISODES, TURNS, GROUPS = 64, 10, 4
+EPISODES, GROUPS = 64, 4
 STEP_S = {"at once": 0.0, "spread out": 0.001}
-RESPONSE = "the sum of both is 7, since 3 and 4 make 7; I am sure of it."
-QUESTION = "How much is 3 + 4? Show how you got there, then say the number alone, and nothing after it. "
 WRITER = "store/write"
-POLICIES = (PolicyName("solver"), PolicyName("verifier"))
-SETTINGS = {
-    "agents": {
-        "solver": {"policy": "solver", "memory": "full", "system": "You solve sums, step by step."},
-        "verifier": {"policy": "verifier", "system": "You look for the mistake in an answer."},
-    },
-    "workflow": {"type": "sequential", "agents": ["solver", "verifier"]},
+WORKERS = 2
+TOGETHER = {10: 40, 1000: 2}
+"""Episodes that are played at once, and how often so many are played."""
+FIGURES = {
+    False: {10: "us_per_turn_10", 1000: "us_per_turn_1000"},
+    True: {10: "us_per_turn_ray_10", 1000: "us_per_turn_ray_1000"},
 }
+"""Names of the figures with rollout workers: whether engines are on Ray, and the episodes at once."""
 
 
 @dataclass(frozen=True)
@@ -72,66 +68,17 @@ class Taken:
     writer: float
 
 
-class Answering(ScriptedEngine):
-    """Answers every request with the same tokens, after 20 to 60 steps."""
-
-    def __init__(self, step_s: float) -> None:
-        super().__init__(lambda request: RESPONSE)
-        self._step_s = step_s
-        renderer = character_renderer()
-        self._ids = np.array([*renderer.encode(RESPONSE), renderer.stop_ids[0]], np.int32)
-        self._logprobs = np.full(len(self._ids), -0.5, np.float32)
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Yields one Generation per request, when its time has come."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        for request in sorted(requests, key=steps_of):
-            left = began + steps_of(request) * self._step_s - clock()
-            if self._step_s and left > 0:
-                await asyncio.sleep(left)
-            yield Generation(
-                request_id=request.request_id,
-                response_ids=self._ids,
-                logprobs=self._logprobs,
-                raw_logprobs=self._logprobs,
-                versions=(VersionRun(0, self.version),),
-                finish=FinishReason.STOP,
-            )
-
-
-def steps_of(request: GenerationRequest) -> int:
-    """How long the reply is, in decode steps; the seed makes it the same in every run."""
-    return 20 + request.seed % 41
-
-
-async def alternate(task: Task, team: Team) -> None:
-    """Solver and verifier, until each has spoken in half of the turns."""
-    said = ""
-    for _ in range(TURNS // 2):
-        said = (await team["solver"].act(f"{task.prompt}{said}")).text
-        said = (await team["verifier"].act(f"{task.prompt}{said}")).text
-    team.reward(1.0)
-
-
-def team_of_two() -> TeamSpec:
-    """A solver and a verifier of two policies."""
-    renderers = dict.fromkeys(POLICIES, character_renderer())
-    spec = TeamSpec.build(TeamSettings.model_validate(SETTINGS), renderers, POLICIES)
-    return replace(spec, run=alternate)
-
-
 def seconds_of(thread: str) -> float:
     """CPU seconds of the thread of this name."""
     (found,) = (one.ident for one in threading.enumerate() if one.name == thread and one.ident is not None)
     return time.clock_gettime(time.pthread_getcpuclockid(found))
 
 
-async def play(player: Player, group: int) -> None:
+async def play(player: Player, group: int, *, episodes: int = EPISODES) -> None:
     """Plays all episodes of a group together. A group has a prompt of its own, so that no text is remembered."""
     task = Task(input_id=f"sum-{group}", prompt=f"{QUESTION}This is question {group}. ")
     record = GroupRecord(group=GroupId(group), task=task, step=0)
-    for episode in await asyncio.gather(*(player.play(record, index) for index in range(EPISODES))):
+    for episode in await asyncio.gather(*(player.play(record, index) for index in range(episodes))):
         if not episode.finished or len(episode.turns) != TURNS:
             raise RuntimeError(f"episode {episode.episode} has {len(episode.turns)} turns: {episode.reason}")
 
@@ -157,6 +104,73 @@ async def measure(first: int, *, step_s: float, profile: bool = False) -> Taken:
     return Taken(1e6 * in_all / turns, 1e6 * writer / turns)
 
 
+async def measure_workers() -> dict[str, float]:
+    """By figure, what a turn takes the controller when rollout workers play it."""
+    taken: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="fx") as folder, RunLeases("dispatch", root=Path(folder)) as leases:
+        path = Path(folder) / "experience.sqlite"
+        store = DurableStore.create(path, agents=[AgentName(name) for name in POLICIES], columns=TURN_COLUMNS)
+        events, residents = Events(), WORKERS + len(POLICIES)
+        async with ray_cluster(
+            ClusterSettings(backend="ray"), leases=leases, residents=residents, events=events
+        ) as cluster:
+
+            async def spawn(name: WorkerId) -> Resident[RolloutWorker]:
+                return (await cluster.spawn([worker_spec(name, path)]))[0]
+
+            remote = [engine.remote for engine in await cluster.spawn([engine_spec(policy) for policy in POLICIES])]
+            async with RolloutWorkers(spawn, stuck_s=3600.0, events=events).open() as workers:
+                for number in range(WORKERS):
+                    workers.add(await spawn(WorkerId(ResidentKind.ROLLOUT, number=number)))
+                for on_ray, engines in ((False, [Answering(0.0) for _ in POLICIES]), (True, remote)):
+                    instances = {policy: [engine] for policy, engine in zip(POLICIES, engines, strict=True)}
+                    async with InferencePool(instances).open() as pool:
+                        player = RemotePlayer(
+                            workers=workers,
+                            team=team_of_two(),
+                            generate=pool.generate,
+                            run_seed=0,
+                            timeout_s=3600.0,
+                            store=store,
+                        )
+                        for episodes, times in TOGETHER.items():
+                            figure = FIGURES[on_ray][episodes]
+                            taken[figure] = await per_turn(player, episodes, times, len(taken))
+        await store.close()
+    return taken
+
+
+async def per_turn(player: Player, episodes: int, times: int, nth: int) -> float:
+    """CPU microseconds of this process for a turn of groups of so many episodes, after one that is not measured."""
+    first = 1000 * (nth + 1)
+    await play(player, first, episodes=episodes)
+    began = time.process_time()
+    for number in range(times):
+        await play(player, first + 1 + number, episodes=episodes)
+    return 1e6 * (time.process_time() - began) / (times * episodes * TURNS)
+
+
+def worker_spec(name: WorkerId, path: Path) -> ResidentSpec[RolloutWorker]:
+    """A rollout worker that writes into the store's file."""
+    parts = PlayParts(
+        team=team_of_two(), open_store=partial(DurableStore.join, path), run_seed=0, timeout_s=3600.0, grace_s=3.0
+    )
+    return ResidentSpec(
+        name=name, kind=ResidentKind.ROLLOUT, contract=RolloutWorker, make=partial(RolloutHost, name, parts)
+    )
+
+
+def engine_spec(policy: PolicyName) -> ResidentSpec[InferenceEngine]:
+    """A scripted engine in a process of its own."""
+    return ResidentSpec(
+        name=WorkerId.engine(InstanceId(policy, 0)),
+        kind=ResidentKind.ENGINE,
+        contract=WeightedEngine,
+        make=partial(Answering, 0.0),
+        error=EngineError,
+    )
+
+
 def main() -> None:
     """Prints the table."""
     options = parser(__doc__.splitlines()[0] if __doc__ else None)
@@ -168,6 +182,7 @@ def main() -> None:
             taken[name].append(asyncio.run(measure(2 * GROUPS * repeat, step_s=step_s)))
     if chosen.profile:
         asyncio.run(measure(0, step_s=0.0, profile=True))
+    with_workers = asyncio.run(measure_workers())
     best = {name: min(runs[1:], key=lambda one: one.in_all) for name, runs in taken.items()}
     report(
         f"{EPISODES} concurrent episodes of {TURNS} turns: CPU microseconds of a turn, quickest of {chosen.repeats}",
@@ -175,14 +190,19 @@ def main() -> None:
         [
             (name, f"{one.in_all - one.writer:.0f}", f"{one.writer:.0f}", f"{one.in_all:.0f}")
             for name, one in best.items()
-        ],
+        ]
+        + [(name.removeprefix("us_per_turn_"), "", "", f"{us:.0f}") for name, us in with_workers.items()],
         {
             "us_per_turn": best["at once"].in_all,
             "us_per_turn_writer": best["at once"].writer,
             "us_per_turn_spread": best["spread out"].in_all,
+            **with_workers,
         },
         as_json=chosen.json,
-        wanted_at_most={"us_per_turn": 350.0},
+        wanted_at_most={
+            "us_per_turn": 350.0,
+            **{name: 500.0 if "ray" in name else 300.0 for name in with_workers},
+        },
     )
 
 

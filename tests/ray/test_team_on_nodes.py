@@ -1,6 +1,8 @@
 """Whole runs on three Ray nodes: the bits of one node, also if a node with engines is lost at a bad moment."""
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,11 @@ from rich.console import Console
 
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
+from flexmarl.events.group_events import EpisodeReplayed
 from flexmarl.events.run_events import NodeLost, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
+from flexmarl.records import WorkerId
 from tests.ray.child_run import Child, Left, assert_same
 from tests.ray.conftest import Nodes
 
@@ -40,10 +44,10 @@ def undisturbed(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Le
 class Spread:
     """A run on three nodes, in a process of its own."""
 
-    def __init__(self, config: Path, nodes: Nodes, folder: Path, temp: Path) -> None:
+    def __init__(self, config: Path, nodes: Nodes, folder: Path, temp: Path, *more: str) -> None:
         self._folder = folder
         where = ["cluster.backend=ray", f"cluster.address={nodes.address}", "cluster.node_timeout_s=6", SPREAD]
-        self.child = Child("train", config, *OVERRIDES, *where, f"out={folder}", cwd=folder, temp=temp)
+        self.child = Child("train", config, *OVERRIDES, *where, *more, f"out={folder}", cwd=folder, temp=temp)
 
     @property
     def run(self) -> Left:
@@ -106,3 +110,21 @@ def test_a_node_with_engines_is_lost_and_the_run_ends_with_the_same_bits(
     afterwards = itertools.dropwhile(lambda event: not isinstance(event, NodeLost), run.journal)
     restarted = [event for event in afterwards if isinstance(event, ProcessStarted)]
     assert {(event.process.kind, event.node) for event in restarted} == {("engine", "right")}
+
+
+def test_rollout_workers_on_other_nodes_are_killed_and_the_run_ends_with_the_same_bits(
+    undisturbed: Left, small_run: Path, nodes: Nodes, tmp_path: Path, short_root: Path, begin: list[Spread]
+) -> None:
+    """A process in the middle of rollout, then a node: their episodes are played again from their first call."""
+    begin.append(Spread(small_run, nodes, tmp_path, short_root, "rollout.workers=2"))
+    begin[0].wait_for("call", 40)
+    workers = {event.process: event for event in begin[0].run.events(ProcessStarted) if event.process.kind == "rollout"}
+    assert {name: event.node for name, event in workers.items()} == {"rollout/0": "left", "rollout/1": "right"}
+    os.kill(workers[WorkerId("rollout", number=1)].pid, signal.SIGKILL)
+    begin[0].wait_for("updated", 4)
+    nodes.kill("left")
+    run = begin[0].finish()
+    assert_same(undisturbed, run, steps=STEPS)
+    assert run.events(EpisodeReplayed), "witness: the worker was playing"
+    lost = {event.process for event in run.events(WorkerLost)}
+    assert {"rollout/0", "rollout/1"} <= lost

@@ -16,6 +16,7 @@ from flexmarl.agents.context import EpisodeContext, call_seed
 from flexmarl.errors import EpisodeError, boundary, cause_of, is_unicode
 from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
 from flexmarl.tools.arguments import BadArguments, as_text, fitted
+from flexmarl.tools.interface import max_parallel_of
 
 SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
 LEFT_OUT = " ... [{} characters left out] ... "
@@ -110,7 +111,7 @@ async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: Episo
         return _used(call.name, argument, Observation(arguments.reason, ok=False))
     with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
         lent = context.tools.lent(seat, tool, _context(seat, tool, context))
-        async with lent as bound, context.tools.running.place(tool):
+        async with lent as bound, context.tools.running.place(tool.name, max_parallel_of(tool)):
             observation = await bound.call(arguments)
         if not math.isfinite(observation.cost):
             raise EpisodeError(f"the cost of a call must be a finite number, got {observation.cost}")

@@ -304,6 +304,8 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     check_format(folder.journal)
     # Loaded, not read: a setting that came after the run was begun is what it was then, its default.
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
+    for each in (then, now):
+        each["rollout"].pop("workers")  # Who plays changes nothing that is played.
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
         differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))

@@ -2,11 +2,13 @@
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
 trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+rollout/{n}             plays episodes, if the run asks for such workers
 store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
 """
 
 import gc
 import importlib
+import pickle
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from flexmarl.agents import TeamSpec
 from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source, training_of
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
@@ -27,7 +30,7 @@ from flexmarl.cluster.interface import Address, Cluster, ResidentKind, ResidentS
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary
+from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary, described
 from flexmarl.events.event import Events
 from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreService
 from flexmarl.experience.backends.sqlite import DurableStore
@@ -38,6 +41,7 @@ from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
+from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import StoreRows, Trainer
@@ -127,6 +131,7 @@ class RealResidents:
     """Specifies engines and trainers that compute."""
 
     materials: Materials
+    team: TeamSpec
     open_cluster: Callable[[int, Events], AbstractAsyncContextManager[Cluster]]
     """Opens the cluster for a number of residents."""
     serve_store: Callable[[], StoreService] | None = None
@@ -181,6 +186,31 @@ class RealResidents:
             threads=self._threads,
         )
 
+    def rollout_workers(self) -> list[ResidentSpec[RolloutWorker]]:
+        """Specifies the processes that play episodes: none in a run whose only process is the controller's."""
+        settings = self.materials.settings
+        number = 0 if settings.cluster.backend == "inline" else settings.rollout.workers
+        names = [WorkerId(ResidentKind.ROLLOUT, number=n) for n in range(number)]
+        parts = PlayParts(
+            team=self.team,
+            open_store=self.materials.open_store,
+            run_seed=settings.seed,
+            timeout_s=settings.rollout.episode_timeout_s,
+            grace_s=settings.rollout.cancel_grace_s,
+            bounded=settings.rollout.tool_calls_at_once is not None,
+        )
+        if number:
+            require_sendable(parts, number)
+        return [
+            ResidentSpec(
+                name=name,
+                kind=ResidentKind.ROLLOUT,
+                contract=RolloutWorker,
+                make=partial(RolloutHost, name, parts),
+            )
+            for name in names
+        ]
+
     def services(self, cluster: Cluster) -> Sequence[ResidentSpec[Any]]:
         """Specifies what the others need: the store's service, if the cluster has several nodes."""
         if self.serve_store is None or len(cluster.nodes) == 1:
@@ -223,7 +253,11 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
             open_store=lambda: store,
             thread=thread,
         )
-        yield RealResidents(materials=materials, open_cluster=lambda residents, events: inproc_cluster(events=events))
+        yield RealResidents(
+            materials=materials,
+            team=blueprint.team,
+            open_cluster=lambda residents, events: inproc_cluster(events=events),
+        )
     finally:
         thread.close()
 
@@ -248,6 +282,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 materials=Materials(
                     settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
                 ),
+                team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),
             )
             return
@@ -267,6 +302,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 device=device,
                 open_store=partial(store_on_node, path, files, backend.RayAddress(STORE)),
             ),
+            team=blueprint.team,
             open_cluster=open_cluster,
             serve_store=partial(StoreHost.join, path),
         )
@@ -278,6 +314,18 @@ STORE = WorkerId(ResidentKind.STORE, number=0)
 def store_on_node(path: Path, files: NodeFiles, address: Address) -> ExperienceStore:
     """Opens the run's store for a process of any node: its file at home, elsewhere the resident `store/0`."""
     return DurableStore.join(path) if files.at_home else RemoteStore(address)
+
+
+def require_sendable(parts: PlayParts, workers: int) -> None:
+    """Raises ConfigError unless processes can be made of the parts: they import what is not built in."""
+    asked = f"rollout.workers is {workers}, and its processes cannot get the team"
+    remedy = "put workflow, tools and parsers into a file that `code` lists, or use rollout.workers=0"
+    try:
+        sent = pickle.dumps(parts)
+    except Exception as error:  # Whatever a user's own object raises when it is pickled.
+        raise ConfigError(f"{asked}: {described(error)}; {remedy}") from error
+    if b"__main__" in sent:
+        raise ConfigError(f"{asked}: a part of it is defined in a notebook, or in the script that runs; {remedy}")
 
 
 def local_paths(settings: RunSettings) -> list[Path]:

@@ -36,6 +36,8 @@ from flexmarl.orchestrator.evaluation import Evaluator, Keep
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.rollout.player import Player
+from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
+from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
@@ -92,6 +94,8 @@ class World:
     cluster: Cluster
     running: RunningCalls
     """The places for tool calls."""
+    workers: RolloutWorkers | None = None
+    """Plays the episodes; None: the controller does."""
     residency: Residency | None = None
     """Decides which policies hold training devices, if they share any."""
     processes: Processes = field(default_factory=Processes)
@@ -115,7 +119,10 @@ async def open_world(
         else:
             assert path is not None, "settings of this world that keep the store in memory are refused"
             residents = stack.enter_context(open_ray(blueprint, path))
-        yield await stack.enter_async_context(world_of(settings, store, residents, events, services=residents.services))
+        world = world_of(
+            settings, store, residents, events, services=residents.services, players=residents.rollout_workers()
+        )
+        yield await stack.enter_async_context(world)
 
 
 @asynccontextmanager
@@ -127,10 +134,12 @@ async def world_of(
     *,
     make_pool: Callable[..., InferencePool] = InferencePool,
     services: Callable[[Cluster], Sequence[ResidentSpec[Any]]] = lambda cluster: [],
+    players: Sequence[ResidentSpec[RolloutWorker]] = (),
 ) -> AsyncIterator[World]:
     """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
 
     `services` specifies what they need on the open cluster; a service that is lost is started anew.
+    `players` are the rollout workers; without any, the controller plays.
     Cluster, pool and residency emit to `events` what happens to them.
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
@@ -140,19 +149,27 @@ async def world_of(
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        room = room_of_a_private_ray(settings, [*engines, *trainers], cores=os.cpu_count() or 1)
+        specs = [*engines, *trainers, *players]
+        room = room_of_a_private_ray(settings, specs, cores=os.cpu_count() or 1)
         cluster = await stack.enter_async_context(residents.cluster(room, events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
         models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
-        counts = (("engine", len(engines)), ("trainer", len(trainers)))
+        counts = (
+            ("engine", len(engines)),
+            ("trainer", len(trainers)),
+            *([("rollout worker", len(players))] if players else []),
+        )
         loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
         events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
         await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
-        specs, running = [*engines, *trainers], RunEngines(settings, cluster, residents, processes)
+        running = RunEngines(settings, cluster, residents, processes)
+        workers = await stack.enter_async_context(open_workers(settings, cluster, players, processes))
         for spec, resident in zip(specs, await cluster.spawn(specs), strict=True):
             remotes[resident.name] = resident.remote
-            if spec.kind == ResidentKind.ENGINE:
+            if spec.kind is ResidentKind.ENGINE:
                 running.add(resident)
+            elif workers is not None and spec.kind is ResidentKind.ROLLOUT:
+                workers.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
         of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
@@ -176,7 +193,29 @@ async def world_of(
             cluster=cluster,
             processes=processes,
             running=RunningCalls(settings.rollout.tool_calls_at_once),
+            workers=workers,
         )
+
+
+@asynccontextmanager
+async def open_workers(
+    settings: RunSettings, cluster: Cluster, players: Sequence[ResidentSpec[RolloutWorker]], processes: Processes
+) -> AsyncIterator[RolloutWorkers | None]:
+    """Opens the rollout workers of a run, which replace those that are lost. Yields None if the run has none."""
+    if not players:
+        yield None
+        return
+
+    async def spawn(worker: WorkerId) -> Resident[RolloutWorker]:
+        (resident,) = await cluster.spawn([spec for spec in players if spec.name == worker])
+        processes.add(resident)
+        place = resident.place
+        cluster.events.emit(ProcessStarted(process=resident.name, pid=place.pid, node=place.node))
+        return resident
+
+    stuck_s = settings.rollout.episode_timeout_s + settings.rollout.cancel_grace_s
+    async with RolloutWorkers(spawn, stuck_s=stuck_s, events=cluster.events).open() as workers:
+        yield workers
 
 
 @asynccontextmanager
@@ -214,7 +253,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
     """Returns a player of the run's team on the world's engines. Training and evaluation add their own arguments."""
     settings = blueprint.settings
     return partial(
-        Player,
+        partial(RemotePlayer, workers=world.workers) if world.workers else Player,
         team=blueprint.team,
         generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
         run_seed=settings.seed,

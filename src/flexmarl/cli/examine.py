@@ -33,7 +33,6 @@ from flexmarl.errors import ConfigError, CreditError, EngineError, MissingExtra,
 from flexmarl.events.event import Events
 from flexmarl.events.machine import this_machine
 from flexmarl.orchestrator.evaluation import rewards_of
-from flexmarl.orchestrator.monitor import REMEDY, STUCK_S, BlockingWatch
 from flexmarl.records import (
     AgentName,
     Episode,
@@ -47,6 +46,7 @@ from flexmarl.records import (
     Version,
     VersionRun,
 )
+from flexmarl.rollout.blocking_watch import REMEDY, STUCK_S, BlockingWatch
 from flexmarl.rollout.player import Player
 from flexmarl.tasks.interface import MOST_COMPARED
 from flexmarl.tasks.table import TableSource

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexmarl.errors import WorkerError
 from flexmarl.imports import collected_later
 
 NICENESS = 5
@@ -115,6 +116,8 @@ class Host:
         self.hosted = function(*args)
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.hosted is None:  # Who reaches it by its name may come before its maker.
+            raise WorkerError("it is being started")
         return getattr(self.hosted, method)(*args, **kwargs)
 
     def _open(self, *streams: OpenStream) -> None:

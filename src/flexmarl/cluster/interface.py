@@ -1,7 +1,7 @@
 """Interface of a cluster: residents, and a typed event when one is lost.
 
-A resident is one object that lives outside the controller: an engine replica, a trainer, and later the store's service,
-a rollout worker, a node agent, a rank of a place, a sandbox pool. The controller has one handle of each.
+A resident is one object that lives outside the controller: an engine replica, a trainer, a rollout worker, the store's
+service, and later a rank of a place, a sandbox pool. The controller has one handle of each.
 
     spec = ResidentSpec(name=WorkerId.trainer("solver"), kind=ResidentKind.TRAINER, contract=Trainer, make=make_trainer)
     (resident,) = await cluster.spawn([spec])
@@ -27,6 +27,8 @@ class ResidentKind(StrEnum):
 
     ENGINE = "engine"
     TRAINER = "trainer"
+    ROLLOUT = "rollout"
+    """Plays episodes."""
     STORE = "store"
     """Reads and writes the store's file for residents on other nodes."""
     NODE = "node"

@@ -53,13 +53,25 @@ class EpisodeFailed(Event):
     status: EpisodeStatus
     """How it ended."""
     kind: str = ""
-    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `never_awaited` or `cancelled`."""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `never_awaited`, `cancelled` or
+    `worker_lost`."""
     place: str = ""
     """File and line of the code that raised it, e.g. `team.py:61`; empty if no code did."""
     text: str = ""
     """The exception's text, shortened to one line."""
     purpose: Purpose = Purpose.TRAINING
     """Why it was played. Episodes of evaluations are here too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeReplayed(Event):
+    """An episode begins anew, with the same id and seeds: the rollout worker that played it was lost."""
+
+    name: ClassVar[str] = "episode_replayed"
+    group: GroupId
+    """Its group."""
+    episode: EpisodeId
+    """The episode."""
 
 
 def episode_finished(episode: Episode) -> EpisodeFinished:

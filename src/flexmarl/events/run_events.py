@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
-from flexmarl.records.ids import GroupId, PolicyName, Version, WorkerId
+from flexmarl.records.ids import CONTROLLER, GroupId, PolicyName, Version, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +190,11 @@ class AlarmRaised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopBlocked(Event):
-    """User code kept the event loop of the controller: no other episode could go on meanwhile."""
+    """User code kept an event loop: no other episode in that process could go on meanwhile."""
 
     name: ClassVar[str] = "loop_blocked"
+    process: WorkerId = CONTROLLER
+    """The controller, or the rollout worker."""
     place: str
     """File and line of the user's code, e.g. `team.py:61`."""
     seconds: float

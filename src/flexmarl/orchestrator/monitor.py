@@ -1,7 +1,5 @@
 """Runs the monitor: a live screen, the queues of the engines, and a probe of the event loop.
 
-    loop ──► beat, again and again        a thread ──► no beat for BLOCKED_S ──► the line of user code that runs now
-
 consumes    steps, evaluations, groups and figures, as they are reported
 waits for   no report; the look at the queues and the probe wait for their intervals
 produces    the live screen; the queues on the timeline; how late the event loop wakes a sleeping task; the lines of
@@ -10,16 +8,11 @@ unblocked by time
 """
 
 import asyncio
-import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
-from flexmarl.errors import cause_of, users_line
+from flexmarl.errors import cause_of
 from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics, time_shares, tokens_per_s
 from flexmarl.events.notices import EpisodeWaits, EvaluationStarted, FiguresWritten, GroupPlayed
@@ -29,12 +22,16 @@ from flexmarl.events.serving_events import QueueCounts
 from flexmarl.events.untrained import NotTrained, in_words
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import EngineUse, InstanceId
+from flexmarl.records import CONTROLLER, EngineUse, InstanceId
+from flexmarl.rollout.blocking_watch import REMEDY, STUCK_S, BlockingWatch
 
 TICK_S = 0.25
 """Seconds between two looks at the queues. Each look also draws the screen."""
 PROBE_S = 0.05
 """Seconds between two measurements. On a busy machine one takes 0.16 ms of an idle loop: 0.3 % of a core."""
+
+
+ELSEWHERE = "or give workflows processes of their own: rollout.workers=2, on Ray"
 
 
 async def measure_lag(note: Callable[[float], None]) -> None:
@@ -47,73 +44,6 @@ async def measure_lag(note: Callable[[float], None]) -> None:
         due = clock() + PROBE_S
         await asyncio.sleep(PROBE_S)
         note(max(0.0, clock() - due))
-
-
-BLOCKED_S = 1.0
-"""Time without a beat of the event loop after which the line of user code that runs is looked up."""
-STUCK_S = 10.0
-"""The same after which it is told at once: the loop may never go on."""
-BEAT_S = 0.25
-"""Seconds between two beats, and between two looks of the thread."""
-_CALLBACK = asyncio.Handle._run.__code__  # pyright: ignore[reportPrivateUsage]
-REMEDY = "write `await asyncio.sleep(s)` for time.sleep(s), and `await asyncio.to_thread(f, x)` for a slow f(x)"
-
-
-class BlockingWatch:
-    """A block in which a thread watches whether the loop that it is entered from goes on.
-
-    In virtual time it watches nothing: such a loop may work for long without its clock going on, and a simulated run
-    must have the same journal each time.
-    """
-
-    def __init__(self, events: Events, stuck: Callable[[str], None]) -> None:
-        """`events` get `LoopBlocked` when the loop goes on. `stuck` is called in the thread, with the line."""
-        self._events, self._stuck = events, stuck
-        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
-        self._beat_at = time.monotonic()
-        self._blocked: tuple[float, str] = (0.0, "")
-        """The last beat before user code blocked the loop; its line."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="blocking-watch", daemon=True)
-
-    def __enter__(self) -> None:
-        self._timer = self._loop.call_soon(self._beat)
-        if abs(self._loop.time() - time.monotonic()) < BLOCKED_S:  # The clock of every loop but those in virtual time.
-            self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._timer.cancel()
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _beat(self) -> None:
-        now, (since, place) = time.monotonic(), self._blocked
-        if since == self._beat_at:
-            self._events.emit(LoopBlocked(place=place, seconds=now - since))
-        self._beat_at = now
-        self._timer = self._loop.call_later(BEAT_S, self._beat)
-
-    def _look(self) -> None:
-        told = ""
-        while not self._ended.wait(BEAT_S):
-            since = self._beat_at
-            late = time.monotonic() - since
-            if late < BLOCKED_S or not (place := self._place()):
-                continue
-            self._blocked = since, place
-            if late >= STUCK_S and place != told:
-                told = place
-                with suppress(Exception):  # The screen may be closed meanwhile.
-                    self._stuck(place)
-
-    def _place(self) -> str:
-        """The innermost line of user code that the loop runs now; empty if it runs none."""
-        frame, lines = sys._current_frames().get(self._loop_thread), list[tuple[str, int]]()
-        while frame is not None and frame.f_code is not _CALLBACK:
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back
-        return users_line(lines[::-1]) if frame is not None else ""
 
 
 class Monitor:
@@ -212,8 +142,11 @@ class Monitor:
         """Notes a line of user code the first time."""
         if blocked.place not in self._slow_places:
             self._slow_places.add(blocked.place)
-            seconds = f"{blocked.seconds:.1f} s"
-            self._progress.note(f"{blocked.place} kept all other episodes waiting for {seconds}; {REMEDY}")
+            here = blocked.process == CONTROLLER
+            self._progress.note(
+                f"{blocked.place} kept all other episodes{'' if here else f' of {blocked.process}'} waiting for "
+                f"{blocked.seconds:.1f} s; {REMEDY}{f'; {ELSEWHERE}' if here else ''}"
+            )
 
     def _episode_waits(self, waits: EpisodeWaits) -> None:
         """Notes a line of user code the first time."""

@@ -252,8 +252,8 @@ class Failure:
     """
 
     kind: str
-    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `never_awaited`, `cancelled` or
-    STOPPED."""
+    """Name of the exception's type; without an exception `timed_out`, `unrewarded`, `never_awaited`, `cancelled`,
+    `worker_lost` or STOPPED."""
     text: str = ""
     """The exception's text, one line of at most LONGEST_LABEL characters. It may differ between failures of a kind."""
     place: str = ""

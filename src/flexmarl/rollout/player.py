@@ -12,9 +12,10 @@ Only the loss of the store, Ctrl-C and the cancellation of the player itself are
 import asyncio
 import linecache
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
 from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
@@ -22,10 +23,11 @@ from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, pl
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import episode_failed
 from flexmarl.events.notices import EpisodeBroke, EpisodeWaits
-from flexmarl.experience.interface import ExperienceStore
+from flexmarl.experience.interface import ExperienceStore, PartialRow
 from flexmarl.records import (
     LONGEST_LABEL,
     STOPPED,
+    AgentName,
     Episode,
     EpisodeStatus,
     Failure,
@@ -36,7 +38,7 @@ from flexmarl.records import (
     make_trajectory_id,
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
-from flexmarl.rollout.recorder import StoreRecorder
+from flexmarl.rollout.recorder import RowMove, StoreRecorder, TakesRows
 from flexmarl.tools.open_tools import OpenTools, RunningCalls
 
 AT_THE_END_S = 2.0
@@ -54,32 +56,48 @@ UNTRAINED = {
 class Stop:
     """Ends the episodes of one group early: each of them ends as if its time limit had passed."""
 
-    def __init__(self) -> None:
-        self.because = ""
+    def __init__(self, because: str = "") -> None:
+        self.because = because
         """Why the group was stopped; "" if it was not."""
-        self._limits: dict[asyncio.Timeout, None] = {}
-        """Time limits of the running episodes, in order of arrival; a set's order would differ from run to run."""
+        self._running: dict[Callable[[], None], None] = {}
+        """Ends the running episodes, in order of arrival; a set's order would differ from run to run."""
 
     def now(self, because: str) -> None:
         """Stops the episodes that run, and those that begin later."""
         self.because = because
-        for limit in self._limits:
-            self._expire(limit)
+        for end in self._running:
+            end()
 
     @contextmanager
-    def ends(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Makes a stop expire `limit`, the timeout around this block, for as long as the block lasts."""
-        self._limits[limit] = None
+    def calls(self, end: Callable[[], None]) -> Iterator[None]:
+        """Makes a stop call `end`, for as long as the block lasts; at once if it was before."""
+        self._running[end] = None
         if self.because:
-            self._expire(limit)
+            end()
         try:
             yield
         finally:
-            del self._limits[limit]
+            del self._running[end]
 
-    def _expire(self, limit: asyncio.Timeout) -> None:
-        if not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time())
+
+def expire(limit: asyncio.Timeout) -> None:
+    """Ends the block that the limit surrounds, if it has not expired."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """An episode that has ended. Its rows have still to be moved."""
+
+    episode: Episode
+    """Without tokens if a store has them."""
+    rows: Sequence[tuple[AgentName, Sequence[PartialRow]]] = ()
+    """Rows that are not written yet, with the agents to whose tables they belong, in order."""
+    moves: Sequence[RowMove] = ()
+    """The states that its rows move to."""
+    error: BaseException | None = None
+    """The exception that left the workflow, if one did. It is only passed to listeners, and kept by nobody."""
 
 
 class Player:
@@ -108,7 +126,7 @@ class Player:
         self._team, self._generate, self._run_seed = team, generate, run_seed
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._store, self._holds, self._events = store, holds, events
-        self._sampling = {} if temperature is None else {"temperature": temperature}
+        self._temperature = temperature
         self._running = running or RunningCalls()
 
     async def play(
@@ -129,10 +147,36 @@ class Player:
         has them.
         """
         stop = stop or Stop()
-        store = store or self._store
-        recorder = StoreRecorder(store, tuple(self._team.agents)) if store is not None else None
-        limit = TimeLimit(self._timeout_s)
+        played = await self.played(group, index, stop=stop, generate=generate, greedy=greedy, rows=store)
+        if store := store or self._store:
+            for agent, rows in played.rows:
+                await store.put(agent, rows)
+            for move in played.moves:
+                await store.settle(move.ids, move.outcome)
+        if not stop.because:
+            self._note_failure(played, purpose_of(group, greedy=greedy))
+        return played.episode
+
+    async def played(
+        self,
+        group: GroupRecord,
+        index: int,
+        *,
+        stop: Stop,
+        generate: Generate | None = None,
+        greedy: bool = False,
+        rows: TakesRows | None = None,
+        limit: TimeLimit | None = None,
+    ) -> PlayedEpisode:
+        """Plays as `play` does, but moves no rows and emits no failure.
+
+        `rows` takes the rows, instead of the player's own store. `limit` replaces the player's own time limit.
+        """
+        rows = rows or self._store
+        recorder = StoreRecorder(rows, tuple(self._team.agents)) if rows is not None else None
+        limit = limit or TimeLimit(self._timeout_s)
         calls = EpisodeCalls(generate or self._generate, self._holds, limit)
+        temperature = 0.0 if greedy else self._temperature
         tools = OpenTools(lambda: limit.timeout.when() or math.inf, self._running)
         context = EpisodeContext(
             task=group.task,
@@ -141,8 +185,8 @@ class Player:
             run_seed=self._run_seed,
             generate=calls.send,
             recorder=recorder or NoRecorder(),
-            sampling={**self._sampling, "temperature": 0.0} if greedy else self._sampling,
-            purpose=Purpose.GREEDY if greedy else group.purpose,
+            sampling={} if temperature is None else {"temperature": temperature},
+            purpose=purpose_of(group, greedy=greedy),
             environment=self._team.environment,
             tools=tools,
         )
@@ -157,15 +201,15 @@ class Player:
         if recorder is not None and recorder.lost is not None:
             raise recorder.lost
         episode = replace(self._record(team, context, ended), duration_s=clock() - started)
-        if recorder is not None:
-            await recorder.finish(
-                episode,
-                ends=RowState.EXPIRED if stop.because else RowState.FAILED,
-                untrained=UNTRAINED.get(context.purpose, ""),
-            )
-        if not stop.because:
-            self._note_failure(episode, context, ended.error)
-        return episode if recorder is None else episode.without_tokens()
+        if recorder is None:
+            return PlayedEpisode(episode, error=ended.error)
+        await recorder.close(episode)
+        moves = recorder.moves(
+            episode,
+            ends=RowState.EXPIRED if stop.because else RowState.FAILED,
+            untrained=UNTRAINED.get(context.purpose, ""),
+        )
+        return PlayedEpisode(episode.without_tokens(), moves=moves, error=ended.error)
 
     @property
     def generate(self) -> Generate:
@@ -180,7 +224,7 @@ class Player:
         workflow = tasks.start(self._team.run, context.task, team, name=f"workflow/{context.trajectory_id}")
         try:
             async with limit:
-                with stop.ends(limit.timeout):
+                with stop.calls(partial(expire, limit.timeout)):
                     await self._ended(workflow, context, calls)
         except TimeoutError:
             late = stop.because or f"took longer than rollout.episode_timeout_s={self._timeout_s:g}"
@@ -194,7 +238,7 @@ class Player:
             raise
         await calls.end()
         if late:
-            failure = Failure(kind=STOPPED if stop.because else "timed_out", text=_one_line(late), place=place)
+            failure = Failure(kind=STOPPED if stop.because else "timed_out", text=one_line(late), place=place)
             return _Ended(EpisodeStatus.TIMED_OUT, late, failure)
         return ending_of(workflow, f"workflow on task {context.task.input_id}")
 
@@ -206,14 +250,16 @@ class Player:
                 idle = EpisodeWaits(task=task, place=place, seconds=calls.idle_s, timeout_s=self._timeout_s)
                 self._events.emit(idle)
 
-    def _note_failure(self, episode: Episode, context: EpisodeContext, error: BaseException | None) -> None:
-        """Emits a failed episode. Its exception is only passed to listeners, and kept by nobody."""
-        failure, purpose = episode.failure, context.purpose
+    def _note_failure(self, played: PlayedEpisode, purpose: Purpose) -> None:
+        """Emits a failed episode."""
+        episode, failure = played.episode, played.episode.failure
         if self._events is None or failure is None:
             return
         self._events.emit(episode_failed(episode, purpose))
         self._events.emit(
-            EpisodeBroke(episode=episode.episode, task=episode.task, purpose=purpose, failure=failure, error=error)
+            EpisodeBroke(
+                episode=episode.episode, task=episode.task, purpose=purpose, failure=failure, error=played.error
+            )
         )
 
     def _record(self, team: Team, context: EpisodeContext, ended: "_Ended") -> Episode:
@@ -288,6 +334,11 @@ def ending_of(workflow: "asyncio.Task[None]", doing: str) -> _Ended:
     return _Ended(EpisodeStatus.FAILED, because, failure_of(cause), cause)
 
 
+def purpose_of(group: GroupRecord, *, greedy: bool) -> Purpose:
+    """Why an episode of the group is played."""
+    return Purpose.GREEDY if greedy else group.purpose
+
+
 def _where_cancelled(workflow: "asyncio.Task[None]") -> str:
     """File and line of the user's code that a CancelledError left, e.g. `team.py:61`."""
     try:
@@ -299,7 +350,7 @@ def _where_cancelled(workflow: "asyncio.Task[None]") -> str:
 
 def failure_of(error: BaseException) -> Failure:
     """The failure that an exception is: its type, its text in one line, and the line of code that raised it."""
-    return Failure(kind=type_name(error), text=f"{_one_line(text_of(error))}{_hint(error)}", place=place_of(error))
+    return Failure(kind=type_name(error), text=f"{one_line(text_of(error))}{_hint(error)}", place=place_of(error))
 
 
 def _hint(error: BaseException) -> str:
@@ -312,13 +363,14 @@ def _never_awaited(file: str, line: int) -> Failure:
     """The failure of an episode whose workflow made an act at this line, and never awaited it."""
     made = linecache.getline(file, line).strip()
     text = f"the call `{made}` was made and never awaited, so it did not run; write `await` before it"
-    return Failure(kind="never_awaited", text=_one_line(text), place=users_line([(file, line)]))
+    return Failure(kind="never_awaited", text=one_line(text), place=users_line([(file, line)]))
 
 
 def _failed(episode: Episode, reason: str, failure: Failure) -> Episode:
     return replace(episode, status=EpisodeStatus.FAILED, reason=reason, failure=failure)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The text as a label: in one line, of at most LONGEST_LABEL characters."""
     line = " ".join(text[: 4 * LONGEST_LABEL].split())
     return line if len(line) <= LONGEST_LABEL else f"{line[: LONGEST_LABEL - 3]}..."

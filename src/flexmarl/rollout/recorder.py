@@ -9,15 +9,31 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 from flexmarl.agents.context import TurnOf
 from flexmarl.errors import EngineError, StoreError
-from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow
+from flexmarl.experience.interface import Outcome, PartialRow
 from flexmarl.experience.turn_rows import closing_row, prompt_row, response_row
 from flexmarl.records import AgentName, Episode, Generation, IntArray, RowState, SampleId, SentCall, Turn
 from flexmarl.rollout.episode_calls import refuse_late
 
 UNENDED = "the call did not end"
+
+
+class RowMove(NamedTuple):
+    """Rows of one episode, and the state that they move to."""
+
+    ids: tuple[SampleId, ...]
+    outcome: Outcome
+
+
+class TakesRows(Protocol):
+    """The part of an experience store that a recorder uses."""
+
+    async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
+        """See `ExperienceStore.put`."""
+        ...
 
 
 class StoreRecorder:
@@ -26,7 +42,7 @@ class StoreRecorder:
     Nothing is written after that.
     """
 
-    def __init__(self, store: ExperienceStore, agents: Sequence[AgentName]) -> None:
+    def __init__(self, store: TakesRows, agents: Sequence[AgentName]) -> None:
         """`agents`: in the team's order, because the store refers to them by index."""
         self._store = store
         self._agents = tuple(agents)
@@ -69,27 +85,32 @@ class StoreRecorder:
         self._failed[sample_id] = "the workflow left the call before its answer came"
         self._interrupted.append((answer, turn_of))
 
-    async def finish(self, episode: Episode, *, ends: RowState = RowState.FAILED, untrained: str = "") -> None:
-        """Adds the rewards of a finished episode, or moves every row of an unfinished one to `ends` (law 11).
-
-        `untrained`: why the rows of a finished episode are never trained on; they become FILTERED at once.
-        """
+    async def close(self, episode: Episode) -> None:
+        """Writes what the store lacks, and the rewards of a finished episode. `moves` says what its rows become."""
         self._ended = True
         for agent, rows in (await self._left_over()).items():
             await self._store.put(agent, rows)
+        if episode.finished:
+            for agent, rows in self._closing_rows(episode).items():
+                await self._store.put(agent, rows)
+
+    def moves(self, episode: Episode, *, ends: RowState = RowState.FAILED, untrained: str = "") -> list[RowMove]:
+        """The moves of the episode's rows at its end: every row of an unfinished one moves to `ends` (law 11).
+
+        `untrained`: why the rows of a finished episode are never trained on; they become FILTERED at once.
+        """
         if not episode.finished:
-            await self._store.settle(self._calls, Outcome(state=ends, reason=episode.reason))
-            return
-        for agent, rows in self._closing_rows(episode).items():
-            await self._store.put(agent, rows)
+            return [RowMove(tuple(self._calls), Outcome(state=ends, reason=episode.reason))]
         unfinished: dict[str, list[SampleId]] = defaultdict(list)
         for sample_id in self._calls:
             if sample_id not in episode.rewards:
                 unfinished[self._failed.get(sample_id, UNENDED)].append(sample_id)
-        for because, ids in unfinished.items():
-            await self._store.settle(ids, Outcome(state=RowState.FAILED, reason=because))
+        moves = [
+            RowMove(tuple(ids), Outcome(state=RowState.FAILED, reason=because)) for because, ids in unfinished.items()
+        ]
         if untrained and episode.rewards:
-            await self._store.settle(list(episode.rewards), Outcome(state=RowState.FILTERED, reason=untrained))
+            moves.append(RowMove(tuple(episode.rewards), Outcome(state=RowState.FILTERED, reason=untrained)))
+        return moves
 
     async def _write(self, agent: AgentName, row: PartialRow) -> None:
         self._writing[row.sample_id] = (agent, row)

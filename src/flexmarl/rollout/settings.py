@@ -12,6 +12,12 @@ class RolloutSettings(Settings):
 
     inter_query: int = Field(default=4, ge=1, description="Groups (tasks) that play at the same time.")
     intra_query: int = Field(default=16, ge=1, description="Episodes of one group that play at the same time.")
+    workers: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that play episodes: workflows, tools and tokenisers run there. 0: in the controller. It "
+        "counts with `cluster.backend: ray`; the other backends play in the controller.",
+    )
     order: Literal["free", "lockstep"] = Field(
         default="free",
         description="free: a call is sent when its inputs exist; lockstep: the episodes of a group take their turns "

@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 
-from flexmarl.tools.interface import BoundTool, Tool, ToolContext, max_parallel_of
+from flexmarl.tools.interface import BoundTool, Tool, ToolContext
 
 
 class RunningCalls:
@@ -23,11 +23,14 @@ class RunningCalls:
         self._of_tool: dict[str, asyncio.Semaphore] = {}
 
     @asynccontextmanager
-    async def place(self, tool: Tool) -> AsyncIterator[None]:
-        """Holds a place. The tool's own line comes first: a call that waits there keeps no other tool from running."""
-        if most := max_parallel_of(tool):
-            self._of_tool.setdefault(tool.name, asyncio.Semaphore(most))
-        async with self._of_tool.get(tool.name, nullcontext()), self._of_all:
+    async def place(self, tool: str, max_parallel: int | None = None) -> AsyncIterator[None]:
+        """Holds a place for a call of the tool with this name, and its `max_parallel`.
+
+        The tool's own line comes first: a call that waits there keeps no other tool from running.
+        """
+        if max_parallel:
+            self._of_tool.setdefault(tool, asyncio.Semaphore(max_parallel))
+        async with self._of_tool.get(tool, nullcontext()), self._of_all:
             yield
 
 

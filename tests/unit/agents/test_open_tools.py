@@ -20,6 +20,7 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import ScriptedModel
 from flexmarl.testing.scripted_run import ScriptedRun
 from flexmarl.tools import Observation, ToolContext
+from flexmarl.tools.interface import max_parallel_of
 from flexmarl.tools.open_tools import RunningCalls
 from tests.unit.agents.tables import TASK, TOKENIZER, context, says, spec, text
 
@@ -286,7 +287,10 @@ def test_calls_keep_every_bound_and_none_waits_longer_than_all_others_run(
     async def use(number: int, index: int, arrives: int, seconds: int) -> None:
         tool = tools[number]
         await asyncio.sleep(arrives)
-        async with places.place(tool), tool.open(ToolContext(episode="g0e0a0", seed=0)) as bound:
+        async with (
+            places.place(tool.name, max_parallel_of(tool)),
+            tool.open(ToolContext(episode="g0e0a0", seed=0)) as bound,
+        ):
             waited = asyncio.get_running_loop().time() - arrives
             assert waited <= sum(other for at, (_, _, other) in enumerate(calls) if at != index)
             begun[number].append(index)
@@ -311,7 +315,7 @@ def test_calls_in_the_line_of_one_tool_keep_no_other_tool_waiting() -> None:
     quick.name = "quick"
 
     async def use(tool: Counter, seconds: float) -> float:
-        async with places.place(tool):
+        async with places.place(tool.name, max_parallel_of(tool)):
             await asyncio.sleep(seconds)
         return asyncio.get_running_loop().time()
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.proxy import alters, restores
@@ -169,3 +170,16 @@ def test_a_resident_whose_node_is_lost_while_it_starts_is_not_returned_as_a_live
                 await cluster.spawn([probe("one")])
 
     run_virtual(scenario())
+
+
+def test_a_call_that_comes_before_the_object_is_made_is_told_so_and_may_be_repeated():
+    """A resident that is started anew has its name before its object."""
+
+    async def scenario():
+        host = Host()
+        with pytest.raises(WorkerError, match="it is being started"):
+            answer(await host.call_method("index", packed("b")))
+        answer(await host.make_hosted(packed(list, "abc")))
+        assert answer(await host.call_method("index", packed("b"))) == 1
+
+    asyncio.run(scenario())

@@ -23,6 +23,8 @@ from flexmarl.rollout.settings import RolloutSettings
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.rollout.plays import GROUP, TASK, new_store, now, player, rows
 
+pytestmark = pytest.mark.usefixtures("played_everywhere")
+
 GREEDY = "the greedy play: others are compared with it"
 
 

@@ -18,6 +18,8 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
 from tests.unit.rollout.plays import GROUP, new_store, now, player, rows
 
+pytestmark = pytest.mark.usefixtures("played_everywhere")
+
 
 async def solve_and_verify(task, team):
     answer = await team.solver.act(task.prompt)

@@ -16,6 +16,8 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine
 from tests.unit.rollout.plays import GROUP, new_store, player, rows, team_of
 
+pytestmark = pytest.mark.usefixtures("played_everywhere")
+
 
 async def answer(task, team):
     (await team.solver.act(task.prompt)).reward(1.0)
@@ -59,6 +61,12 @@ def test_a_call_under_way_has_no_row_then_comes_the_whole_turn_then_the_reward()
     run_virtual(scenario())
 
 
+async def finish(recorder, store, episode):
+    await recorder.close(episode)
+    for move in recorder.moves(episode):
+        await store.settle(move.ids, move.outcome)
+
+
 def test_a_failed_episode_ends_every_row_with_its_reason_and_without_a_reward():
     episode = played()
 
@@ -68,7 +76,7 @@ def test_a_failed_episode_ends_every_row_with_its_reason_and_without_a_reward():
         (turn,) = episode.turns
         await opened(recorder, turn)
         await recorder.turn(turn)
-        await recorder.finish(replace(episode, status=EpisodeStatus.FAILED, reason="the tool broke"))
+        await finish(recorder, store, replace(episode, status=EpisodeStatus.FAILED, reason="the tool broke"))
         (row,) = await store.get([turn.sample_id])
         assert (row.state, row.reason) == (RowState.FAILED, "the tool broke")
         assert "reward" not in row.values
@@ -86,7 +94,7 @@ def test_a_call_that_never_ended_fails_alone_in_a_finished_episode():
         await opened(recorder, turn)
         await opened(recorder, replace(turn, sample_id="sum-1_1_g0e0a0"))
         await recorder.turn(turn)
-        await recorder.finish(episode)
+        await finish(recorder, store, episode)
         row, left = await store.get([turn.sample_id, "sum-1_1_g0e0a0"])
         assert (row.state, row.values["reward"]) == (RowState.OPEN, 1.0)
         assert (left.state, left.reason) == (RowState.FAILED, "the call did not end")
@@ -103,7 +111,6 @@ def test_a_row_whose_writing_was_interrupted_ends_with_its_episode(arrives):
     class Slow:
         def __init__(self, store):
             self.store = store
-            self.settle = store.settle
             self.puts = 0
 
         async def put(self, agent, partial):
@@ -121,7 +128,7 @@ def test_a_row_whose_writing_was_interrupted_ends_with_its_episode(arrives):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await recorder.turn(turn)
-        await recorder.finish(replace(episode, status=EpisodeStatus.TIMED_OUT, reason="too long"))
+        await finish(recorder, store, replace(episode, status=EpisodeStatus.TIMED_OUT, reason="too long"))
         (row,) = await store.get([turn.sample_id])
         assert (row.state, row.reason) == (RowState.FAILED, "too long")
 
@@ -137,7 +144,7 @@ def test_after_the_end_nothing_is_recorded():
         (turn,) = episode.turns
         await opened(recorder, turn)
         await recorder.turn(turn)
-        await recorder.finish(episode)
+        await finish(recorder, store, episode)
         for late in (opened(recorder, replace(turn, sample_id="sum-1_1_g0e0a0")), recorder.turn(turn)):
             with pytest.raises(EpisodeError, match="came after the end of its episode; await every act"):
                 await late

@@ -45,6 +45,7 @@ STOP_S = 10.0
 WATCH_S = 0.5
 POOL_OF: dict[ResidentKind, Literal["rollout", "training"]] = {
     ResidentKind.ENGINE: "rollout",
+    ResidentKind.ROLLOUT: "rollout",
     ResidentKind.TRAINER: "training",
 }
 """The pool of each kind of resident that has one."""

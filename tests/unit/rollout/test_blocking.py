@@ -9,8 +9,8 @@ import pytest
 
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import LoopBlocked
-from flexmarl.orchestrator import monitor
-from flexmarl.orchestrator.monitor import BlockingWatch
+from flexmarl.rollout import blocking_watch
+from flexmarl.rollout.blocking_watch import BlockingWatch
 from flexmarl.simulator.virtual_time import run_virtual
 
 HERE = Path(__file__).name
@@ -31,9 +31,9 @@ async def calls_it(seconds):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(monitor, "BLOCKED_S", 0.2)
-    monkeypatch.setattr(monitor, "STUCK_S", 0.6)
-    monkeypatch.setattr(monitor, "BEAT_S", 0.02)
+    monkeypatch.setattr(blocking_watch, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(blocking_watch, "STUCK_S", 0.6)
+    monkeypatch.setattr(blocking_watch, "BEAT_S", 0.02)
 
 
 def watched(work):
