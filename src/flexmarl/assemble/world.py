@@ -9,6 +9,7 @@ player_of     plays the run's team on them, in training and in evaluation
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -153,14 +154,7 @@ async def world_of(
         room = room_of_a_private_ray(settings, specs, cores=os.cpu_count() or 1)
         cluster = await stack.enter_async_context(residents.cluster(room, events))
         processes, remotes = Processes(), dict[WorkerId, Any]()
-        models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
-        counts = (
-            ("engine", len(engines)),
-            ("trainer", len(trainers)),
-            *([("rollout worker", len(players))] if players else []),
-        )
-        loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
-        events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
+        events.emit(Starting(waits_for=_loading(settings, specs)))
         await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
         running = RunEngines(settings, cluster, residents, processes)
         workers = await stack.enter_async_context(open_workers(settings, cluster, players, processes))
@@ -195,6 +189,14 @@ async def world_of(
             running=RunningCalls(settings.rollout.tool_calls_at_once),
             workers=workers,
         )
+
+
+def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:
+    models = ", ".join(dict.fromkeys(str(policy.model) for policy in settings.policies.values()))
+    names = {ResidentKind.ENGINE: "engine", ResidentKind.TRAINER: "trainer", ResidentKind.ROLLOUT: "rollout worker"}
+    counts = Counter(spec.kind for spec in specs)
+    loaded = [f"{count} {names[kind]}{'' if count == 1 else 's'}" for kind, count in counts.items()]
+    return f"loading {models}: {', '.join(loaded)}"
 
 
 @asynccontextmanager
