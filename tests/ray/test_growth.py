@@ -10,16 +10,17 @@ from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.run_events import ProcessEnded, ProcessStarted, WorkerLost
 from flexmarl.events.serving_events import Called, GrowthFailed, InstanceGrown, InstanceLost, Moved
+from flexmarl.records import WorkerId
 from tests.ray.child_run import Child, Left, assert_same
 from tests.ray.conftest import Nodes
 
 pytestmark = pytest.mark.ray
 
-STEPS = 8
+STEPS = 5
 OVERRIDES = [
-    *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 6, episodes: 6}"),
-    *("rollout={inter_query: 6, intra_query: 6}", "evaluate.tasks=0", "checkpoint.every=0"),
-    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 90}}",
+    *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"),
+    *("evaluate.tasks=0", "checkpoint.every=5"),
+    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 60}}",
     "policies.one={model: model, instances: 2, engine: {type: embedded, slots: 4, max_len: 128}, "
     "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
     "policies.two={model: model, instances: 1, engine: {type: embedded, slots: 2, max_len: 128, threads: 2}, "
@@ -83,5 +84,5 @@ def test_unlike_engines_move_by_an_end_and_a_start_on_a_full_private_ray(
     assert made, "witness"
     assert all(move.starts and move.because and move.seconds > 0 for move in made)
     ended = {event.process for event in run.events(ProcessEnded)}
-    assert len(ended) == len(made)
+    assert {WorkerId.engine(move.instance) for move in made} <= ended
     assert not run.events(InstanceLost, WorkerLost)

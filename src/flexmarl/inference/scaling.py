@@ -306,9 +306,19 @@ def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move
 
 
 def moves_back(configured: Mapping[PolicyName, int], loads: Loads) -> Sequence[Move]:
-    """The moves to the allocation that the run began with, in proportion if instances were lost since."""
-    weights = {policy: float(configured.get(policy, 0)) for policy in loads}
-    wanted = allocation(weights, sum(len(load.instances) for load in loads.values()))
+    """The moves to the allocation that the run began with: in proportion if instances were lost since.
+
+    If there are more instances than at the beginning, further ones stay where they are.
+    """
+    begun = {policy: configured.get(policy, 0) for policy in loads}
+    held = {policy: len(load.instances) for policy, load in loads.items()}
+    total = sum(held.values())
+    if total >= sum(begun.values()):
+        wanted = {policy: max(held[policy], begun[policy]) for policy in loads}
+        while sum(wanted.values()) > total:
+            wanted[max(wanted, key=lambda policy: (wanted[policy] - begun[policy], policy))] -= 1
+    else:
+        wanted = allocation(begun, total)
     return _moves_to(wanted, loads, lambda policy: f"each step begins as configured, '{policy}' with {wanted[policy]}")
 
 

@@ -215,6 +215,9 @@ def test_instances_go_back_to_what_was_configured_and_of_fewer_in_proportion() -
     assert [move.to for move in moves_back({SOLVER: 2, JUDGE: 3}, loads)] == [JUDGE, JUDGE]
     assert moves_back({SOLVER: 4, JUDGE: 1}, loads) == []
     assert moves_back({SOLVER: 8, JUDGE: 2}, loads) == [], "five are left of ten"
+    assert moves_back({SOLVER: 2, JUDGE: 1}, loads) == [], "further ones stay where they grew"
+    (move,) = moves_back({SOLVER: 2, JUDGE: 2}, loads)
+    assert move.to == JUDGE, "one of the further two stays"
     (move,) = moves_back({SOLVER: 3, JUDGE: 2}, loads)
     assert move.because == "each step begins as configured, 'judge' with 2"
 
