@@ -81,6 +81,19 @@ class ProcessStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnded(Event):
+    """The process of a worker was ended in the middle of the run: its instance moved, retired, or was given up."""
+
+    name: ClassVar[str] = "process_ended"
+    process: WorkerId
+    """The worker."""
+    pid: int
+    """Process id."""
+    node: str
+    """The machine that it ran on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
     """A worker's process ended without being stopped."""
 

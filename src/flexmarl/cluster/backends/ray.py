@@ -6,7 +6,7 @@ lost. On a private Ray the controller looks after its one node itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import NodeLost, WorkerLost
+from flexmarl.records import WorkerId
 
 __all__ = ["RayAddress", "RayCluster", "RayFiles", "ray_cluster"]
 T = TypeVar("T")
@@ -106,6 +107,8 @@ class RayCluster:
         )
         """The residents in this process."""
         self._residents: set[RayResident[Any]] = set()
+        self._placing: list[Placed] = []
+        """Places of residents that are being started, until they are in `_residents`."""
         self._free: list[ActorSlot] = []
         self._watch: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -165,7 +168,11 @@ class RayCluster:
             require_one_process(spec, nodes=list(self._nodes))
         require_new_names(specs, taken=[resident.name for resident in self._residents])
         placed = self._placed(specs)
-        slots = await self._slots(placed)
+        self._placing += placed
+        try:
+            slots = await self._slots(placed)
+        finally:
+            self._placing = [one for one in self._placing if one not in placed]
         residents = [
             RayResident(
                 spec,
@@ -190,6 +197,11 @@ class RayCluster:
             raise
         return list(residents)
 
+    def has_room(self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()) -> bool:
+        held = {one.request.name for one in self._held()}
+        new = [spec for spec in specs if not spec.in_controller and spec.name not in held]
+        return self._failure is None and not isinstance(self._place(new, without=without), NoRoom)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -207,16 +219,25 @@ class RayCluster:
 
     def _placed(self, specs: Sequence[ResidentSpec[Any]]) -> list[Placed]:
         """A node for each resident. Raises ConfigError if one has no room."""
-        requests = [
-            RoomRequest(name=spec.name, devices=spec.devices, pool=POOL_OF.get(spec.kind, NO_POOL), node=spec.node)
-            for spec in specs
-        ]
-        held = [resident.placed for resident in self._residents if resident.placed is not None]
-        placed = place(requests, nodes=self.nodes, pools=self._pools, held=held)
+        placed = self._place(specs)
         if isinstance(placed, NoRoom):
             asked = f"{len(specs)} CPU and {sum(spec.devices for spec in specs)} GPU"
             raise ConfigError(f"no room for {len(specs)} more residents, {asked}: {placed.because}; {ADVICE}")
         return placed
+
+    def _place(
+        self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()
+    ) -> list[Placed] | NoRoom:
+        requests = [
+            RoomRequest(name=spec.name, devices=spec.devices, pool=POOL_OF.get(spec.kind, NO_POOL), node=spec.node)
+            for spec in specs
+        ]
+        held = [one for one in self._held() if one.request.name not in without]
+        return place(requests, nodes=self.nodes, pools=self._pools, held=held)
+
+    def _held(self) -> list[Placed]:
+        """The places of all residents that live or are being started."""
+        return [*self._placing, *(resident.placed for resident in self._residents if resident.placed is not None)]
 
     async def _slots(self, placed: Sequence[Placed]) -> list[ActorSlot]:
         """A slot for each resident, on its node: slots of ended residents first, then a new group for each node."""
