@@ -307,7 +307,8 @@ class LocalAgent:
     async def _patch(self, file: str, fetch: Fetch, descriptor: int) -> tuple[Sent, list[int]]:
         """Makes what it can of a file from its base; returns all that will cross, and the pieces that must cross whole.
 
-        A piece that its source does not give, for whatever reason, is among them: reading it says why.
+        A piece that its source does not give, for whatever reason, is among them: reading it says why. The base is not
+        locked on either node: if it is dropped and its memory written again meanwhile, the sums are others.
         """
         missing = list(range(0, fetch.num_bytes, PIECE_BYTES))
         base = self._base(fetch)
@@ -324,15 +325,15 @@ class LocalAgent:
                     delta = await self._agent(fetch.source).difference(file, fetch.base, start, len(piece))
                 right = bool(delta) and patch(delta, was, piece)
                 sent["deltas"] += len(delta)
-                sent["right" if right else "wrong" if delta else "dear"] += len(piece)
+                sent["patched" if right else "mismatched" if delta else "refused"] += len(piece)
                 if right:
                     missing.remove(start)
 
         async with asyncio.TaskGroup() as pieces:
             for start in list(missing):
                 pieces.create_task(patch_piece(start), name=f"fetch {file} from byte {start} as a difference")
-        crossing = sent["deltas"] + sent["wrong"] + sent["dear"]
-        return Sent(crossing, by_difference=sent["right"], mismatched=sent["wrong"]), missing
+        crossing = sent["deltas"] + sent["mismatched"] + sent["refused"]
+        return Sent(crossing, by_difference=sent["patched"], mismatched=sent["mismatched"]), missing
 
     def _base(self, fetch: Fetch) -> np.ndarray | None:
         """The base of a fetch, if its file may come as a difference."""

@@ -107,14 +107,14 @@ def test_a_large_piece_is_given_up_where_it_first_does_not_pay() -> None:
 def small_change() -> tuple[np.ndarray, np.ndarray, bytes]:
     base = random_piece(4001)
     new = base.copy()
-    new[[10, 500, 501, 3000]] ^= 9
+    new[[10, 500, 501, 3999]] ^= 9
     return base, new, difference(base, new)
 
 
 def test_a_difference_from_another_base_is_found_out() -> None:
     base, _, delta = small_change()
     assert patched(delta, base) is not None
-    for at in (0, 700, 4000 - 2):
+    for at in (0, 700, 3990):
         other = base.copy()
         other[at] ^= 64
         assert patched(delta, other) is None
@@ -127,6 +127,8 @@ def test_a_damaged_difference_is_found_out(at: int, flip: int, cut: int) -> None
     base, new, delta = small_change()
     damaged = bytearray(delta)
     damaged[at % len(delta)] ^= flip
+    late = delta[:HEAD_BYTES] + bytes([delta[HEAD_BYTES] + 1]) + delta[HEAD_BYTES + 1 :]
+    assert patched(late, base) is None, "the last place is behind the piece"
     for wrong in (bytes(damaged), delta[: len(delta) - 1 - cut], delta + bytes(1 + cut), b""):
         made = patched(wrong, base)
         assert made is None or made.tobytes() == new.tobytes()

@@ -187,6 +187,7 @@ def test_without_another_source_it_says_what_failed_and_leaves_nothing(agents: A
         with pytest.raises(ObjectError, match=r"'file' cannot be fetched to node 'right': from node left: .*power cut"):
             await agents[RIGHT].fetch("file")
         assert agents.files(RIGHT) == []
+        assert await agents[HOME].fetches() == (0, [])
         agents.before_read = None
         await agents[RIGHT].fetch("file")
         with pytest.raises(FileNotFoundError, match=r"no file 'other'; there are: \['file'\]"):
@@ -399,9 +400,14 @@ def test_a_node_with_another_file_of_that_version_gets_the_right_one_whole(agent
         await fetched(agents, SECOND, changed(LARGE, 17))
         assert agents.reads == {LEFT: 1}, "the one piece that differs"
         assert (await crossed(agents))[1] == (RIGHT, FIRST, 9101, 1000)
-        (agents[RIGHT].path / SECOND).write_bytes(b"short")
-        await fetched(agents, THIRD, changed(LARGE, 18))
-        assert (await crossed(agents))[2] == (RIGHT, SECOND, 0, 0)
+        _, (_, second) = await agents[HOME].fetches()
+        assert 1000 < second.sent.num_bytes < 1000 + 11 * 40, "with the piece itself"
+        for node in (LEFT, RIGHT):
+            (agents[node].path / SECOND).write_bytes(b"short")
+            await fetched(agents, THIRD, changed(LARGE, 18))
+            await agents[HOME].drop(THIRD)
+            (agents[node].path / SECOND).write_bytes(changed(LARGE, 17))
+        assert (await crossed(agents))[2:] == [(RIGHT, SECOND, 0, 0)] * 2
 
     asyncio.run(act())
 
