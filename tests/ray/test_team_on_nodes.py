@@ -14,7 +14,7 @@ from rich.console import Console
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.group_events import EpisodeReplayed
-from flexmarl.events.run_events import NodeLost, ProcessStarted, WorkerLost
+from flexmarl.events.run_events import NodeLost, ObjectFetched, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
 from flexmarl.records import WorkerId
@@ -100,6 +100,9 @@ def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
     assert {places[name] for name in ("trainer/one", "trainer/two")} == {"right"}
     assert {places[f"engine/two/{number}"] for number in range(2)} == {"left", "right"}
     assert places["store/0"] == "head"
+    fetched = [one.object for one in run.events(ObjectFetched) if one.node == "left"]
+    assert {f"weights/two/{version}" for version in range(STEPS + 1)} <= {*fetched}
+    assert len({*fetched}) == len(fetched), "once for each version"
 
 
 @pytest.mark.parametrize(("event", "times"), [("call", 40), ("updated", 4)], ids=["mid-rollout", "mid-publication"])

@@ -6,6 +6,9 @@ A file is complete when it has its name, and never changes. A node fetches it on
                                           ── read ─────────► that node's agent, piece by piece
                                           ── end_fetch ────► agent at home
 
+Where both nodes have the file before it (its base), that node's agent is first asked for the difference of each piece.
+The sums of the new piece come with it. A piece whose difference does not pay, or comes out otherwise, is read whole.
+
 Home is the node of the controller. Nodes are known by their ids. This file imports no torch.
 """
 
@@ -13,8 +16,10 @@ import asyncio
 import errno
 import fcntl
 import importlib.metadata
+import mmap
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,11 +29,13 @@ from typing import Protocol
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+import numpy as np
 import psutil
 
+from flexmarl.cluster.file_delta import difference, patch
 from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.locations import Fetch, Locations
+from flexmarl.cluster.locations import Fetch, Fetched, Locations, Sent, family
 from flexmarl.errors import ObjectError, WorkerError
 
 PIECE_BYTES = 32 << 20
@@ -123,8 +130,15 @@ class NodeAgent(Protocol):
         """At home: permits a node to fetch a file from a node that is not in `avoid`; None if no other has it."""
         ...
 
-    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
-        """At home: ends a fetch. Returns False if the file was dropped meanwhile."""
+    async def end_fetch(self, file: str, number: int, sent: Sent | None) -> bool:
+        """At home: ends a fetch, which failed if nothing was sent. Returns False if the file was dropped meanwhile."""
+        ...
+
+    async def difference(self, file: str, base: str, start: int, num_bytes: int) -> bytes:
+        """The difference between the same bytes of two files of one size, as `difference` of file_delta.py returns it.
+
+        Raises FileNotFoundError if one of them is gone.
+        """
         ...
 
     async def files(self) -> list[str]:
@@ -135,8 +149,8 @@ class NodeAgent(Protocol):
         """At home: forgets the files of a lost node."""
         ...
 
-    async def fetches(self) -> dict[tuple[str, str], int]:
-        """At home: how often each file was fetched to each node."""
+    async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
+        """At home: the number of fetches that have ended, and those that came after the first `after`."""
         ...
 
     async def close(self) -> None:
@@ -159,8 +173,12 @@ class Peers(Protocol):
 class LocalAgent:
     """The agent of this process's node. Its methods are those of `NodeAgent`."""
 
-    def __init__(self, node: ClusterNode, *, home: str, leases: RunLeases, peers: Peers) -> None:
-        """`home` is the node whose agent knows where files are. Makes the folder in shared memory."""
+    def __init__(self, node: ClusterNode, *, home: str, leases: RunLeases, peers: Peers, deltas: bool = False) -> None:
+        """`home` is the node whose agent knows where files are. Makes the folder in shared memory.
+
+        `deltas`: files may come as differences.
+        """
+        self._deltas = deltas
         self._node, self._home = node, home
         self._leases, self._peers = leases, peers
         self._locations = Locations()
@@ -229,9 +247,18 @@ class LocalAgent:
         """Begins it in the locations."""
         return self._locations.begin(file, node, avoid=avoid)
 
-    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
+    async def end_fetch(self, file: str, number: int, sent: Sent | None) -> bool:
         """Ends it in the locations."""
-        return self._locations.end(file, number, whole=whole)
+        return self._locations.end(file, number, sent)
+
+    async def difference(self, file: str, base: str, start: int, num_bytes: int) -> bytes:
+        """Compares the files on a thread: it only reads, so that it may go on after a cancellation."""
+
+        def compared() -> bytes:
+            new, old = (_mapped(self.path / name)[start : start + num_bytes] for name in (file, base))
+            return difference(old, new) if len(old) == len(new) else b""
+
+        return await asyncio.to_thread(compared)
 
     async def files(self) -> list[str]:
         """Lists the names in the locations."""
@@ -241,9 +268,9 @@ class LocalAgent:
         """Forgets the node in the locations."""
         self._locations.lose(node)
 
-    async def fetches(self) -> dict[tuple[str, str], int]:
-        """Counts the fetches that have ended."""
-        return dict(self._locations.fetched)
+    async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
+        """Asks the locations."""
+        return self._locations.fetched(after)
 
     async def close(self) -> None:
         """Ends the leases of the run on this node."""
@@ -256,13 +283,14 @@ class LocalAgent:
         home = self._agent(self._home)
         failed: dict[str, str] = {}
         while fetch := await home.begin_fetch(file, self._node.id, list(failed)):
-            failure = "it was not finished"
+            sent, failure = Sent(0), "it was not finished"
             try:
                 with self._block_for(file, fetch.num_bytes) as (block, descriptor):
                     try:
-                        failure = await self._copy(file, fetch, descriptor)
+                        sent, missing = await self._patch(file, fetch, descriptor)
+                        failure = await self._copy(file, fetch, descriptor, missing)
                     finally:
-                        current = await home.end_fetch(file, fetch.number, not failure)
+                        current = await home.end_fetch(file, fetch.number, None if failure else sent)
                     if not current or file in self._dropped:
                         raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
                     if not failure:
@@ -276,8 +304,48 @@ class LocalAgent:
             raise ObjectError(f"'{file}' cannot be fetched to node '{self._node.name}': {sources}")
         raise FileNotFoundError(f"no file '{file}'; there are: {await home.files() or 'none'}")
 
-    async def _copy(self, file: str, fetch: Fetch, descriptor: int) -> str:
-        """Copies a file from its source; returns what failed there, "" if nothing did."""
+    async def _patch(self, file: str, fetch: Fetch, descriptor: int) -> tuple[Sent, list[int]]:
+        """Makes what it can of a file from its base; returns all that will cross, and the pieces that must cross whole.
+
+        A piece that its source does not give, for whatever reason, is among them: reading it says why. The base is not
+        locked on either node: if it is dropped and its memory written again meanwhile, the sums are others.
+        """
+        missing = list(range(0, fetch.num_bytes, PIECE_BYTES))
+        base = self._base(fetch)
+        if base is None:
+            return Sent(fetch.num_bytes), missing
+        into = np.frombuffer(mmap.mmap(descriptor, fetch.num_bytes), np.uint8)
+        ahead, sent = asyncio.Semaphore(PIECES_AHEAD), Counter[str]()
+
+        async def patch_piece(start: int) -> None:
+            async with ahead:
+                piece, was = (of[start : start + PIECE_BYTES] for of in (into, base))
+                delta = b""
+                with suppress(WorkerError, OSError):
+                    delta = await self._agent(fetch.source).difference(file, fetch.base, start, len(piece))
+                right = bool(delta) and patch(delta, was, piece)
+                sent["deltas"] += len(delta)
+                sent["patched" if right else "mismatched" if delta else "refused"] += len(piece)
+                if right:
+                    missing.remove(start)
+
+        async with asyncio.TaskGroup() as pieces:
+            for start in list(missing):
+                pieces.create_task(patch_piece(start), name=f"fetch {file} from byte {start} as a difference")
+        crossing = sent["deltas"] + sent["mismatched"] + sent["refused"]
+        return Sent(crossing, by_difference=sent["patched"], mismatched=sent["mismatched"]), missing
+
+    def _base(self, fetch: Fetch) -> np.ndarray | None:
+        """The base of a fetch, if its file may come as a difference."""
+        if not (self._deltas and fetch.base and fetch.num_bytes):
+            return None
+        with suppress(FileNotFoundError):
+            base = _mapped(self.path / fetch.base)
+            return base if len(base) == fetch.num_bytes else None
+        return None
+
+    async def _copy(self, file: str, fetch: Fetch, descriptor: int, starts: Sequence[int]) -> str:
+        """Copies pieces of a file from its source; returns what failed there, "" if nothing did."""
         ahead = asyncio.Semaphore(PIECES_AHEAD)
         failures: list[Exception] = []
 
@@ -289,7 +357,7 @@ class LocalAgent:
 
         try:
             async with asyncio.TaskGroup() as pieces:
-                for start in range(0, fetch.num_bytes, PIECE_BYTES):
+                for start in starts:
                     pieces.create_task(copy_piece(start), name=f"fetch {file} from byte {start}")
         except* (WorkerError, OSError) as group:
             failures += group.exceptions
@@ -302,9 +370,9 @@ class LocalAgent:
         Memory that was written before costs a fraction of new memory. Readers lock it as they lock any block
         (objects/backends/blocks.py). Raises ObjectError if this node has no room for a new one.
         """
-        family = f"fetched-{blake2b(file.rpartition('%2F')[0].encode(), digest_size=8).hexdigest()}-"
-        path, descriptor = self.path / f"{family}{uuid4().hex}.block", -1
-        for free, one in self._free_blocks(family):
+        start = f"fetched-{blake2b(family(file).encode(), digest_size=8).hexdigest()}-"
+        path, descriptor = self.path / f"{start}{uuid4().hex}.block", -1
+        for free, one in self._free_blocks(start):
             if descriptor < 0 and os.fstat(one).st_size == num_bytes:
                 path, descriptor = free, os.dup(one)  # It has the same lock.
             else:
@@ -352,6 +420,11 @@ class LocalAgent:
             )
 
 
+def _mapped(path: Path) -> np.ndarray:
+    """A file that is not empty, in uint8."""
+    return np.memmap(path, np.uint8, "r")
+
+
 def has_room(descriptor: int, num_bytes: int) -> bool:
     """Reserves the memory of an open file; returns False if there is no room. Raises any other OSError."""
     try:
@@ -364,7 +437,10 @@ def has_room(descriptor: int, num_bytes: int) -> bool:
 
 
 def agent_of(
-    node: ClusterNode, *, home: str, run: str, root: Path | None, make_peers: Callable[[], Peers]
+    node: ClusterNode, *, home: str, run: str, root: Path | None, make_peers: Callable[[], Peers], deltas: bool = False
 ) -> LocalAgent:
-    """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden."""
-    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers())
+    """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden.
+
+    `deltas` is as for the agent.
+    """
+    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers(), deltas=deltas)

@@ -116,6 +116,27 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectFetched(Event):
+    """A machine of the cluster fetched an object, as a version's weights, from another one. Noticed within seconds."""
+
+    name: ClassVar[str] = "object_fetched"
+    node: str
+    """The machine that has it now, too."""
+    source: str
+    """The machine that it came from."""
+    object: str
+    """Its key, as `weights/solver/3`."""
+    base: str = ""
+    """The object before it, if parts of it came as their difference from that one (`objects.delta`)."""
+    num_bytes: int
+    """Its size."""
+    sent_bytes: int
+    """Bytes that crossed."""
+    mismatched_bytes: int = 0
+    """Bytes of it that did not come out right from their difference, and crossed whole after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStarted(Event):
     """A step began."""
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import unquote
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -30,11 +31,12 @@ from flexmarl.cluster.interface import (
     require_one_process,
 )
 from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.locations import Fetched
 from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
-from flexmarl.events.run_events import NodeLost, WorkerLost
+from flexmarl.events.run_events import NodeLost, ObjectFetched, WorkerLost
 from flexmarl.records import WorkerId
 
 __all__ = ["RayAddress", "RayCluster", "RayFiles", "ray_cluster"]
@@ -67,15 +69,18 @@ async def ray_cluster(
     residents: int,
     events: Events | None = None,
     visible: Visible | None = None,
+    deltas: bool = False,
 ) -> AsyncIterator["RayCluster"]:
     """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Losses are emitted to `events`. The nodes of each pool must see the
-    paths that `visible` has for it. Raises ConfigError if the Ray to join or one of its nodes cannot be used,
-    WorkerError if Ray does not answer within `START_S`.
+    A private Ray has room for exactly that many. Losses and fetches of files are emitted to `events`. The nodes of each
+    pool must see the paths that `visible` has for it. `deltas`: files may cross as differences. Raises ConfigError if
+    the Ray to join or one of its nodes cannot be used, WorkerError if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
-        cluster = RayCluster(settings, tasks, leases=leases, residents=residents, events=events or Events())
+        cluster = RayCluster(
+            settings, tasks, leases=leases, residents=residents, events=events or Events(), deltas=deltas
+        )
         try:
             await cluster.open(visible or {})
             yield cluster
@@ -87,7 +92,14 @@ class RayCluster:
     """The residents of one run, on a private Ray or on the nodes of one that already runs."""
 
     def __init__(
-        self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int, events: Events
+        self,
+        settings: ClusterSettings,
+        tasks: asyncio.TaskGroup,
+        *,
+        leases: RunLeases,
+        residents: int,
+        events: Events,
+        deltas: bool,
     ) -> None:
         """See `ray_cluster`. Proxies run their tasks in `tasks`."""
         self.events = events
@@ -96,7 +108,14 @@ class RayCluster:
             self._ray = PrivateRay(leases, workers=residents, accelerators=settings.device != "cpu")
         else:
             self._ray = JoinedRay(leases, address=settings.address)
-        self._agents = RayAgents(tasks, leases, timeout_s=settings.node_timeout_s, lost=self._lose)
+        self._agents = RayAgents(
+            tasks,
+            leases,
+            timeout_s=settings.node_timeout_s,
+            lost=self._lose,
+            fetched=self._fetched,
+            deltas=deltas,
+        )
         self._thread = OwnThread("ray")
         self._nodes: dict[str, ClusterNode] = {}
         """Live nodes by name, the controller's first."""
@@ -291,6 +310,20 @@ class RayCluster:
                 resident.end(f"is lost: {lost}", lost=lost)
         self._agents.lose(node)
 
+    def _fetched(self, one: Fetched) -> None:
+        names = {node.id: node.name for node in self.nodes}
+        self.events.emit(
+            ObjectFetched(
+                node=names.get(one.node, one.node),
+                source=names.get(one.fetch.source, one.fetch.source),
+                object=key_of(one.file),
+                base=key_of(one.fetch.base) if one.sent.by_difference else "",
+                num_bytes=one.fetch.num_bytes,
+                sent_bytes=one.sent.num_bytes,
+                mismatched_bytes=one.sent.mismatched,
+            )
+        )
+
     async def _watch_ray(self) -> None:
         """Waits until Ray itself is gone, and then ends all residents as lost."""
         while self._failure is None:
@@ -298,6 +331,15 @@ class RayCluster:
             self._failure = self._failure or await asyncio.to_thread(self._ray.failure)
         for resident in list(self._residents):
             resident.end(f"is lost: {self._failure}", lost=self._failure)
+
+
+def key_of(file: str) -> str:
+    """The key of the object in a file.
+
+    >>> key_of("weights%2Fsolver%2F3.object")
+    'weights/solver/3'
+    """
+    return unquote(file.removesuffix(".object"))
 
 
 def pools_of(settings: ClusterSettings, nodes: Sequence[str]) -> dict[str, PoolNodes]:
