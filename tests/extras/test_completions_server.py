@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from flexmarl.cli.needs import Finding, examine_servers
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError, EngineError
@@ -175,6 +176,20 @@ def test_the_first_look_at_a_server_names_what_is_wrong(told: Told, url: str, mo
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"key_env is 'JUDGE_KEY', but that environment variable is not set"):
         engine(url, key_env="JUDGE_KEY")
+
+
+def test_a_check_of_the_config_asks_the_server_once(url: str) -> None:
+    def found(url: str, model: str = "judge") -> list[Finding]:
+        engine = f"policies.verifier.engine={{type: openai, url: '{url}', model: {model}}}"
+        settings = load_run(MATH_TEAM, [engine, "policies.verifier.trainable=false"])
+        return list(examine_servers(settings))
+
+    assert found(url) == [("policies.verifier.engine.url", f"{url} answers, and serves 'judge'", "")]
+    with pytest.raises(ConfigError, match=r"policies\.verifier\.engine\.model is 'large'"):
+        found(url, "large")
+    ((subject, said, todo),) = found("http://127.0.0.1:9/v1")
+    assert (subject, todo) == ("policies.verifier.engine.url", "start it before the run")
+    assert said.startswith("http://127.0.0.1:9/v1 does not answer")
 
 
 @pytest.mark.parametrize("url", ["gpu-box:8000", "http://me:secret@gpu-box:8000/v1"])

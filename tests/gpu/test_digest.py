@@ -2,8 +2,8 @@
 
 import torch
 
+from flexmarl.cluster.word_sums import BLOCK
 from flexmarl.objects.interface import checksum
-from flexmarl.objects.tensors import BLOCK
 from flexmarl.testing.object_checks import heterogeneous_tree
 
 

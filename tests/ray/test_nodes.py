@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings, NodePool
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.events.run_events import NodeLost
+from flexmarl.events.run_events import NodeLost, ObjectFetched
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import (
     Checksum,
@@ -186,11 +185,16 @@ def test_objects_that_are_set_on_one_node_are_got_on_others_which_fetch_them_onc
     shared_nodes: Nodes, short_root: Path
 ) -> None:
     key, tree = ObjectKey("weights/solver/1"), {**heterogeneous_tree(), "large": torch.rand(5_000_000)}
+    next_key, next_tree = ObjectKey("weights/solver/2"), {**tree, "large": tree["large"].clone()}
+    next_tree["large"][::100] += 1
+    seen: list[ObjectFetched] = []
 
     async def act(cluster: RayCluster) -> None:
+        cluster.events.listen(ObjectFetched, seen.append)
         one, *others = await holders(cluster, "left", "right", "right")
         await check_object_store(lambda: SetHereGetThere(one, others))
-        before = Counter(await RayPeers().agent(cluster.nodes[0].id).fetches())
+        home = RayPeers().agent(cluster.nodes[0].id)
+        before, _ = await home.fetches()
         await one.set(key, {name: tensor.detach() for name, tensor in tree.items()})
         assert {checksum(got) for got in await asyncio.gather(*(other.get(key) for other in others))} == {
             checksum(tree)
@@ -198,13 +202,22 @@ def test_objects_that_are_set_on_one_node_are_got_on_others_which_fetch_them_onc
         controller = NodeObjectStore(RayFiles(cluster.nodes[0].id))
         assert checksum(await controller.get(key)) == checksum(tree)
         names = {node.id: node.name for node in cluster.nodes}
-        fetched = Counter(await RayPeers().agent(cluster.nodes[0].id).fetches()) - before
-        assert {names[node]: number for (_, node), number in fetched.items()} == {"head": 1, "right": 1}
+        _, fetched = await home.fetches(before)
+        assert sorted(names[one.node] for one in fetched) == ["head", "right"]
+        before, _ = await home.fetches()
+        await one.set(next_key, {name: tensor.detach() for name, tensor in next_tree.items()})
+        assert checksum(await others[0].get(next_key)) == checksum(next_tree)
+        _, (fetch,) = await home.fetches(before)
+        assert fetch.sent.by_difference == fetch.fetch.num_bytes
+        assert fetch.sent.num_bytes < 0.03 * fetch.fetch.num_bytes, "one number of 100 changed"
         await controller.release(key)
         for holder in (one, *others):
             await raised(holder.get(key), KeyError)
 
-    play(shared_nodes.settings(), short_root, act)
+    play(shared_nodes.settings(), short_root, act, deltas=True)
+    assert [(event.source, event.node, event.base) for event in seen if event.object == next_key] == [
+        ("left", "right", key)
+    ]
 
 
 def test_a_node_that_is_lost_takes_its_residents_with_it_and_gets_no_new_ones(nodes: Nodes, short_root: Path) -> None:

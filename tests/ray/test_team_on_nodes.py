@@ -3,7 +3,9 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.group_events import EpisodeReplayed
-from flexmarl.events.run_events import NodeLost, ProcessStarted, WorkerLost
+from flexmarl.events.run_events import NodeLost, ObjectFetched, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
 from flexmarl.records import WorkerId
@@ -58,13 +60,25 @@ class Spread:
         """Until the event was so often in the journal."""
         assert self.child.wait_for(lambda: self._count(event) >= times), self.child.stderr
 
+    def wait_until_still(self, seconds: float) -> None:
+        """Until for so long only the queues were counted: the run waits for someone who does not answer."""
+        last = (-1, time.monotonic())
+
+        def still() -> bool:
+            nonlocal last
+            if (written := self._count("") - self._count("queues")) != last[0]:
+                last = written, time.monotonic()
+            return time.monotonic() - last[1] > seconds
+
+        assert self.child.wait_for(still), self.child.stderr
+
     def finish(self) -> Left:
         assert self.child.wait() == 0, self.child.stderr
         return self.run
 
     def _count(self, event: str) -> int:
         journals = [RunFolder(path).journal for path in self._folder.glob("sums-*")]
-        return sum(path.read_text().count(f'"event":"{event}"') for path in journals if path.exists())
+        return sum(path.read_text().count(f'"event":"{event}') for path in journals if path.exists())
 
 
 @pytest.fixture
@@ -86,6 +100,9 @@ def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
     assert {places[name] for name in ("trainer/one", "trainer/two")} == {"right"}
     assert {places[f"engine/two/{number}"] for number in range(2)} == {"left", "right"}
     assert places["store/0"] == "head"
+    fetched = [one.object for one in run.events(ObjectFetched) if one.node == "left"]
+    assert {f"weights/two/{version}" for version in range(STEPS + 1)} <= {*fetched}
+    assert len({*fetched}) == len(fetched), "once for each version"
 
 
 @pytest.mark.parametrize(("event", "times"), [("call", 40), ("updated", 4)], ids=["mid-rollout", "mid-publication"])
@@ -115,16 +132,23 @@ def test_a_node_with_engines_is_lost_and_the_run_ends_with_the_same_bits(
 def test_rollout_workers_on_other_nodes_are_killed_and_the_run_ends_with_the_same_bits(
     undisturbed: Left, small_run: Path, nodes: Nodes, tmp_path: Path, short_root: Path, begin: list[Spread]
 ) -> None:
-    """A process in the middle of rollout, then a node: their episodes are played again from their first call."""
+    """A process that was asked for episodes, then a node: their episodes are played again from their first call."""
     begin.append(Spread(small_run, nodes, tmp_path, short_root, "rollout.workers=2"))
     begin[0].wait_for("call", 40)
     workers = {event.process: event for event in begin[0].run.events(ProcessStarted) if event.process.kind == "rollout"}
     assert {name: event.node for name, event in workers.items()} == {"rollout/0": "left", "rollout/1": "right"}
-    os.kill(workers[WorkerId("rollout", number=1)].pid, signal.SIGKILL)
+    left, right = (workers[WorkerId("rollout", number=number)].pid for number in range(2))
+    os.kill(right, signal.SIGSTOP)  # Stopped first, so that it certainly owes episodes when it is killed.
+    begin[0].wait_until_still(seconds=5)
+    os.kill(right, signal.SIGKILL)
     begin[0].wait_for("updated", 4)
+    os.kill(left, signal.SIGSTOP)
+    begin[0].wait_until_still(seconds=5)
     nodes.kill("left")
+    with suppress(ProcessLookupError):
+        os.kill(left, signal.SIGKILL)
     run = begin[0].finish()
     assert_same(undisturbed, run, steps=STEPS)
-    assert run.events(EpisodeReplayed), "witness: the worker was playing"
-    lost = {event.process for event in run.events(WorkerLost)}
-    assert {"rollout/0", "rollout/1"} <= lost
+    reasons = {replayed.because.split(":")[0] for replayed in run.events(EpisodeReplayed)}
+    assert reasons == {"rollout/0", "rollout/1"}, "witness: both were playing"
+    assert reasons <= {event.process for event in run.events(WorkerLost)}

@@ -278,7 +278,9 @@ def best(branches: Sequence[Branch], keep: int) -> list[Branch]:
 async def _candidate(play: PlayTurn, task: Task, parent: Branch, index: int) -> Branch:
     node = Node((*parent.path, index))
     team = parent.team.fork(node)
-    over = await play(task, team)
+    over: object = await play(task, team)
+    if over is None:
+        raise EpisodeError("the turn returned None; it must return True if the play is over, else False")
     if not team.turns:
         raise EpisodeError(f"candidate {node.name} made no call; in a turn, an agent must act")
     if all(reward is None for reward in team.rewards().values()):
@@ -286,7 +288,7 @@ async def _candidate(play: PlayTurn, task: Task, parent: Branch, index: int) -> 
             f"candidate {node.name} got no reward, so the best candidate is unknown; "
             "a turn must call `reply.reward(x)` before it returns"
         )
-    return Branch(team=team, path=node.path, score=parent.score + team.total_reward(), over=over)
+    return Branch(team=team, path=node.path, score=parent.score + team.total_reward(), over=bool(over))
 
 
 def _check_context(siblings: Sequence[Branch]) -> None:

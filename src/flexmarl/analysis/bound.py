@@ -110,8 +110,8 @@ def step_bound(
 ) -> Bound:
     """The bound of one step with these calls, whose rows were accumulated in the micro-batches `batches`.
 
-    `instances` counts those of all policies together, since an instance may be moved. `trained` are the policies that
-    are updated. With `ahead`, work that may overlap the next rollout is not counted.
+    `instances` counts those of all policies together, since an instance may be moved, and those that were added.
+    `trained` are the policies that are updated. With `ahead`, work that may overlap the next rollout is not counted.
     """
     by_trajectory: defaultdict[str, list[Called]] = defaultdict(list)
     for call in calls:

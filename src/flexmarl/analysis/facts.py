@@ -5,13 +5,23 @@ The journal may be that of a simulated or of a real run. Moments are seconds on 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TypeVar
 
 from flexmarl.events.event import Event, Timed
 from flexmarl.events.group_events import BatchFilled, GroupAdmitted, RolloutEnded
 from flexmarl.events.overlap import Interval, intersection, seconds, union
 from flexmarl.events.run_events import Resumed, StepEnded
-from flexmarl.events.serving_events import Called, InstanceReplaced, Loaded, Moved, QueueCounts
+from flexmarl.events.serving_events import (
+    Called,
+    InstanceGrown,
+    InstanceLost,
+    InstanceReplaced,
+    InstanceRetired,
+    Loaded,
+    Moved,
+    QueueCounts,
+)
 from flexmarl.events.training_events import MicroBatchDone, Published, Swapped, Updated
 from flexmarl.records import InstanceId, PolicyName, Purpose
 
@@ -35,7 +45,11 @@ class Facts:
     moves: list[Moved] = field(default_factory=list)
     queue_counts: list[QueueCounts] = field(default_factory=list)
     started: dict[InstanceId, float] = field(default_factory=dict)
-    """Instances that replaced lost ones, with the seconds from the loss until they served."""
+    """Instances that were started during the run, with the seconds until they served.
+
+    They count from the loss of the instance that was replaced, or from the decision to grow or to move."""
+    grown: dict[InstanceId, Interval] = field(default_factory=dict)
+    """When each further instance served; without an end (inf) if it was neither retired nor lost."""
     step_of: dict[int, int] = field(default_factory=dict)
     """By group, the step that admitted it."""
     trained_at: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -110,12 +124,22 @@ def _sort(facts: Facts, event: Event) -> None:
             facts.swaps.append(event)
         case Moved():
             facts.moves.append(event)
+            if event.starts:
+                facts.started[event.became] = event.seconds
+            if event.instance in facts.grown:
+                facts.grown[event.became] = facts.grown.pop(event.instance)
         case RolloutEnded():
             facts.rollouts.append((event.began, event.ended))
         case QueueCounts():
             facts.queue_counts.append(event)
         case InstanceReplaced():
             facts.started[event.instance] = event.seconds
+        case InstanceGrown():
+            facts.started[event.instance] = event.seconds
+            facts.grown[event.instance] = (event.ended, inf)
+        case InstanceRetired() | InstanceLost():
+            if event.instance in facts.grown:
+                facts.grown[event.instance] = (facts.grown[event.instance][0], event.t)
         case GroupAdmitted():
             facts.step_of[event.group] = event.step
         case BatchFilled():
@@ -137,4 +161,5 @@ def _cut(facts: Facts, resumed: Resumed) -> None:
     facts.loads = [done for done in facts.loads if done.version <= resumed.versions.get(done.policy, done.version)]
     facts.swaps = [done for done in facts.swaps if done.began < end]
     facts.moves = [done for done in facts.moves if done.began < end]
+    facts.grown = {name: (began, min(ended, end)) for name, (began, ended) in facts.grown.items() if began < end}
     facts.queue_counts = [counts for counts in facts.queue_counts if counts.t < end]

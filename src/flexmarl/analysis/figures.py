@@ -161,7 +161,12 @@ def _serving_share(facts: Facts, pools: Pools) -> _DeviceSeconds:
     used = sum(
         seconds(busy) * engines[name].devices * engines[name].busy_share for name, busy in facts.serving().items()
     )
-    return _DeviceSeconds(used, sum(engines[name].devices for name in facts.instances) * facts.makespan_s)
+    available = sum(engines[name].devices for name in facts.instances) * facts.makespan_s
+    grown = sum(
+        costs_of(pools.costs, name.policy).engine.devices * seconds(intersection([there], facts.span))
+        for name, there in facts.grown.items()
+    )
+    return _DeviceSeconds(used, available + grown)
 
 
 def _training_share(facts: Facts, pools: Pools) -> _DeviceSeconds:

@@ -185,7 +185,7 @@ def _loading(facts: Facts, policy: str) -> dict[str, float]:
     """Median seconds of loads, moves and starts of the policy's instances. Costs without an event are left out."""
     seen = {
         "load_s": [load.ended - load.began for load in facts.loads if load.policy == policy],
-        "move_s": [move.ended - move.began for move in facts.moves if move.to == policy],
+        "move_s": [move.ended - move.began for move in facts.moves if move.to == policy and not move.starts],
         "start_s": [seconds for name, seconds in facts.started.items() if name.policy == policy],
     }
     return {name: rounded(median(values)) for name, values in seen.items() if values}

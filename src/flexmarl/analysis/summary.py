@@ -18,7 +18,7 @@ from flexmarl.errors import FlexmarlError
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_run
 from flexmarl.events.metrics import read_metrics
-from flexmarl.events.run_events import Evaluated, ProcessStarted, WorkerLost
+from flexmarl.events.run_events import Evaluated, ProcessEnded, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
 from flexmarl.events.serving_events import InstanceLost, InstanceReplaced
@@ -71,6 +71,8 @@ def history_of(events: Iterable[Event]) -> History:
                 _lose(history, WorkerId.engine(event.instance))
             case Evaluated():
                 history.evaluations[event.step] = event
+            case ProcessEnded():
+                history.processes.pop(event.process, None)
             case InstanceReplaced():
                 _replace(history, WorkerId.engine(event.replaces))
         history.troubles.note(event)

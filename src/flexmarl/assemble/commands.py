@@ -59,7 +59,7 @@ from flexmarl.orchestrator.stopping import none_better
 LOOSE_KEYS = frozenset(
     {
         *("name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"),
-        *("simulation", "cluster", "pool", "objects"),
+        *("simulation", "cluster", "pool", "balance", "objects"),
     }
 )
 """Settings that may differ between a run and its resumption: none of them changes what a step computes. A run may go on

@@ -291,7 +291,8 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
 
         @asynccontextmanager
         async def open_cluster(residents: int, events: Events) -> AsyncIterator[Cluster]:
-            async with opened(residents=residents, events=events, visible=visible) as cluster:
+            deltas = settings.objects.delta == "auto"
+            async with opened(residents=residents, events=events, visible=visible, deltas=deltas) as cluster:
                 files.home = cluster.nodes[0].id
                 yield cluster
 

@@ -17,6 +17,7 @@ from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
 from flexmarl.assemble.commands import new_run_folder
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
+from flexmarl.assemble.engine_room import growth_note
 from flexmarl.assemble.wire import emit_start, wire
 from flexmarl.assemble.world import Residents, World, watch_workers, world_of
 from flexmarl.config import RunSettings
@@ -256,6 +257,8 @@ class _Life:
         with recorded_failure(events), self._supervised(events) as failed:
             async with world_of(settings, store, residents, events) as world:
                 emit_start(blueprint, world, events)
+                if note := growth_note(settings, world.pool):
+                    self.show(note)
                 lost = watch_workers(world, events)
                 start = None
                 if resumed:
@@ -294,7 +297,7 @@ def modelled(settings: RunSettings, team: TeamSpec, store: ExperienceStore) -> M
         respond=responder_of(
             team, simulation.replies, recorded=simulation.recorded and settings.path(simulation.recorded)
         ),
-        spare=settings.pool.replacements * len(settings.policies),
+        spare=settings.pool.replacements * len(settings.policies) + simulation.room,
     )
 
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.engine_room import growth_note
 from flexmarl.assemble.world import World, initial_versions, make_evaluator, player_of
 from flexmarl.config import RunSettings
 from flexmarl.config.engine_fits import check_engines
@@ -81,6 +82,8 @@ def wire(
     Raises ConfigError if the engines cannot do what the settings need.
     """
     check_engines(blueprint.settings, world.pool.capabilities)
+    if note := growth_note(blueprint.settings, world.pool):
+        progress.note(note)
     parts = _Wiring(blueprint, world, events, start, rules, keep)
     separate = has_separate_devices(blueprint.settings, os.cpu_count() or 1)
     Figures(metrics=metrics, versions=parts.versions, events=events, separate=separate)

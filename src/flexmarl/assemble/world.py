@@ -8,6 +8,8 @@ player_of     plays the run's team on them, in training and in evaluation
 """
 
 import asyncio
+import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.assemble.engine_room import RunEngines, room_of_a_private_ray
 from flexmarl.assemble.residents import open_inline, open_ray
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentPlace, ResidentSpec
@@ -147,23 +150,19 @@ async def world_of(
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        outside = sum(not spec.in_controller for spec in [*engines, *trainers, *players])
-        cluster = await stack.enter_async_context(residents.cluster(outside, events))
-        processes, remotes = Processes(), dict[WorkerId, Any]()
-        models = ", ".join(dict.fromkeys(str(settings.policies[policy].model) for policy in served))
-        counts = (
-            ("engine", len(engines)),
-            ("trainer", len(trainers)),
-            *([("rollout worker", len(players))] if players else []),
-        )
-        loaded = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
-        events.emit(Starting(waits_for=f"loading {models}: {loaded}"))
-        await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
         specs = [*engines, *trainers, *players]
+        room = room_of_a_private_ray(settings, specs, cores=os.cpu_count() or 1)
+        cluster = await stack.enter_async_context(residents.cluster(room, events))
+        processes, remotes = Processes(), dict[WorkerId, Any]()
+        events.emit(Starting(waits_for=_loading(settings, specs)))
+        await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
+        running = RunEngines(settings, cluster, residents, processes)
         workers = await stack.enter_async_context(open_workers(settings, cluster, players, processes))
         for spec, resident in zip(specs, await cluster.spawn(specs), strict=True):
             remotes[resident.name] = resident.remote
-            if workers is not None and spec.kind is ResidentKind.ROLLOUT:
+            if spec.kind is ResidentKind.ENGINE:
+                running.add(resident)
+            elif workers is not None and spec.kind is ResidentKind.ROLLOUT:
                 workers.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
@@ -172,7 +171,8 @@ async def world_of(
         pool = make_pool(
             {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
             settings.pool,
-            respawn=partial(respawn, cluster, residents, processes) if replaces else None,
+            respawn=running.start if replaces else None,
+            room=running,
             events=events,
         )
         groups = residents.process_groups(of_policies)
@@ -189,6 +189,14 @@ async def world_of(
             running=RunningCalls(settings.rollout.tool_calls_at_once),
             workers=workers,
         )
+
+
+def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:
+    models = ", ".join(dict.fromkeys(str(policy.model) for policy in settings.policies.values()))
+    names = {ResidentKind.ENGINE: "engine", ResidentKind.TRAINER: "trainer", ResidentKind.ROLLOUT: "rollout worker"}
+    counts = Counter(spec.kind for spec in specs)
+    loaded = [f"{count} {names[kind]}{'' if count == 1 else 's'}" for kind, count in counts.items()]
+    return f"loading {models}: {', '.join(loaded)}"
 
 
 @asynccontextmanager
@@ -241,21 +249,6 @@ async def kept_alive(
         cluster.events.listen(WorkerLost, lost)
         yield
         specs.clear()
-
-
-async def respawn(
-    cluster: Cluster, residents: Residents, processes: Processes, policy: PolicyName, instance: InstanceId
-) -> InferenceEngine:
-    """Starts an instance in place of a lost one."""
-    if seconds := residents.replacement_s(policy):
-        await asyncio.sleep(seconds)
-    spec = residents.engine(policy, instance)
-    (resident,) = await cluster.spawn([spec])
-    if cluster.has_processes and not spec.in_controller:
-        processes.add(resident)
-        place = resident.place
-        cluster.events.emit(ProcessStarted(process=WorkerId.engine(instance), pid=place.pid, node=place.node))
-    return resident.remote
 
 
 def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":

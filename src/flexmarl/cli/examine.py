@@ -24,7 +24,7 @@ from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
 from flexmarl.assemble.simulation import check_models
-from flexmarl.cli.needs import Finding, examine_machine, examine_models
+from flexmarl.cli.needs import Finding, examine_machine, examine_models, examine_servers
 from flexmarl.config import RunSettings, cautions
 from flexmarl.credit import CreditSettings
 from flexmarl.credit.interface import CreditRow
@@ -86,6 +86,8 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     findings += [found.finding for found in models.values()]
     if not problems and readable:
         succeeded(lambda: _team(settings))
+    if not simulated:
+        succeeded(lambda: examine_servers(settings))
     succeeded(lambda: _run(settings))
     succeeded(lambda: examine_machine(settings, models, this_machine(), longest if readable else {}))
     return findings, problems

@@ -3,9 +3,11 @@
 Facts about a policy's model are read without loading its weights: from its folder, the hub's cache, or the hub.
 """
 
+import asyncio
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +21,9 @@ from flexmarl.assemble.blueprint import check_model, load_renderer, model_source
 from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EngineError
 from flexmarl.events.machine import GIB, Machine
-from flexmarl.inference.settings import EmbeddedSettings, computes
+from flexmarl.inference.settings import EmbeddedSettings, OpenAISettings, computes
 
 
 class Finding(NamedTuple):
@@ -34,6 +36,7 @@ class Finding(NamedTuple):
 
 
 HUB_TIMEOUT_S = 3.0
+SERVER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,21 @@ def examine_models(settings: RunSettings, problems: list[str]) -> Mapping[str, M
         except ConfigError as problem:
             problems.append(str(problem))
     return found
+
+
+def examine_servers(settings: RunSettings) -> Iterator[Finding]:
+    """Looks for the model of each policy on a server. Raises ConfigError if it lacks it, or refuses the key."""
+    for name, policy in settings.policies.items():
+        if isinstance(engine := policy.engine, OpenAISettings):
+            check_server = import_module("flexmarl.inference.backends.completions_server").check_server  # The extra.
+            once = engine.model_copy(update={"retries": 0, "timeout_s": min(engine.timeout_s, SERVER_TIMEOUT_S)})
+            todo = ""
+            try:
+                asyncio.run(check_server(once, name))
+                found = f"{engine.url} answers, and serves '{engine.model}'"
+            except EngineError as error:
+                found, todo = f"{engine.url} does not answer ({error.__cause__ or error})", "start it before the run"
+            yield Finding(f"policies.{name}.engine.url", found, todo)
 
 
 def _config(source: str) -> PretrainedConfig | None:

@@ -305,7 +305,7 @@ def _report(settings: RunSettings, facts: Facts) -> SimulationReport | None:
         bounds = bounds_of(
             facts,
             costs,
-            instances=len(facts.instances),
+            instances=len(facts.instances) + len(facts.grown),
             trainers_at_once=at_once,
             trained=settings.trained,
             ahead=settings.pipeline.ahead,

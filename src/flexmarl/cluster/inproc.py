@@ -6,7 +6,7 @@ and everything that goes through the proxy is copied: for tests of code whose ca
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
@@ -241,6 +241,11 @@ class InprocCluster:
                 resident.cross_with(self._tasks)
         return list(residents)
 
+    def has_room(self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()) -> bool:
+        """See `Cluster.has_room`."""
+        new = [spec for spec in specs if spec.name not in self._held]
+        return not isinstance(self._place(new, without=without), NoRoom)
+
     async def close(self) -> None:
         """Stops every resident, the youngest first."""
         for resident in reversed(self.residents):
@@ -261,9 +266,7 @@ class InprocCluster:
 
     def _placed(self, specs: Sequence[ResidentSpec[T]]) -> list[InprocResident[T]]:
         """Gives each resident a place by the rule of all clusters. Raises ConfigError without room."""
-        requests = [RoomRequest(name=spec.name, devices=0, pool=EVERYWHERE, node=spec.node) for spec in specs]
-        pools = {EVERYWHERE: PoolNodes(nodes=frozenset(self._room))}
-        placed = place(requests, nodes=self.nodes, pools=pools, held=self._held.values())
+        placed = self._place(specs)
         if isinstance(placed, NoRoom):
             raise ConfigError(f"no room for {len(specs)} more residents: {placed.because}; give the cluster more nodes")
         self._held |= {one.request.name: one for one in placed}
@@ -277,6 +280,14 @@ class InprocCluster:
             )
             for spec in specs
         ]
+
+    def _place(
+        self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()
+    ) -> list[Placed] | NoRoom:
+        requests = [RoomRequest(name=spec.name, devices=0, pool=EVERYWHERE, node=spec.node) for spec in specs]
+        pools = {EVERYWHERE: PoolNodes(nodes=frozenset(self._room))}
+        held = [one for name, one in self._held.items() if name not in without]
+        return place(requests, nodes=self.nodes, pools=pools, held=held)
 
     def _ended(self, resident: InprocResident[Any], because: str) -> None:
         place = resident.place

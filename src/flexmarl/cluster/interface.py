@@ -8,7 +8,7 @@ service, and later a rank of a place, a sandbox pool. The controller has one han
     await resident.remote.publish(version)      # a method of `Trainer`, wherever the trainer lives
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -161,6 +161,13 @@ class Cluster(Protocol):
 
         Raises ConfigError if there is no room for them or a live resident has one of their names, or the first error
         of a `make`. Then none of them is left.
+        """
+        ...
+
+    def has_room(self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()) -> bool:
+        """True if `spawn` would find room for all of `specs` now, if the residents of `without` had been stopped.
+
+        Those of `specs` that have been spawned already, by their names, need no more room.
         """
         ...
 

@@ -6,8 +6,9 @@ A file is complete when it has its name, and never changes. A node fetches it on
                                           ── read ─────────► that node's agent, piece by piece
                                           ── end_fetch ────► agent at home
 
-With one-sided reads (OneSidedMemory), the bytes do not come piece by piece: that node's agent offers the file's memory,
-and they are read from there.
+Where both nodes have the file before it (its base), that node's agent is first asked for the difference of each piece.
+The sums of the new piece come with it. A piece whose difference does not pay, or comes out otherwise, is read whole.
+With one-sided reads (OneSidedMemory), that node's agent offers the file's memory, and pieces are read from there.
 
 Home is the node of the controller. Nodes are known by their ids. This file imports no torch.
 """
@@ -16,8 +17,10 @@ import asyncio
 import errno
 import fcntl
 import importlib.metadata
+import mmap
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,11 +31,13 @@ from typing import Protocol
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+import numpy as np
 import psutil
 
+from flexmarl.cluster.file_delta import difference, patch
 from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.locations import Fetch, Locations
+from flexmarl.cluster.locations import Fetch, Fetched, Locations, Sent, family
 from flexmarl.errors import ObjectError, WorkerError
 
 PIECE_BYTES = 32 << 20
@@ -56,7 +61,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Offer:
     """A file of one node, offered for one-sided reads."""
 
     number: int
@@ -71,16 +76,16 @@ class Window:
 class OneSidedMemory(Protocol):
     """One node's end of reads in which the source's process takes no part."""
 
-    def window(self, path: Path) -> Window:
-        """Offers a complete file until `shut`. Raises OSError if it is gone, or cannot be offered."""
+    def offer(self, path: Path) -> Offer:
+        """Offers a complete file until `withdraw`. Raises OSError if it is gone, or cannot be offered."""
         ...
 
-    def shut(self, number: int) -> None:
+    def withdraw(self, number: int) -> None:
         """Ends an offer. An unknown one is ignored."""
         ...
 
-    def read(self, window: Window, descriptor: int, start: int) -> None:
-        """Copies the bytes of a window from `start` on into an open file of its size, as far as one transfer goes.
+    def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
+        """Copies bytes of an offered file from `start` on, `chunk_bytes` at most, into an open file of its size.
 
         Blocks. Raises OSError if the source cannot be read.
         """
@@ -88,7 +93,7 @@ class OneSidedMemory(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one transfer."""
+        """Most bytes of one transfer."""
         ...
 
     def close(self) -> None:
@@ -168,15 +173,22 @@ class NodeAgent(Protocol):
         """At home: permits a node to fetch a file from a node that is not in `avoid`; None if no other has it."""
         ...
 
-    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
-        """At home: ends a fetch. Returns False if the file was dropped meanwhile."""
+    async def end_fetch(self, file: str, number: int, sent: Sent | None) -> bool:
+        """At home: ends a fetch, which failed if nothing was sent. Returns False if the file was dropped meanwhile."""
+        ...
+
+    async def difference(self, file: str, base: str, start: int, num_bytes: int) -> bytes:
+        """The difference between the same bytes of two files of one size, as `difference` of file_delta.py returns it.
+
+        Raises FileNotFoundError if one of them is gone.
+        """
         ...
 
     async def files(self) -> list[str]:
         """At home: the files that exist."""
         ...
 
-    async def offer(self, file: str) -> Window:
+    async def offer(self, file: str) -> Offer:
         """Offers a file of this node for one-sided reads. Raises OSError if it is gone or cannot be offered."""
         ...
 
@@ -188,8 +200,8 @@ class NodeAgent(Protocol):
         """At home: forgets the files of a lost node."""
         ...
 
-    async def fetches(self) -> dict[tuple[str, str], int]:
-        """At home: how often each file was fetched to each node."""
+    async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
+        """At home: the number of fetches that have ended, and those that came after the first `after`."""
         ...
 
     async def close(self) -> None:
@@ -220,12 +232,14 @@ class LocalAgent:
         leases: RunLeases,
         peers: Peers,
         memory: OneSidedMemory | None = None,
+        deltas: bool = False,
     ) -> None:
         """`home` is the node whose agent knows where files are. Makes the folder in shared memory.
 
         `memory` is for one-sided reads, which all agents of a run have or none; None: `peers` read piece by piece.
+        `deltas`: files may come as differences.
         """
-        self._memory = memory
+        self._memory, self._deltas = memory, deltas
         self._node, self._home = node, home
         self._leases, self._peers = leases, peers
         self._locations = Locations()
@@ -294,31 +308,40 @@ class LocalAgent:
         """Begins it in the locations."""
         return self._locations.begin(file, node, avoid=avoid)
 
-    async def end_fetch(self, file: str, number: int, whole: bool) -> bool:
+    async def end_fetch(self, file: str, number: int, sent: Sent | None) -> bool:
         """Ends it in the locations."""
-        return self._locations.end(file, number, whole=whole)
+        return self._locations.end(file, number, sent)
+
+    async def difference(self, file: str, base: str, start: int, num_bytes: int) -> bytes:
+        """Compares the files on a thread: it only reads, so that it may go on after a cancellation."""
+
+        def compared() -> bytes:
+            new, old = (_mapped(self.path / name)[start : start + num_bytes] for name in (file, base))
+            return difference(old, new) if len(old) == len(new) else b""
+
+        return await asyncio.to_thread(compared)
 
     async def files(self) -> list[str]:
         """Lists the names in the locations."""
         return self._locations.names
 
-    async def offer(self, file: str) -> Window:
-        """Opens a window of the memory."""
+    async def offer(self, file: str) -> Offer:
+        """Offers a file of this node."""
         assert self._memory is not None, "all agents of a run have one-sided reads, or none"
-        return self._memory.window(self.path / file)
+        return self._memory.offer(self.path / file)
 
     async def withdraw(self, number: int) -> None:
-        """Shuts the window."""
+        """Ends the offer."""
         if self._memory is not None:
-            self._memory.shut(number)
+            self._memory.withdraw(number)
 
     async def lose(self, node: str) -> None:
         """Forgets the node in the locations."""
         self._locations.lose(node)
 
-    async def fetches(self) -> dict[tuple[str, str], int]:
-        """Counts the fetches that have ended."""
-        return dict(self._locations.fetched)
+    async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
+        """Asks the locations."""
+        return self._locations.fetched(after)
 
     async def close(self) -> None:
         """Ends the offers and the leases of the run on this node."""
@@ -333,18 +356,15 @@ class LocalAgent:
         home = self._agent(self._home)
         failed: dict[str, str] = {}
         while fetch := await home.begin_fetch(file, self._node.id, list(failed)):
-            failure = "it was not finished"
+            sent, failure = Sent(0), "it was not finished"
             try:
                 with self._block_for(file, fetch.num_bytes) as (block, descriptor):
                     try:
-                        copying = (
-                            self._copy(file, fetch, descriptor)
-                            if self._memory is None
-                            else self._read(self._memory, file, fetch, descriptor)
-                        )
-                        failure = await copying
+                        sent, missing = await self._patch(file, fetch, descriptor)
+                        copy = self._copy if self._memory is None else partial(self._read, self._memory)
+                        failure = await copy(file, fetch, descriptor, missing)
                     finally:
-                        current = await home.end_fetch(file, fetch.number, not failure)
+                        current = await home.end_fetch(file, fetch.number, None if failure else sent)
                     if not current or file in self._dropped:
                         raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
                     if not failure:
@@ -358,8 +378,48 @@ class LocalAgent:
             raise ObjectError(f"'{file}' cannot be fetched to node '{self._node.name}': {sources}")
         raise FileNotFoundError(f"no file '{file}'; there are: {await home.files() or 'none'}")
 
-    async def _copy(self, file: str, fetch: Fetch, descriptor: int) -> str:
-        """Copies a file from its source; returns what failed there, "" if nothing did."""
+    async def _patch(self, file: str, fetch: Fetch, descriptor: int) -> tuple[Sent, list[int]]:
+        """Makes what it can of a file from its base; returns all that will cross, and the pieces that must cross whole.
+
+        A piece that its source does not give, for whatever reason, is among them: reading it says why. The base is not
+        locked on either node: if it is dropped and its memory written again meanwhile, the sums are others.
+        """
+        missing = list(range(0, fetch.num_bytes, PIECE_BYTES))
+        base = self._base(fetch)
+        if base is None:
+            return Sent(fetch.num_bytes), missing
+        into = np.frombuffer(mmap.mmap(descriptor, fetch.num_bytes), np.uint8)
+        ahead, sent = asyncio.Semaphore(PIECES_AHEAD), Counter[str]()
+
+        async def patch_piece(start: int) -> None:
+            async with ahead:
+                piece, was = (of[start : start + PIECE_BYTES] for of in (into, base))
+                delta = b""
+                with suppress(WorkerError, OSError):
+                    delta = await self._agent(fetch.source).difference(file, fetch.base, start, len(piece))
+                right = bool(delta) and patch(delta, was, piece)
+                sent["deltas"] += len(delta)
+                sent["patched" if right else "mismatched" if delta else "refused"] += len(piece)
+                if right:
+                    missing.remove(start)
+
+        async with asyncio.TaskGroup() as pieces:
+            for start in list(missing):
+                pieces.create_task(patch_piece(start), name=f"fetch {file} from byte {start} as a difference")
+        crossing = sent["deltas"] + sent["mismatched"] + sent["refused"]
+        return Sent(crossing, by_difference=sent["patched"], mismatched=sent["mismatched"]), missing
+
+    def _base(self, fetch: Fetch) -> np.ndarray | None:
+        """The base of a fetch, if its file may come as a difference."""
+        if not (self._deltas and fetch.base and fetch.num_bytes):
+            return None
+        with suppress(FileNotFoundError):
+            base = _mapped(self.path / fetch.base)
+            return base if len(base) == fetch.num_bytes else None
+        return None
+
+    async def _copy(self, file: str, fetch: Fetch, descriptor: int, starts: Sequence[int]) -> str:
+        """Copies pieces of a file from its source; returns what failed there, "" if nothing did."""
         ahead = asyncio.Semaphore(PIECES_AHEAD)
         failures: list[Exception] = []
 
@@ -371,22 +431,26 @@ class LocalAgent:
 
         try:
             async with asyncio.TaskGroup() as pieces:
-                for start in range(0, fetch.num_bytes, PIECE_BYTES):
+                for start in starts:
                     pieces.create_task(copy_piece(start), name=f"fetch {file} from byte {start}")
         except* (WorkerError, OSError) as group:
             failures += group.exceptions
         return f"{type(failures[0]).__name__}: {failures[0]}" if failures else ""
 
-    async def _read(self, memory: OneSidedMemory, file: str, fetch: Fetch, descriptor: int) -> str:
-        """Copies a file by one-sided reads; returns what failed at its source, "" if nothing did."""
+    async def _read(
+        self, memory: OneSidedMemory, file: str, fetch: Fetch, descriptor: int, starts: Sequence[int]
+    ) -> str:
+        """Does as `_copy`, by one-sided reads."""
+        if not starts:
+            return ""
         source = self._agent(fetch.source)
         try:
-            window = await source.offer(file)
+            offer = await source.offer(file)
             try:
-                for start in range(0, window.num_bytes, memory.chunk_bytes):
-                    await ended(partial(memory.read, window, descriptor, start))
+                for start, size in stretches(starts, fetch.num_bytes, memory.chunk_bytes):
+                    await ended(partial(memory.read, offer, descriptor, start, size))
             finally:
-                await source.withdraw(window.number)
+                await source.withdraw(offer.number)
         except (WorkerError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -398,9 +462,9 @@ class LocalAgent:
         Memory that was written before costs a fraction of new memory. Readers lock it as they lock any block
         (objects/backends/blocks.py). Raises ObjectError if this node has no room for a new one.
         """
-        family = f"fetched-{blake2b(file.rpartition('%2F')[0].encode(), digest_size=8).hexdigest()}-"
-        path, descriptor = self.path / f"{family}{uuid4().hex}.block", -1
-        for free, one in self._free_blocks(family):
+        start = f"fetched-{blake2b(family(file).encode(), digest_size=8).hexdigest()}-"
+        path, descriptor = self.path / f"{start}{uuid4().hex}.block", -1
+        for free, one in self._free_blocks(start):
             if descriptor < 0 and os.fstat(one).st_size == num_bytes:
                 path, descriptor = free, os.dup(one)  # It has the same lock.
             else:
@@ -448,6 +512,22 @@ class LocalAgent:
             )
 
 
+def stretches(starts: Sequence[int], end: int, longest: int) -> Iterator[tuple[int, int]]:
+    """Joins the pieces at `starts` of a file of `end` bytes to stretches of at most `longest`: (start, bytes) of each.
+
+    >>> list(stretches([0, PIECE_BYTES, 3 * PIECE_BYTES], 3 * PIECE_BYTES + 5, 8 * PIECE_BYTES))
+    [(0, 67108864), (100663296, 5)]
+    """
+    begin = until = 0
+    for start in (*sorted(starts), None):
+        if start is None or start != until or until - begin + PIECE_BYTES > longest:
+            if until > begin:
+                yield begin, until - begin
+            begin = until = start or 0
+        if start is not None:
+            until = min(start + PIECE_BYTES, end)
+
+
 async def ended(work: Callable[[], None]) -> None:
     """Runs work on a thread, and does not return before it has ended: it writes into memory that is used again."""
     working = asyncio.get_running_loop().run_in_executor(None, work)
@@ -456,6 +536,11 @@ async def ended(work: Callable[[], None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([working])
         raise
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """A file that is not empty, in uint8."""
+    return np.memmap(path, np.uint8, "r")
 
 
 def has_room(descriptor: int, num_bytes: int) -> bool:
@@ -477,10 +562,12 @@ def agent_of(
     root: Path | None,
     make_peers: Callable[[], Peers],
     make_memory: Callable[[], OneSidedMemory] | None = None,
+    deltas: bool = False,
 ) -> LocalAgent:
     """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden.
 
-    `make_memory` is for one-sided reads, if the run has them.
+    `make_memory` is for one-sided reads, if the run has them; `deltas` is as for the agent.
     """
     memory = make_memory() if make_memory else None
-    return LocalAgent(node, home=home, leases=RunLeases(run, root=root), peers=make_peers(), memory=memory)
+    leases = RunLeases(run, root=root)
+    return LocalAgent(node, home=home, leases=leases, peers=make_peers(), memory=memory, deltas=deltas)

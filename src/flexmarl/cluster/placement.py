@@ -88,6 +88,17 @@ def place(
     return [found[index] for index in range(len(requests))]
 
 
+def spare_cores(cores: int, threads: Sequence[int]) -> int:
+    """Residents for which a machine has cores beside residents with so many `threads` each.
+
+    They have as many threads as the one with most.
+
+    >>> spare_cores(8, [1, 1, 2])
+    2
+    """
+    return max(0, cores - sum(threads)) // max(threads)
+
+
 def _urgency(request: RoomRequest) -> tuple[bool, int]:
     return request.node is None, -request.devices
 

@@ -213,6 +213,7 @@ class RunSettings(Settings):
             ),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
+            *self._instances_can_grow(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -316,19 +317,29 @@ class RunSettings(Settings):
                 )
 
     def _instances_can_move(self, key: str) -> Iterator[str]:
+        """Checks the engines of trained policies: no others are moved."""
         asked = f"balance.{key} is '{getattr(self.balance, key)}'"
         instead = f"or balance.{key}={type(self.balance).model_fields[key].default}"
-        types = {name: policy.engine.type for name, policy in self.policies.items()}
-        if set(types.values()) == {"timed"}:
+        engines = {name: self.policies[name].engine for name in sorted(self.trained)}
+        idle = [name for name, engine in engines.items() if not computes(engine)]
+        if idle == [*engines]:
             return
         if self.cluster.backend == "inline":
             yield f"{asked}, but inline all engines share one device; use cluster.backend=ray, {instead}"
-        for name, kind in types.items():
-            if kind != "embedded":
-                yield (
-                    f"{asked}, but policies.{name}.engine.type is '{kind}', and only embedded engines can be moved to "
-                    f"another policy, or timed ones if all are; use engine.type=embedded, {instead}"
-                )
+        if idle:
+            name = idle[0]
+            yield (
+                f"{asked}, but policies.{name}.engine.type is '{engines[name].type}', which takes no room on a node, "
+                f"so that an engine which computes has none in its place; use engine.type=embedded, or "
+                f"{engines[name].type} for all trained policies, {instead}"
+            )
+
+    def _instances_can_grow(self) -> Iterator[str]:
+        if self.balance.grow and self.balance.rule == "none":
+            yield (
+                "balance.grow is true, but balance.rule is 'none', so that nothing looks at the queues; use "
+                "balance.rule=drain_time, or balance.grow=false"
+            )
 
     def _processes_can_share(self) -> Iterator[str]:
         if self.cluster.backend != "ray":

@@ -81,6 +81,19 @@ class ProcessStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnded(Event):
+    """The process of a worker was ended in the middle of the run: its instance moved, retired, or was given up."""
+
+    name: ClassVar[str] = "process_ended"
+    process: WorkerId
+    """The worker."""
+    pid: int
+    """Process id."""
+    node: str
+    """The machine that it ran on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
     """A worker's process ended without being stopped."""
 
@@ -100,6 +113,27 @@ class NodeLost(Event):
     name: ClassVar[str] = "node_lost"
     node: str
     """Its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectFetched(Event):
+    """A machine of the cluster fetched an object, as a version's weights, from another one. Noticed within seconds."""
+
+    name: ClassVar[str] = "object_fetched"
+    node: str
+    """The machine that has it now, too."""
+    source: str
+    """The machine that it came from."""
+    object: str
+    """Its key, as `weights/solver/3`."""
+    base: str = ""
+    """The object before it, if parts of it came as their difference from that one (`objects.delta`)."""
+    num_bytes: int
+    """Its size."""
+    sent_bytes: int
+    """Bytes that crossed."""
+    mismatched_bytes: int = 0
+    """Bytes of it that did not come out right from their difference, and crossed whole after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,8 @@ class Moved(Timed):
     """Its id after the move."""
     expected_s: float = 0.0
     """Seconds that the rule which decided it expected it to take; 0 if no rule did."""
+    starts: bool = False
+    """True if the engine ended and another one was started in its place, as it could not load the other weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,37 @@ class MoveFailed(Event):
     """The instance."""
     to: PolicyName
     """The policy that it was meant to serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceGrown(Timed):
+    """A policy has an instance more than it began with. `began` is when its start was decided."""
+
+    name: ClassVar[str] = "instance_grown"
+    instance: InstanceId
+    """The new instance."""
+    version: Version
+    """The version that it serves."""
+    expected_s: float = 0.0
+    """Seconds that the rule which decided it expected until it serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthFailed(Event):
+    """A further instance could not be started. Its policy gets none until the next step."""
+
+    name: ClassVar[str] = "growth_failed"
+    policy: PolicyName
+    """The policy that it was meant to serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceRetired(Timed):
+    """A grown instance ended, because its room was missed elsewhere. `began` is when that was decided."""
+
+    name: ClassVar[str] = "instance_retired"
+    instance: InstanceId
+    """The instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,8 @@ class Instance:
     hands_over: bool = False
     """True if its aborted requests continue at another instance."""
     lost: bool = False
+    grown: bool = False
+    """True if it is one of those that the run has beyond the configured ones."""
 
     @property
     def weighted(self) -> WeightedEngine:

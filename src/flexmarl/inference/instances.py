@@ -7,6 +7,7 @@
       replacement: started --> loaded --> live                                                      |
            |  ^-------------------------------------------------------------------------------------'
            '--> failed: lost, the next one is started
+      further one: started --> loaded --> live (grown); closed if its room is missed elsewhere, not replaced if lost
 
 consumes:     published weights, losses, and instances that come from other policies
 waits for:    engines that load, close or start, each for a bounded time; replacements wait until the pool is awake
@@ -18,7 +19,8 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
@@ -36,6 +38,37 @@ Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Future[None]]
 """Starts a named task that ends with the pool. If the pool is closed, it returns a cancelled future instead."""
 
 
+class EngineRoom(Protocol):
+    """The room that engines live in. The pool asks it before it starts an engine, and gives room back through it."""
+
+    def kind(self, policy: PolicyName) -> str:
+        """The kind of the policy's engines: those of one kind take over each other's policy by loading weights."""
+        ...
+
+    def has_room(self, policy: PolicyName, *, without: Sequence[InferenceEngine] = ()) -> bool:
+        """True if one more engine of the policy would find room, if the engines of `without` had ended."""
+        ...
+
+    async def end(self, engine: InferenceEngine) -> None:
+        """Ends a closed engine's process, and frees its room. A second call does nothing."""
+        ...
+
+
+class EndlessRoom:
+    """Room for any number of engines, all of one kind."""
+
+    def kind(self, policy: PolicyName) -> str:
+        """Returns the only kind."""
+        return ""
+
+    def has_room(self, policy: PolicyName, *, without: Sequence[InferenceEngine] = ()) -> bool:
+        """Returns True."""
+        return True
+
+    async def end(self, engine: InferenceEngine) -> None:
+        """Does nothing: the engine is its maker's."""
+
+
 class Instances:
     """The instances of one policy, named `{policy}/{number}`. No number is used twice."""
 
@@ -46,6 +79,8 @@ class Instances:
         settings: PoolSettings,
         *,
         respawn: Respawn | None,
+        room: EngineRoom,
+        make_room: Callable[[PolicyName], Awaitable[bool]],
         start: Start,
         awake: asyncio.Event,
         on_available: Callable[[], None],
@@ -53,7 +88,8 @@ class Instances:
     ) -> None:
         """`on_available` is called when an instance becomes live, or when no more will come.
 
-        No replacement is started while `awake` is not set.
+        `make_room` ends further instances of any policy if a replacement would find no room. It returns True if this
+        policy has got an instance of another one instead. No replacement is started while `awake` is not set.
         """
         self.policy = policy
         names = [InstanceId(policy, number) for number in range(len(engines))]
@@ -65,9 +101,12 @@ class Instances:
         """Why each instance was given up."""
         self._settings, self._respawn, self._start, self._awake = settings, respawn, start, awake
         self._on_available, self._events = on_available, events
+        self._room, self._make_room = room, make_room
         self._numbers = itertools.count(len(engines))
         self._replacements_left = settings.replacements if respawn else 0
         self._coming = 0
+        self.growing = 0
+        """Number of further instances that are being started."""
         self.arrivals: set[asyncio.Future[None]] = set()
         """A future for each instance that is being started or moved here; done when that has ended, well or not."""
         self._newest: Weights | None = None
@@ -83,6 +122,11 @@ class Instances:
     def published(self) -> bool:
         """True if the policy has published weights, which an instance from another policy could load."""
         return self._newest is not None
+
+    @property
+    def can_start(self) -> bool:
+        """True if instances can be started."""
+        return self._respawn is not None
 
     @property
     def continues(self) -> bool:
@@ -136,8 +180,12 @@ class Instances:
             self.replace(instance)
 
     def replace(self, lost: Instance) -> None:
-        """Closes a lost instance, and starts another one in its place if a replacement is left."""
-        if self._replacements_left:
+        """Closes a lost instance, and starts another one in its place if a replacement is left.
+
+        A grown one is not replaced while the policy has others: who decided on it decides again.
+        """
+        last = self.is_empty and not self.leaving
+        if self._replacements_left and (last or not lost.grown):
             self._start(self._replace(lost), f"replace-{lost.name}")
             self._coming += 1
         else:
@@ -191,11 +239,37 @@ class Instances:
         Returns its new id and "". If loading fails, the instance is lost and replaced, and the text says why. If
         `unless()` is true after the load, the instance does not become live, and the id is None.
         """
-        instance = Instance(self._new_id(), moved.engine, moved.capabilities)
+        instance = Instance(self._new_id(), moved.engine, moved.capabilities, grown=moved.grown)
         if failure := await self._join(instance, unless):
             self._record_loss(instance.name, failure)
             self.replace(instance)
         return (instance.name if failure or instance.name in self.live else None), failure
+
+    async def take_over(self, moved: Instance) -> tuple[InstanceId, str]:
+        """Closes another policy's engine, and starts an instance of this policy in its place.
+
+        Returns the new id and "". If it does not start, it is lost and replaced, and the text says why.
+        """
+        name = self._new_id()
+        await self.close(moved)
+        if failure := await self._spawn(name, grown=moved.grown):
+            self._record_loss(name, failure)
+            self.replace(Instance(name, moved.engine, grown=moved.grown))
+        return name, failure
+
+    async def grow(self) -> tuple[InstanceId, str]:
+        """Starts one more instance. Returns its id and "", or the reason why it did not start: nothing has changed."""
+        name = self._new_id()
+        self.growing += 1
+        try:
+            with self.expecting():
+                return name, await self._spawn(name, grown=True)
+        finally:
+            self.growing -= 1
+
+    async def close(self, instance: Instance) -> None:
+        """Closes the engine of an instance that has left, and gives its room back."""
+        await self._close(instance.engine)
 
     @property
     def reasons(self) -> str:
@@ -251,6 +325,8 @@ class Instances:
                 self._replacements_left -= 1
                 name = self._new_id()
                 with self._arriving():
+                    if await self._make_room(self.policy):
+                        return
                     failure = await self._spawn(name)
                 if not failure:
                     self._events.emit(
@@ -269,7 +345,7 @@ class Instances:
             self._coming -= 1
             self._settle()
 
-    async def _spawn(self, name: InstanceId) -> str:
+    async def _spawn(self, name: InstanceId, *, grown: bool = False) -> str:
         """Starts an instance, which becomes live once it holds the newest weights. Returns "", or why it failed."""
         assert self._respawn is not None
         deadline = asyncio.timeout(self._settings.start_timeout_s)
@@ -277,7 +353,7 @@ class Instances:
         try:
             async with deadline:
                 engine = await self._respawn(self.policy, name)
-                instance = Instance(name, engine, await engine.capabilities())
+                instance = Instance(name, engine, await engine.capabilities(), grown=grown)
         except Exception as error:
             if engine is not None:
                 await self._close(engine)
@@ -301,10 +377,11 @@ class Instances:
         return ""
 
     async def _close(self, engine: InferenceEngine) -> None:
-        """Closes a lost engine, for a bounded time. Errors are ignored: the reason of the loss is known already."""
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(self._settings.close_timeout_s):
-                await engine.close()
+        """Closes an engine and ends it, for a bounded time. Errors are ignored: why it has to go is known already."""
+        for ends in (engine.close, partial(self._room.end, engine)):
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(self._settings.close_timeout_s):
+                    await ends()
 
     def _new_id(self) -> InstanceId:
         return InstanceId(self.policy, next(self._numbers))

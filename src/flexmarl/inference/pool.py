@@ -3,6 +3,7 @@
     act, act, act --> dispatch of each policy --> its instances
     load, lose    --> instances of each policy
     move          --> from the instances of one policy to those of another
+    grow          --> one more instance of a policy; it ends first where the room of a lost one is gone
 
 consumes:     single requests, from any number of tasks
 waits for:    answers of instances; a free place, while no instance of the policy has one
@@ -22,12 +23,11 @@ from typing import Any, Self
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
-from flexmarl.events.serving_events import Moved
 from flexmarl.inference.calls import Call, Instance, Weights
+from flexmarl.inference.changes import InstanceChanges
 from flexmarl.inference.dispatch import NOT_OPEN, Dispatch
-from flexmarl.inference.instances import Instances, Respawn
+from flexmarl.inference.instances import EndlessRoom, EngineRoom, Instances, Respawn
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine
-from flexmarl.inference.moving import InstanceMove
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
@@ -38,7 +38,6 @@ from flexmarl.records import (
     InstanceId,
     PolicyName,
     Version,
-    WorkerId,
 )
 
 
@@ -55,26 +54,42 @@ class InferencePool:
         settings: PoolSettings | None = None,
         *,
         respawn: Respawn | None = None,
+        room: EngineRoom | None = None,
         events: Events | None = None,
     ) -> None:
-        """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`."""
+        """`instances` are the engines by policy. Without `respawn`, lost ones are not replaced. Emits to `events`.
+
+        Without `room`, there is no limit, and all engines are of one kind.
+        """
         self.events = events or Events()
+        self._room = room or EndlessRoom()
         self._settings = settings or PoolSettings()
         self._numbers = itertools.count()
         self._under_way = 0
         self._asked = asyncio.Event()
-        self._became: dict[InstanceId, InstanceId] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._open = False
         self._awake = asyncio.Event()
         self._awake.set()
-        self._policies = {
+        self._policies: dict[PolicyName, Instances] = {}
+        self._changes = InstanceChanges(
+            self._policies,
+            self._room,
+            self._settings,
+            start=self._start,
+            awake=self._awake,
+            waiting=lambda: self.waiting,
+            events=self.events,
+        )
+        self._policies |= {
             policy: Instances(
                 policy,
                 engines,
                 self._settings,
                 respawn=respawn,
+                room=self._room,
+                make_room=self._changes.make_room,
                 start=self._start,
                 awake=self._awake,
                 on_available=partial(self._give_out, policy),
@@ -118,6 +133,14 @@ class InferencePool:
     def waiting(self) -> dict[PolicyName, int]:
         """By policy, the number of requests that wait in the line for an instance."""
         return {policy: len(dispatch.line) for policy, dispatch in self._dispatches.items()}
+
+    def growing(self, policy: PolicyName) -> int:
+        """Number of further instances of the policy that are being started."""
+        return self._policies[policy].growing
+
+    def kind(self, policy: PolicyName) -> str:
+        """The kind of the policy's engines. Between two policies of one kind, a move takes a load of weights alone."""
+        return self._room.kind(policy)
 
     @property
     def capabilities(self) -> dict[PolicyName, tuple[EngineCapabilities, ...]]:
@@ -205,6 +228,8 @@ class InferencePool:
     ) -> InstanceId:
         """Makes an instance serve the newest weights of the policy `to`; returns its new id.
 
+        Its engine loads them if it is of the same kind as those of `to`. Otherwise it ends, and one of `to` starts.
+
         `because` and `expected_s`, the seconds that it may take, are of the rule that decided it: they are recorded.
 
         Its running requests continue at another instance of their policy, or end first (setting `on_move`). If the
@@ -212,17 +237,22 @@ class InferencePool:
 
         - The move is refused: nothing has changed.
         - The move fails: the instance is lost, and is replaced for the policy `to`.
-        - The instance's own policy loses all other instances during the move: the instance stays where it is.
+        - The instance's own policy loses all other instances before its engine is changed: it stays where it is.
         """
         source, target = self._instances_of(instance.policy), self._instances_of(to)
-        if because_not := self._hindrance(source, target, instance):
-            raise EngineError(f"'{instance}' cannot be moved to '{to}': {because_not}")
-        move = InstanceMove(source.leave(instance), source, target, self._settings)
-        await asyncio.wait([self._start(self._run_move(move, instance, to, because, expected_s), f"move-{instance}")])
-        if move.failure:
-            raise EngineError(f"'{instance}' was not moved to '{to}': {move.failure}")
-        assert move.became is not None
-        return move.became
+        return await self._changes.move(instance, source, target, because, expected_s)
+
+    def has_room(self, policy: PolicyName) -> bool:
+        """True if one more instance of the policy can be started: there is room for it."""
+        return self._policies[policy].can_start and self._room.has_room(policy)
+
+    async def grow(self, policy: PolicyName, *, because: str = "", expected_s: float = 0.0) -> InstanceId:
+        """Starts one more instance of a policy; returns its id when it serves the newest weights.
+
+        `because` and `expected_s`: see `move`. If the caller is cancelled, the start continues. Raises EngineError if
+        there is no room, or the instance does not start: nothing has changed.
+        """
+        return await self._changes.grow(self._instances_of(policy), because, expected_s)
 
     async def sleep(self) -> None:
         """Makes every engine that can sleep release its device memory. Running requests pause; new requests wait.
@@ -256,8 +286,7 @@ class InferencePool:
 
         `instance` may also be an id that it had before a move.
         """
-        while instance in self._became:
-            instance = self._became[instance]
+        instance = self._changes.now(instance)
         policy = self._policies.get(instance.policy)
         if self._open and policy is not None:
             policy.lose(instance, because)
@@ -278,18 +307,6 @@ class InferencePool:
     def _give_out(self, policy: PolicyName) -> None:
         self._dispatches[policy].give_out_soon()
 
-    def _hindrance(self, source: Instances, target: Instances, instance: InstanceId) -> str:
-        """The reason why the instance cannot move now; empty if it can."""
-        if source is target:
-            return "it serves that policy already"
-        if not target.published:
-            return "that policy has published no weights that it could load"
-        if not self._awake.is_set():
-            return "the pool is asleep"
-        if instance in source.live and not source.live[instance].capabilities.loads_weights:
-            return "its engine does not load weights"
-        return ""
-
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
         """Ends an abandoned call after its grace period, with the tokens that were sampled so far."""
         self._lose_if_silent(call)
@@ -303,26 +320,6 @@ class InferencePool:
         instance = call.instance
         if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
-
-    async def _run_move(
-        self, move: InstanceMove, instance: InstanceId, to: PolicyName, because: str, expected_s: float
-    ) -> None:
-        began = self.events.now()
-        await move.run()
-        if move.became is not None:
-            self._became[instance] = move.became
-        if move.became is not None and not move.failure:
-            self.events.emit(
-                Moved(
-                    process=WorkerId.engine(move.became),
-                    began=began,
-                    instance=instance,
-                    to=to,
-                    became=move.became,
-                    expected_s=expected_s,
-                    because=because,
-                )
-            )
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
         with contextlib.suppress(TimeoutError, EngineError):  # The loss of an engine is noticed by its calls.

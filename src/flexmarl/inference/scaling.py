@@ -15,7 +15,7 @@ L is the number of sampled tokens of an answer. The lengths of waiting and runni
 policy that has answered none yet is expected to be like the others together.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -120,6 +120,12 @@ class PolicyLoad:
     """Number of requests that an instance can run at a time."""
     expected: Expectation | None = None
     """Expected length and speed of its requests; None if it has answered none yet."""
+    kind: str = ""
+    """Policies of equal kind take over each other's instances by loading weights. Between others a new one starts."""
+    start_s: float = 0.0
+    """Expected seconds until a new instance serves: its start, and the load of its weights."""
+    starting: int = 0
+    """Number of instances that are being started for it, beyond those in `instances`."""
 
     @property
     def running(self) -> int:
@@ -136,6 +142,11 @@ class Move:
     because: str
 
 
+def seconds_of(move_s: float, donor: PolicyLoad, to: PolicyLoad) -> float:
+    """Seconds that a move between two policies is expected to take: `move_s` if weights are all that has to change."""
+    return move_s if donor.kind == to.kind else to.start_s
+
+
 Loads = Mapping[PolicyName, PolicyLoad]
 WORTH_MOVING = 1.05
 """Factor by which the work of the busiest instances must exceed that of the best allocation. The work of steps varies
@@ -146,7 +157,7 @@ class BalanceRule(Protocol):
     """A rule that decides moves from the loads of all policies, at intervals while a step plays."""
 
     def decide(self, loads: Loads, *, move_s: float) -> Sequence[Move]:
-        """The moves to make now. A move is expected to take `move_s` seconds."""
+        """The moves to make now. Between policies of one kind, a move is expected to take `move_s` seconds."""
         ...
 
 
@@ -200,37 +211,38 @@ class DrainTime:
         than the work does.
         """
         known = {policy: load for policy, load in loads.items() if load.expected is not None}
-        arriving, moves = Counter[PolicyName](), list[Move]()
+        arriving, moves = defaultdict[PolicyName, float](float), list[Move]()
         most = max(1, int(self.most * sum(len(load.instances) for load in loads.values())))
         while len(moves) < most and (best := self._best(known, arriving, move_s)):
             donor, move = best
             moves.append(move)
-            arriving[move.to] += 1
+            arriving[move.to] += seconds_of(move_s, known[donor], known[move.to])
             known[donor] = without(known[donor], move.instance)
             known[move.to] = replace(known[move.to], instances={**known[move.to].instances, move.instance: 0})
         return moves
 
     def _best(
-        self, known: Mapping[PolicyName, PolicyLoad], arriving: Mapping[PolicyName, int], move_s: float
+        self, known: Mapping[PolicyName, PolicyLoad], arriving: Mapping[PolicyName, float], move_s: float
     ) -> tuple[PolicyName, Move] | None:
-        """The move that shortens the longest drain time most, with its donor. `arriving`: instances on their way."""
-        drains = {
-            policy: drain_s(load, arriving=arriving.get(policy, 0), from_s=move_s) for policy, load in known.items()
-        }
-        to = max(
-            (policy for policy in known if known[policy].waiting), key=lambda one: (drains[one], one), default=None
-        )
-        if to is None or (before := drains[to]) <= 2 * move_s:
-            # An instance is idle for move_s, and needs as long again to make up for it. The step lasts at least the
-            # longest drain time, so only a drain time above 2 * move_s leaves time for a gain.
+        """The move that shortens the longest drain time most, with its donor.
+
+        `arriving` has the policies that instances are on their way to, with the seconds that these take together.
+        """
+        drains = {policy: drain_s(load, missed_s=arriving.get(policy, 0.0)) for policy, load in known.items()}
+        to = last_to_drain(known, drains)
+        if to is None:
             return None
-        after_to = drain_s(known[to], more=1, arriving=arriving.get(to, 0) + 1, from_s=move_s)
+        before = drains[to]
         best: tuple[float, PolicyName] | None = None
         for donor in known.keys() - arriving.keys() - {to}:
-            if len(known[donor].instances) < 2:
+            takes_s = seconds_of(move_s, known[donor], known[to])
+            if len(known[donor].instances) < 2 or before <= 2 * takes_s:
+                # An instance is idle for takes_s, and needs as long again to make up for it. The step lasts at least
+                # the longest drain time, so only a drain time above 2 * takes_s leaves time for a gain.
                 continue
             if drain_s(without(known[donor], idlest(known[donor])[0])) >= before:
                 continue  # The next decision would find the donor overloaded, and move the instance back.
+            after_to = drain_s(known[to], more=1, missed_s=arriving.get(to, 0.0) + takes_s)
             after = max(after_to, drain_s(known[donor], more=-1))
             best = min(best or (after, donor), (after, donor))
         if best is None or before - best[0] <= self.least_gain * before:
@@ -240,29 +252,35 @@ class DrainTime:
         return donor, Move(idlest(known[donor])[0], to, because)
 
 
+def last_to_drain(known: Loads, drains: Mapping[PolicyName, float]) -> PolicyName | None:
+    """The policy with the longest drain time of those with waiting requests; None if no request waits."""
+    return max((policy for policy in known if known[policy].waiting), key=lambda one: (drains[one], one), default=None)
+
+
 def without(load: PolicyLoad, instance: InstanceId) -> PolicyLoad:
     """The load after the instance has left: the requests that it ran wait again."""
     left = {name: running for name, running in load.instances.items() if name != instance}
     return replace(load, instances=left, waiting=load.waiting + load.instances[instance])
 
 
-def drain_s(load: PolicyLoad, *, more: int = 0, arriving: int = 0, from_s: float = 0.0) -> float:
+def drain_s(load: PolicyLoad, *, more: int = 0, missed_s: float = 0.0) -> float:
     """Seconds until all waiting and running requests are done, if the number of instances changes by `more`.
 
-    `arriving` of them begin after `from_s` seconds. The result is the expected number of tokens left, divided by the
-    tokens that all instances sample per second, but at least the time that one request takes alone. `load.expected`
-    must not be None.
+    `missed_s` are the seconds until those of them serve that are on their way, summed. The result is the expected
+    number of tokens left, divided by the tokens that all instances sample per second, but at least the time that one
+    request takes alone. Instances that are being started count from `start_s` on. `load.expected` must not be None.
     """
     expected = load.expected
     assert expected is not None
     queued_tokens = load.waiting * expected.tokens + load.running * expected.tokens_left
     if not queued_tokens:
         return 0.0
-    count = len(load.instances) + more
+    count = len(load.instances) + load.starting + more
     if not count:
         return float("inf")
     latency_s = (expected.tokens if load.waiting else expected.tokens_left) / expected.tokens_per_s
-    return max((queued_tokens / (load.slots * expected.tokens_per_s) + arriving * from_s) / count, latency_s)
+    missed_s += load.starting * load.start_s
+    return max((queued_tokens / (load.slots * expected.tokens_per_s) + missed_s) / count, latency_s)
 
 
 def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move]:
@@ -288,21 +306,37 @@ def start_moves(work: Mapping[PolicyName, float], loads: Loads) -> Sequence[Move
 
 
 def moves_back(configured: Mapping[PolicyName, int], loads: Loads) -> Sequence[Move]:
-    """The moves to the allocation that the run began with, in proportion if instances were lost since."""
-    weights = {policy: float(configured.get(policy, 0)) for policy in loads}
-    wanted = allocation(weights, sum(len(load.instances) for load in loads.values()))
+    """The moves to the allocation that the run began with: in proportion if instances were lost since.
+
+    If there are more instances than at the beginning, further ones stay where they are.
+    """
+    begun = {policy: configured.get(policy, 0) for policy in loads}
+    held = {policy: len(load.instances) for policy, load in loads.items()}
+    total = sum(held.values())
+    if total >= sum(begun.values()):
+        wanted = {policy: max(held[policy], begun[policy]) for policy in loads}
+        while sum(wanted.values()) > total:
+            wanted[max(wanted, key=lambda policy: (wanted[policy] - begun[policy], policy))] -= 1
+    else:
+        wanted = allocation(begun, total)
     return _moves_to(wanted, loads, lambda policy: f"each step begins as configured, '{policy}' with {wanted[policy]}")
 
 
 def _moves_to(wanted: Mapping[PolicyName, int], loads: Loads, because: Callable[[PolicyName], str]) -> Sequence[Move]:
-    """The fewest moves to the allocation `wanted`, by the idlest instances. None if a policy has no live instance."""
+    """The fewest moves to the allocation `wanted`, by the idlest instances. None if a policy has no live instance.
+
+    Instances of a policy's own kind go there first, as they only load weights.
+    """
     if not all(load.instances for load in loads.values()):
         return ()
     missing = {policy: wanted[policy] - len(load.instances) for policy, load in loads.items()}
-    spare = [name for policy, load in loads.items() for name in idlest(load)[: max(0, -missing[policy])]]
-    return [
-        Move(spare.pop(), policy, because(policy)) for policy, number in missing.items() for _ in range(max(0, number))
-    ]
+    spare = [(load.kind, name) for one, load in loads.items() for name in idlest(load)[: max(0, -missing[one])]]
+    moves = list[Move]()
+    for policy in (policy for policy, number in missing.items() for _ in range(max(0, number))):
+        alike = [one for one in spare if one[0] == loads[policy].kind]
+        spare.remove(goes := (alike or spare)[-1])
+        moves.append(Move(goes[1], policy, because(policy)))
+    return moves
 
 
 def allocation(work: Mapping[PolicyName, float], count: int) -> Mapping[PolicyName, int]:

@@ -53,6 +53,14 @@ def is_timed(engine: EngineSettings) -> bool:
     return getattr(engine, "is_timed", False)
 
 
+def kind_of(engine: EngineSettings, policy: str) -> str:
+    """The kind of a policy's engine: engines of one kind become each other's policy by loading its weights.
+
+    The settings class of such a type states `takes_over = True`. Any other engine is of its policy's own kind.
+    """
+    return engine.type if getattr(engine, "takes_over", False) else f"{engine.type} of {policy}"
+
+
 KV_SHARE = 0.5
 """Share of the free memory that keys and values may take by default; a trainer of the same device needs some too."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,6 +79,9 @@ class EmbeddedSettings(Settings):
     factory: ClassVar[str] = "flexmarl.inference.backends.embedded.engine:make_engine"
     takes_adapters: ClassVar[bool] = True
     """Its engines' capabilities have `adapters`. A class without this attribute says that they have not."""
+    takes_over: ClassVar[bool] = True
+    """Its engines serve another policy with such an engine once they have loaded its weights. A class without this
+    attribute says that they cannot: an instance moves by ending, and another one starts in its place."""
 
     type: Literal["embedded"] = "embedded"
     slots: int = Field(default=64, ge=1, description="Requests that decode together; more wait in the queue.")
@@ -207,6 +218,19 @@ class BalanceSettings(Settings):
     )
     move_s: float = Field(
         default=2.5, ge=0, description="drain_time: assumed seconds of a move until one has been measured."
+    )
+    start_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Assumed seconds until a new instance serves, for `grow` and for moves between unlike engines, "
+        "until one has been measured.",
+    )
+    grow: bool = Field(
+        default=False,
+        description="Start further instances of the policy that drains last, where the nodes of the pool `rollout` "
+        "have free CPUs and accelerators and it pays within the drain time. On a private Ray the room is that of this "
+        "machine: its accelerators, or its cores beyond the threads of all configured engines and trainers; for "
+        "modelled engines it is `simulation.room`. They end first when a lost instance finds no room.",
     )
     start: Literal["as_configured", "by_share"] = Field(
         default="as_configured",

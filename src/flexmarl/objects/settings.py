@@ -11,13 +11,19 @@ Verify = Literal["full", "names"]
 
 
 class ObjectSettings(Settings):
-    """How published weights are checked."""
+    """How published weights cross between nodes, and how they are checked."""
 
     verify: Literal["auto", "full", "names"] = Field(
         default="auto",
         description="What an engine checks before it serves a version. full: a digest of every byte that it holds; "
         "names: names, dtypes and shapes; the bytes are trusted as the object store gives them. "
         "auto: full on a CPU, names on accelerators.",
+    )
+
+    delta: Literal["off", "auto"] = Field(
+        default="auto",
+        description="ray, between nodes: auto sends the parts of a version in which few numbers changed as their "
+        "difference from the version before it, if the receiving node has that one; off: whole, always.",
     )
 
     def level(self, device: str) -> Verify:

@@ -5,18 +5,8 @@ as there are dtypes. Tensors are copied into the block once, and viewed there wi
 
     |  bfloat16: embed | layers.0.q | ...  |  float32: layers.0.norm | ...  |
 
-The digest of a tree adds up from parts, in any order and on any device:
-
-    block of the layout:  | w0 | w1 | w2 | ...        64-bit words, little-endian; padding is zero
-    sums                  S = sum of w[p] c[p]         mod 2^64, c[p] odd
-                          T = sum of (w[p] >> 32) d[p] mod 2^64, d[p] odd, w signed
-    coefficients          c[p] = table[p mod BLOCK] factor[p div BLOCK], d alike
-
-Both sums are linear in the bytes, so the sums of parts add up to those of the whole, whoever computed them. A change of
-one word always changes S, as c[p] is odd. T is needed because a word's highest bits meet only the lowest bits of c in
-S: with S alone, two flipped signs could cancel. Two changes cancel in both sums with a probability of 2^-32 at most;
-for a torn, stale or swapped tensor it is 2^-64 or less. The digest is not cryptographic: two trees with the same digest
-can be made on purpose.
+The digest of a tree is that of names, dtypes and shapes, and the sums of its block's words (cluster/word_sums.py),
+which add up from parts, in any order and on any device.
 """
 
 import json
@@ -27,8 +17,9 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, Self
 
-import numpy as np
 import torch
+
+from flexmarl.cluster.word_sums import BLOCK, MASK, WORD_BYTES, Sums, array_sums, factors_of, tables
 
 ALIGNMENT = 64
 """Bytes. A cache line, and a multiple of every element's size, so that a view of any dtype may begin there."""
@@ -162,9 +153,6 @@ def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) 
             view.copy_(tree[name])
 
 
-BLOCK = 1 << 15
-"""Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache. Fewer would need more
-calls."""
 _SMALL = 1 << 16
 """Items of a tensor. Smaller neighbours are joined first: a copy costs less than the dozen calls that each takes."""
 _JOINED = 1 << 20
@@ -173,19 +161,6 @@ _PIECE = 1 << 20
 """Bytes that are copied before they are summed: a few blocks, which a core's cache holds."""
 _CHUNK = 64
 """Blocks that an accelerator multiplies in one go: 16 MiB of products."""
-_MASK = (1 << 64) - 1
-_WORD_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The two sums, S and T, of a part of a block. The sums of disjoint parts add up."""
-
-    words: int = 0
-    upper: int = 0
-
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums((self.words + other.words) & _MASK, (self.upper + other.upper) & _MASK)
 
 
 def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
@@ -198,11 +173,11 @@ def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
     data = part.detach().contiguous().reshape(-1).view(torch.uint8)
     if not len(data):
         return Sums()
-    head = first_byte % _WORD_BYTES
-    if head or data.storage_offset() % _WORD_BYTES:
-        return _sums(_padded(data, head), first_byte // _WORD_BYTES)
-    first, num_whole = first_byte // _WORD_BYTES, len(data) // _WORD_BYTES
-    end = num_whole * _WORD_BYTES
+    head = first_byte % WORD_BYTES
+    if head or data.storage_offset() % WORD_BYTES:
+        return _sums(_padded(data, head), first_byte // WORD_BYTES)
+    first, num_whole = first_byte // WORD_BYTES, len(data) // WORD_BYTES
+    end = num_whole * WORD_BYTES
     sums = _sums(data[:end].view(torch.int64), first)
     return sums if end == len(data) else sums + _sums(_padded(data[end:], 0), first + num_whole)
 
@@ -267,25 +242,9 @@ def whole_digest(layout: Layout, sums: Sums) -> str:
     return f"{facts_digest(layout)}:{sums.words:016x}{sums.upper:016x}"
 
 
-def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """c and d of the words at these positions of a block, in uint64: the definition, for tests and other code."""
-    within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
-    return _odd_factor(within, 0) * _odd_factor(block, 2), _odd_factor(within, 1) * _odd_factor(block, 3)
-
-
-def _odd_factor(index: np.ndarray, stream: int) -> np.ndarray:
-    """Odd 64-bit numbers: splitmix64 (Steele et al. 2014) at the places `index` of one of four streams."""
-    with np.errstate(over="ignore"):
-        z = (index.astype(np.uint64) + np.uint64(stream << 40) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
-
-
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    within = np.arange(BLOCK)
-    first, second = (torch.from_numpy(_odd_factor(within, stream).view(np.int64)).to(device) for stream in (0, 1))
+    first, second = (torch.from_numpy(table).to(device) for table in tables())
     return first, second
 
 
@@ -312,46 +271,16 @@ def _runs(placed: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, lis
         yield start, run
 
 
-@lru_cache(maxsize=1 << 12)
-def _block_factors(block: int) -> tuple[int, int]:
-    (factor,), (upper_factor,) = _factors(block, 1)
-    return int(factor), int(upper_factor)
-
-
-def _factors(first: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    blocks = np.arange(first, first + number)
-    return _odd_factor(blocks, 2).view(np.int64), _odd_factor(blocks, 3).view(np.int64)
-
-
 def _padded(data: torch.Tensor, head: int) -> torch.Tensor:
     """The bytes as words, after `head` zero bytes and followed by the zero bytes that the last word needs."""
-    num_words = -(-(head + len(data)) // _WORD_BYTES)
+    num_words = -(-(head + len(data)) // WORD_BYTES)
     words = torch.zeros(num_words, dtype=torch.int64, device=data.device)
     words.view(torch.uint8)[head : head + len(data)] = data
     return words
 
 
 def _sums(words: torch.Tensor, first: int) -> Sums:
-    return _block_by_block(words, first) if words.device.type == "cpu" else _many_blocks(words, first)
-
-
-def _block_by_block(words: torch.Tensor, first: int) -> Sums:
-    """The sums on a CPU: each block is read into the cache once, and multiplied there twice."""
-    table, upper_table = (table.numpy() for table in _tables(words.device))
-    array = words.numpy()
-    upper = np.empty(min(BLOCK, len(array)), np.int64)
-    sums, at = [0, 0], 0
-    while at < len(array):
-        block, start = divmod(first + at, BLOCK)
-        size = min(BLOCK - start, len(array) - at)
-        piece, halves = array[at : at + size], upper[:size]
-        np.right_shift(piece, 32, out=halves)
-        factor, upper_factor = _block_factors(block)
-        # numpy's loop over 64-bit integers is half as long as that of `torch.dot`.
-        sums[0] += factor * int(np.einsum("i,i", piece, table[start : start + size]))
-        sums[1] += upper_factor * int(np.einsum("i,i", halves, upper_table[start : start + size]))
-        at += size
-    return Sums(sums[0] & _MASK, sums[1] & _MASK)
+    return array_sums(words.numpy(), first) if words.device.type == "cpu" else _many_blocks(words, first)
 
 
 def _many_blocks(words: torch.Tensor, first: int) -> Sums:
@@ -364,9 +293,9 @@ def _many_blocks(words: torch.Tensor, first: int) -> Sums:
         number = min(whole, _CHUNK)
         size = number * BLOCK if number else min(BLOCK - start, len(words) - at)
         piece = words[at : at + size].view(max(number, 1), -1)
-        factors = _factors(block, max(number, 1))
+        factors = factors_of(block, max(number, 1))
         for which, values in enumerate((piece, piece >> 32)):
             table = tables[which][start : start + piece.shape[1]]
             total[which] += ((values * table).sum(1) * torch.from_numpy(factors[which]).to(words.device)).sum()
         at += size
-    return Sums(*(int(number) & _MASK for number in total.tolist()))
+    return Sums(*(int(number) & MASK for number in total.tolist()))

@@ -1,21 +1,25 @@
 """Runs balancing: looks at the queues again and again, and makes the moves of instances that the rule decides.
 
   pool's queues ──► rule ──► moves, in parallel ──► the next look
+  pool's queues ──► growth ──► a further instance starts, while the queues are looked at
   answered calls ──► demand ──► start allocation, at the end of each rollout
 
 consumes    the load of every policy; tokens and seconds of its answered calls
 waits for   requests to be under way, then balance.poll_s; the moves of the look before; an awake pool
-produces    moves of instances to other policies; the reason of each move is in the journal
-unblocked by requests; it sleeps while there are none. If a move fails, the pool replaces a lost instance
+produces    moves of instances to other policies, and further instances; the reason of each is in the journal
+unblocked by requests; it sleeps while there are none. If a move fails, the pool replaces a lost instance. If a further
+            instance does not start, its policy gets none until the next step
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
 from flexmarl.events.notices import StepPlayed
-from flexmarl.events.serving_events import Called, Moved, MoveFailed
+from flexmarl.events.serving_events import Called, GrowthFailed, InstanceGrown, InstanceReplaced, Moved, MoveFailed
+from flexmarl.inference.growing import Growth, growth
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import (
     BalanceRule,
@@ -25,10 +29,26 @@ from flexmarl.inference.scaling import (
     Move,
     PolicyLoad,
     moves_back,
+    seconds_of,
     start_moves,
 )
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.records import InstanceId, PolicyName
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Mean of measured seconds."""
+
+    count: int = 0
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.sum_s += seconds
+
+    def or_else(self, assumed_s: float) -> float:
+        return self.sum_s / self.count if self.count else assumed_s
 
 
 class Balancer:
@@ -46,13 +66,18 @@ class Balancer:
         """`slots` gives, by policy, the number of requests that an instance serves at the same time."""
         self._pool, self._rule, self._settings, self._events, self._slots = pool, rule, settings, events, slots
         self._demand = Demand()
-        self._moved, self._moving_s = 0, 0.0
+        self._swaps, self._starts = _Mean(), _Mean()
+        self._starts_of = {policy: _Mean() for policy in slots}
+        self._stuck = set[PolicyName]()
+        """Policies whose further instance did not start in this step."""
         self._moving = asyncio.Lock()
         self._rollout_ended = asyncio.Event()
         self._configured: Mapping[PolicyName, int] = {}
         """Number of instances of each policy at the start of the run."""
         events.listen(Called, self._called)
         events.listen(Moved, self._made)
+        events.listen(InstanceGrown, lambda grown: self._started(grown.instance, grown.seconds))
+        events.listen(InstanceReplaced, lambda new: self._started(new.instance, new.seconds))
         events.listen(StepPlayed, self._step_played)
 
     async def watch(self) -> None:
@@ -64,6 +89,8 @@ class Balancer:
         async with asyncio.TaskGroup() as tasks:
             if self._settings.rule != "none":
                 tasks.create_task(self._watch_queues(), name="balance/queues")
+            if self._settings.grow:
+                tasks.create_task(self._watch_room(tasks), name="balance/room")
             tasks.create_task(self._watch_rollouts(), name="balance/start")
 
     def _step_played(self, played: StepPlayed) -> None:
@@ -73,6 +100,7 @@ class Balancer:
         allocation.
         """
         self._demand.step_ended()
+        self._stuck.clear()
         if played.pauses or self._settings.start == "by_share":
             self._rollout_ended.set()
 
@@ -81,7 +109,18 @@ class Balancer:
             await self._pool.until_asked()
             await asyncio.sleep(self._settings.poll_s)
             async with self._moving:
-                await self._make(self._rule.decide(self._loads(), move_s=self._move_s))
+                await self._make(self._rule.decide(self._loads(), move_s=self._swap_s))
+
+    async def _watch_room(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts further instances in `tasks`, at most one per look. Those that are starting count in the next look."""
+        while True:
+            await self._pool.until_asked()
+            await asyncio.sleep(self._settings.poll_s)
+            await self._pool.until_awake()
+            loads = self._loads()
+            room = [policy for policy in loads if policy not in self._stuck and self._pool.has_room(policy)]
+            if decided := growth(loads, room=room):
+                tasks.create_task(self._grow(decided), name=f"balance/grow-{decided.policy}")
 
     async def _watch_rollouts(self) -> None:
         while True:
@@ -103,14 +142,28 @@ class Balancer:
                 tasks.create_task(self._move(move), name=f"balance/{move.instance}")
 
     async def _move(self, move: Move) -> None:
+        loads = self._loads()
+        expected_s = seconds_of(self._swap_s, loads[move.instance.policy], loads[move.to])
         try:
-            await self._pool.move(move.instance, to=move.to, because=move.because, expected_s=self._move_s)
+            await self._pool.move(move.instance, to=move.to, because=move.because, expected_s=expected_s)
         except EngineError as error:
             self._events.emit(MoveFailed(because=str(error), instance=move.instance, to=move.to))
 
+    async def _grow(self, decided: Growth) -> None:
+        policy = decided.policy
+        try:
+            await self._pool.grow(policy, because=decided.because, expected_s=self._start_s(policy))
+        except EngineError as error:
+            self._stuck.add(policy)
+            self._events.emit(GrowthFailed(because=str(error), policy=policy))
+
     @property
-    def _move_s(self) -> float:
-        return self._moving_s / self._moved if self._moved else self._settings.move_s
+    def _swap_s(self) -> float:
+        return self._swaps.or_else(self._settings.move_s)
+
+    def _start_s(self, policy: PolicyName) -> float:
+        """Expected seconds until a new instance serves: measured for the policy, else for others, else assumed."""
+        return self._starts_of[policy].or_else(self._starts.or_else(self._settings.start_s))
 
     def _loads(self) -> Loads:
         waiting = self._pool.waiting
@@ -133,6 +186,9 @@ class Balancer:
             waiting=waiting + sum(max(0, count - slots) for count in given.values()),
             slots=slots,
             expected=expected,
+            kind=self._pool.kind(policy),
+            start_s=self._start_s(policy),
+            starting=self._pool.growing(policy),
         )
 
     def _called(self, call: Called) -> None:
@@ -141,5 +197,11 @@ class Balancer:
             self._demand.answered(call.policy, tokens=call.sampled_tokens, serving_s=serving_s)
 
     def _made(self, move: Moved) -> None:
-        self._moved += 1
-        self._moving_s += move.seconds
+        if move.starts:
+            self._started(move.became, move.seconds)
+        else:
+            self._swaps.add(move.seconds)
+
+    def _started(self, instance: InstanceId, seconds: float) -> None:
+        for mean in (self._starts, self._starts_of[instance.policy]):
+            mean.add(seconds)

@@ -102,12 +102,15 @@ class Loads:
         self._loads.clear()
 
     def runs(self, first: float, num_tokens: int) -> tuple[VersionRun, ...]:
-        """Returns the version runs of a response whose first token is sampled at step `first`."""
+        """Returns the version runs of a response whose first token is sampled at step `first`.
+
+        Of versions that were loaded within one step, only the last one samples.
+        """
         if first >= self._loads[-1][0]:
             return (VersionRun(0, self._loads[-1][1]),)
         began = bisect_right(self._loads, first, key=lambda load: load[0]) - 1
-        later = ((math.ceil(step - first), version) for step, version in self._loads[began + 1 :])
+        later = {math.ceil(step - first): version for step, version in self._loads[began + 1 :]}
         return (
             VersionRun(0, self._loads[began][1]),
-            *(VersionRun(start, version) for start, version in later if start < num_tokens),
+            *(VersionRun(start, version) for start, version in later.items() if start < num_tokens),
         )

@@ -100,7 +100,7 @@ class ModelledResidents:
     host: CpuShare
     respond: Responder
     spare: int
-    """Number of replacements for which every node has extra room."""
+    """Number of replacements and grown instances for which every node has extra room."""
     nodes: int = 1
 
     def cluster(self, residents: int, events: Events) -> AbstractAsyncContextManager[Cluster]:

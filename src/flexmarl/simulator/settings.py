@@ -54,6 +54,11 @@ class SimulationSettings(Settings):
     nodes: int = Field(
         default=1, ge=1, description="Nodes that engines and trainers are spread over; a plan of faults may lose one."
     )
+    room: int = Field(
+        default=0,
+        ge=0,
+        description="Modelled engines that have room beyond the configured ones, for `balance.grow`.",
+    )
     transfers: TransferCosts = TransferCosts()
     restart_s: float = Field(
         default=0.0, ge=0, description="Starting the run again after a loss that ends it, before it goes on."

@@ -25,6 +25,7 @@ class TimedSettings(Settings):
     factory: ClassVar[str] = "flexmarl.simulator.timed_engine:make_engine"
     computes: ClassVar[bool] = False
     is_timed: ClassVar[bool] = True
+    takes_over: ClassVar[bool] = True
 
     type: Literal["timed"] = "timed"
 

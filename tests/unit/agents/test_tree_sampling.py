@@ -308,12 +308,18 @@ async def silent(task, team):
     return False
 
 
+@patterns.turn("forgets_to_return")
+async def forgets_to_return(task, team):
+    (await team.red.act("x")).reward(1.0)
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
         ("draws_in_the_prompt", "candidates 0 and 1 of a turn have different contexts"),
         ("unrewarded", "candidate . got no reward"),
         ("silent", "candidate . made no call"),
+        ("forgets_to_return", "the turn returned None; it must return True if the play is over"),
     ],
 )
 def test_a_turn_that_cannot_be_compared_fails_the_episode(name, error):

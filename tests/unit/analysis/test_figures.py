@@ -144,6 +144,16 @@ def test_an_instance_that_became_another_is_one_instance() -> None:
     assert facts.instances == ["solver/0"]
 
 
+def test_a_further_instance_counts_while_it_is_there() -> None:
+    """Its device is there from 5 to 9 of ten seconds, under another name from 7 on, and works for two of them."""
+    grown = event("instance_grown", 5.0, began=4.0, process="engine/solver/1", instance="solver/1", version=0)
+    moved = event("moved", 7.0, began=6.0, instance="solver/1", to="verifier", became="verifier/7")
+    retired = event("instance_retired", 9.0, began=8.0, process="engine/verifier/7", instance="verifier/7")
+    its_call = call(9.0, began=7.0, group=1, instance="verifier/7")
+    before, after = report(ONE_STEP), report([*ONE_STEP[:-1], grown, moved, its_call, retired, ONE_STEP[-1]])
+    assert after.rollout_utilisation == pytest.approx((10 * before.rollout_utilisation + 2) / (10 + 4))
+
+
 def test_a_run_without_a_step_has_no_report() -> None:
     assert report_of(Facts(), ALONE) is None
 

@@ -3,25 +3,32 @@
 import asyncio
 import errno
 import fcntl
+import itertools
 import os
+import shutil
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexmarl.cluster import node_agent
 from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.node_agent import LocalAgent, NodeAgent
+from flexmarl.cluster.locations import Sent
+from flexmarl.cluster.node_agent import LocalAgent, NodeAgent, Offer, stretches
 from flexmarl.errors import ObjectError, WorkerError
 from flexmarl.objects.backends.node import NodeObjectStore
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, RunCopy, TensorTree
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, RunCopy, TensorTree, checksum, weights_key
 from flexmarl.objects.settings import Verify
-from flexmarl.testing.object_checks import check_object_store
+from flexmarl.records import PolicyName, Version
+from flexmarl.testing.object_checks import check_object_store, heterogeneous_tree
 
 HOME, LEFT, RIGHT = "home", "left", "right"
 
@@ -29,16 +36,25 @@ HOME, LEFT, RIGHT = "home", "left", "right"
 class Agents:
     """The agents of three nodes, which call one another directly. Reads of a node can be made to fail."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, leases: Mapping[str, RunLeases], *, deltas: bool = True, one_sided: bool = False) -> None:
+        """Their folders are empty, whatever agents with these leases left there."""
+        for one in leases.values():
+            shutil.rmtree(one.shared_memory(), ignore_errors=True)
+        self._one_sided = one_sided
         self.reads: Counter[str] = Counter()
         self.before_read: Callable[[str], Awaitable[None]] | None = None
         """Awaited with the source before each piece; may raise."""
+        self.offered: dict[int, BinaryIO] = {}
+        """What is offered for one-sided reads, by number."""
+        self.loop: asyncio.AbstractEventLoop
         self._agents = {
             name: LocalAgent(
                 ClusterNode(name=name, id=name, address="", cpus=1, devices=0),
                 home=HOME,
-                leases=RunLeases(name, root=root),
+                leases=leases[name],
                 peers=self,
+                memory=LocalMemory(self, name) if one_sided else None,
+                deltas=deltas,
             )
             for name in (HOME, LEFT, RIGHT)
         }
@@ -54,6 +70,7 @@ class Agents:
         return self._agents[node]
 
     async def read(self, node: str, file: str, start: int, num_bytes: int) -> memoryview:
+        assert not self._one_sided, "the source's agent takes no part"
         self.reads[node] += 1
         if self.before_read:
             await self.before_read(node)
@@ -61,9 +78,40 @@ class Agents:
         assert len(data) == num_bytes
         return memoryview(data)
 
-    async def close(self) -> None:
-        for agent in self._agents.values():
-            await agent.close()
+
+class LocalMemory:
+    """A OneSidedMemory of which each transfer is a piece."""
+
+    numbers = itertools.count()
+
+    def __init__(self, agents: Agents, node: str) -> None:
+        self._agents, self._node = agents, node
+
+    def offer(self, path: Path) -> Offer:
+        file, number = path.open("rb"), next(self.numbers)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        self._agents.offered[number], self._agents.loop = file, asyncio.get_running_loop()
+        return Offer(number=number, session=self._node, address=0, num_bytes=path.stat().st_size)
+
+    def withdraw(self, number: int) -> None:
+        self._agents.offered.pop(number).close()
+
+    def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "it blocks"
+        self._agents.reads[offer.session] += 1
+        if self._agents.before_read:
+            loop = self._agents.loop
+            asyncio.run_coroutine_threadsafe(self._agents.before_read(offer.session), loop).result()
+        data = os.pread(self._agents.offered[offer.number].fileno(), num_bytes, start)
+        assert len(data) == num_bytes
+        os.pwrite(descriptor, data, start)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return node_agent.PIECE_BYTES
+
+    def close(self) -> None:
+        assert not self._agents.offered
 
 
 class Files:
@@ -81,23 +129,42 @@ class Files:
         return Path(await self._agent.folder())
 
 
-@contextmanager
-def three_nodes() -> Iterator[Agents]:
+@pytest.fixture(scope="module")
+def leases() -> Iterator[dict[str, RunLeases]]:
+    """The leases of three nodes. Each has a process of its own, so that the tests share them."""
     with tempfile.TemporaryDirectory(prefix="fx", dir="/tmp") as folder:
-        agents = Agents(Path(folder) / "runs")
-        try:
-            yield agents
-        finally:
-            asyncio.run(agents.close())
-            assert list((Path(folder) / "runs").iterdir()) == []
-            assert not any(agents[node].path.exists() for node in (HOME, LEFT, RIGHT))
+        root = Path(folder) / "runs"
+        made = {name: RunLeases(name, root=root) for name in (HOME, LEFT, RIGHT)}
+        agents = Agents(made)
+        yield made
+        for name in made:
+            asyncio.run(agents[name].close())
+        assert list(root.iterdir()) == []
+        assert not any(one.shared_memory().exists() for one in made.values())
+
+
+@pytest.fixture(params=[False, True], ids=["piece-by-piece", "one-sided"])
+def one_sided(request: pytest.FixtureRequest) -> bool:
+    return request.param
 
 
 @pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
+def agents(leases: dict[str, RunLeases], monkeypatch: pytest.MonkeyPatch, one_sided: bool) -> Iterator[Agents]:
     monkeypatch.setattr(node_agent, "PIECE_BYTES", 1000)
-    with three_nodes() as found:
-        yield found
+    agents = Agents(leases, one_sided=one_sided)
+    yield agents
+    assert not agents.offered, "all that was offered was withdrawn"
+
+
+@given(chosen=st.sets(st.integers(0, 9)), longest=st.integers(1, 12), last=st.integers(1, node_agent.PIECE_BYTES))
+def test_stretches_are_the_pieces_joined(chosen: set[int], longest: int, last: int) -> None:
+    piece = node_agent.PIECE_BYTES
+    starts, end = [index * piece for index in chosen], 9 * piece + last
+    joined = list(stretches(starts, end, longest * piece))
+    assert all(0 < size <= longest * piece for _, size in joined)
+    covered = [start for begin, size in joined for start in range(begin, begin + size, piece)]
+    assert covered == sorted(starts)
+    assert sum(size for _, size in joined) == sum(min(piece, end - start) for start in starts)
 
 
 async def put(agents: Agents, node: str, file: str, data: bytes) -> None:
@@ -126,9 +193,8 @@ class SetHereGetThere:
         await self._other.release(key)
 
 
-def test_a_store_on_agents_keeps_the_laws_of_object_stores() -> None:
-    with ExitStack() as stack:
-        asyncio.run(check_object_store(lambda: SetHereGetThere(stack.enter_context(three_nodes()))))
+def test_a_store_on_agents_keeps_the_laws_of_object_stores(leases: dict[str, RunLeases], one_sided: bool) -> None:
+    asyncio.run(check_object_store(lambda: SetHereGetThere(Agents(leases, one_sided=one_sided))))
 
 
 def test_a_key_is_set_once_on_all_nodes(agents: Agents) -> None:
@@ -149,7 +215,8 @@ def test_many_who_ask_at_once_share_one_fetch(agents: Agents) -> None:
         await asyncio.gather(*(agents[RIGHT].fetch("file") for _ in range(5)))
         assert (agents[RIGHT].path / "file").read_bytes() == data
         assert agents.reads == {LEFT: 11}
-        assert await agents[HOME].fetches() == {("file", RIGHT): 1}
+        _, fetches = await agents[HOME].fetches()
+        assert [(one.file, one.node, one.sent) for one in fetches] == [("file", RIGHT, Sent(len(data)))]
 
     asyncio.run(act())
 
@@ -184,6 +251,7 @@ def test_without_another_source_it_says_what_failed_and_leaves_nothing(agents: A
         with pytest.raises(ObjectError, match=r"'file' cannot be fetched to node 'right': from node left: .*power cut"):
             await agents[RIGHT].fetch("file")
         assert agents.files(RIGHT) == []
+        assert await agents[HOME].fetches() == (0, [])
         agents.before_read = None
         await agents[RIGHT].fetch("file")
         with pytest.raises(FileNotFoundError, match=r"no file 'other'; there are: \['file'\]"):
@@ -217,8 +285,8 @@ def test_a_drop_between_the_last_piece_and_the_name_is_noticed(agents: Agents) -
         await put(agents, LEFT, "file", b"x" * 10)
         end_fetch = agents[HOME].end_fetch
 
-        async def ended(file: str, number: int, whole: bool) -> bool:
-            current = await end_fetch(file, number, whole)
+        async def ended(file: str, number: int, sent: Sent | None) -> bool:
+            current = await end_fetch(file, number, sent)
             await agents[RIGHT].drop("file")
             return current
 
@@ -322,5 +390,158 @@ def test_a_lost_nodes_files_are_found_where_else_they_are(agents: Agents) -> Non
         assert await agents[HOME].files() == ["shared"]
         await agents[HOME].fetch("shared")
         assert (agents[HOME].path / "shared").stat().st_size == 5000
+
+    asyncio.run(act())
+
+
+LARGE = os.urandom(10_101)
+
+
+def changed(data: bytes, *places: int) -> bytes:
+    """The data with other bytes at these places."""
+    return bytes(byte ^ 0xFF if place in places else byte for place, byte in enumerate(data))
+
+
+async def crossed(agents: Agents) -> list[tuple[str, str, int, int]]:
+    """Of each fetch that ended: destination, base, bytes by difference and bytes that did not match."""
+    _, fetches = await agents[HOME].fetches()
+    return [(one.node, one.fetch.base, one.sent.by_difference, one.sent.mismatched) for one in fetches]
+
+
+def test_a_file_comes_as_the_difference_from_the_one_before_it(agents: Agents) -> None:
+    async def act() -> None:
+        await fetched(agents, FIRST, LARGE)
+        agents.reads.clear()
+        await fetched(agents, SECOND, changed(LARGE, 17, 3500, 10_000))
+        assert agents.reads == {}, "witness: no piece was read whole"
+        number, (_, second) = await agents[HOME].fetches()
+        assert (second.node, second.fetch.source, second.fetch.base) == (RIGHT, LEFT, FIRST)
+        assert second.sent.by_difference == 10_101
+        assert second.sent.num_bytes < 11 * 40, "11 pieces of 1000 bytes, each with a head"
+        await agents[HOME].drop(FIRST)
+        await fetched(agents, THIRD, changed(LARGE, 18))
+        _, (third,) = await agents[HOME].fetches(number)
+        assert (third.fetch.base, third.sent.by_difference) == (SECOND, 10_101), "from what came as a difference itself"
+
+    asyncio.run(act())
+
+
+def test_pieces_that_changed_much_come_whole_beside_others(agents: Agents) -> None:
+    async def act() -> None:
+        await fetched(agents, FIRST, LARGE)
+        agents.reads.clear()
+        await fetched(agents, SECOND, changed(LARGE, *range(2000, 4000), 9))
+        assert agents.reads == {LEFT: 2}
+        _, (_, second) = await agents[HOME].fetches()
+        assert second.sent.by_difference == 8101
+        assert 2000 < second.sent.num_bytes < 2000 + 9 * 40
+
+    asyncio.run(act())
+
+
+def test_a_node_without_the_base_gets_the_file_whole(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, FIRST, LARGE)
+        await fetched(agents, SECOND, changed(LARGE, 17))
+        assert await crossed(agents) == [(RIGHT, "", 0, 0)]
+        assert agents.reads == {LEFT: 11}
+        for node in (LEFT, RIGHT):  # What a node has lost, without a word to anybody.
+            (agents[node].path / SECOND).unlink()
+            await fetched(agents, THIRD, changed(LARGE, 18))
+            await agents[HOME].drop(THIRD)
+            (agents[node].path / SECOND).write_bytes(changed(LARGE, 17))
+        assert await crossed(agents) == [(RIGHT, "", 0, 0), *[(RIGHT, SECOND, 0, 0)] * 2]
+        assert agents.reads == {LEFT: 33}
+
+    asyncio.run(act())
+
+
+def test_a_node_with_another_file_of_that_version_gets_the_right_one_whole(agents: Agents) -> None:
+    async def act() -> None:
+        await fetched(agents, FIRST, LARGE)
+        (agents[RIGHT].path / FIRST).write_bytes(changed(LARGE, 4321))
+        agents.reads.clear()
+        await fetched(agents, SECOND, changed(LARGE, 17))
+        assert agents.reads == {LEFT: 1}, "the one piece that differs"
+        assert (await crossed(agents))[1] == (RIGHT, FIRST, 9101, 1000)
+        _, (_, second) = await agents[HOME].fetches()
+        assert 1000 < second.sent.num_bytes < 1000 + 11 * 40, "with the piece itself"
+        for node in (LEFT, RIGHT):
+            (agents[node].path / SECOND).write_bytes(b"short")
+            await fetched(agents, THIRD, changed(LARGE, 18))
+            await agents[HOME].drop(THIRD)
+            (agents[node].path / SECOND).write_bytes(changed(LARGE, 17))
+        assert (await crossed(agents))[2:] == [(RIGHT, SECOND, 0, 0)] * 2
+
+    asyncio.run(act())
+
+
+def test_a_difference_that_is_damaged_on_its_way_is_not_used(agents: Agents) -> None:
+    async def act() -> None:
+        await fetched(agents, FIRST, LARGE)
+        difference = agents[LEFT].difference
+
+        async def damaged(file: str, base: str, start: int, num_bytes: int) -> bytes:
+            delta = await difference(file, base, start, num_bytes)
+            return delta[:-1] + bytes([delta[-1] ^ 1]) if start in (3000, 5000) else delta
+
+        agents[LEFT].difference = damaged
+        await fetched(agents, SECOND, changed(LARGE, 3003, 5005))
+        assert (await crossed(agents))[1] == (RIGHT, FIRST, 8101, 2000)
+
+    asyncio.run(act())
+
+
+def test_a_source_that_is_lost_while_it_compares_is_replaced_by_another(agents: Agents) -> None:
+    async def act() -> None:
+        await fetched(agents, FIRST, LARGE)
+        await agents[HOME].fetch(FIRST)
+        await put(agents, LEFT, SECOND, changed(LARGE, 17))
+        await agents[HOME].fetch(SECOND)
+
+        async def lost(file: str, base: str, start: int, num_bytes: int) -> bytes:
+            raise WorkerError("power cut")
+
+        async def cannot_be_read(node: str) -> None:
+            if node == HOME:
+                raise WorkerError("power cut")
+
+        agents[HOME].difference, agents.before_read = lost, cannot_be_read
+        await agents[RIGHT].fetch(SECOND)
+        assert (agents[RIGHT].path / SECOND).read_bytes() == changed(LARGE, 17)
+        assert agents.reads[HOME] >= 1, "witness: the lost one was asked first"
+        _, fetches = await agents[HOME].fetches()
+        assert (fetches[-1].fetch.source, fetches[-1].sent.by_difference) == (LEFT, 10_101)
+
+    asyncio.run(act())
+
+
+def test_with_deltas_off_files_come_whole(leases: dict[str, RunLeases]) -> None:
+    async def act(agents: Agents) -> None:
+        await fetched(agents, FIRST, LARGE)
+        await fetched(agents, SECOND, LARGE)
+        assert await crossed(agents) == [(RIGHT, "", 0, 0), (RIGHT, FIRST, 0, 0)]
+
+    asyncio.run(act(Agents(leases, deltas=False)))
+
+
+def test_weights_that_came_as_differences_have_the_digest_of_those_that_were_set(agents: Agents) -> None:
+    torch.manual_seed(0)
+    tree = heterogeneous_tree() | {"half": torch.randn(4001).bfloat16(), "w": torch.randn(300, 7)}
+
+    async def act() -> None:
+        one, other = (NodeObjectStore(Files(agents[node])) for node in (LEFT, RIGHT))
+        update, before = tree, 0
+        for version, share in enumerate((1.0, 0.0, 0.001, 0.01, 0.3, 1.0), start=8):  # From 10 on the key is longer.
+            update = {
+                name: torch.where(torch.rand(of.shape) < share, 0, of).to(of.dtype) for name, of in update.items()
+            }
+            update["w"].view(-1)[version : version + 3] = torch.tensor([float("nan"), -0.0, float("inf")])
+            meta = await one.set(key := weights_key(PolicyName("solver"), Version(version)), update)
+            assert checksum(await other.get(key)) == meta.checksum == checksum(update)
+            await one.release(weights_key(PolicyName("solver"), Version(version - 1)))
+            before, (fetch,) = await agents[HOME].fetches(before)
+            assert fetch.sent.mismatched == 0
+            assert bool(fetch.sent.by_difference) == (version > 8), "at least the gaps and the constant parts"
 
     asyncio.run(act())

@@ -19,7 +19,25 @@ def test_what_only_simulated_devices_can_do_is_refused_elsewhere(config):
     ]
 
 
-def test_instances_move_between_processes_and_only_embedded_ones(config):
+def test_instances_grow_only_where_something_looks_at_the_queues(config):
+    assert refused(config, "balance.grow=true") == [
+        "balance.grow is true, but balance.rule is 'none', so that nothing looks at the queues; use "
+        "balance.rule=drain_time, or balance.grow=false"
+    ]
+    assert refused(config, "balance.grow=true", "balance.rule=drain_time") == [
+        "balance.rule is 'drain_time', but inline all engines share one device; use cluster.backend=ray, or "
+        "balance.rule=none"
+    ]
+    assert load_run(config, ["balance={grow: true, rule: drain_time}", "cluster.backend=ray"]).balance.grow
+
+
+def test_a_frozen_policy_keeps_no_other_from_moving(config):
+    server = "{type: openai, url: http://gpu-box:8000/v1, model: judge}"
+    frozen = [f"policies.two.engine={server}", "policies.two.trainable=false"]
+    assert load_run(config, [*frozen, "balance.rule=drain_time", "cluster.backend=ray"]).trained == {"one"}
+
+
+def test_instances_move_between_processes(config):
     assert refused(config, "balance.rule=queue_gap") == [
         "balance.rule is 'queue_gap', but inline all engines share one device; use cluster.backend=ray, or "
         "balance.rule=none"
@@ -175,6 +193,7 @@ def test_timed_instances_move_in_one_process_but_not_to_a_policy_that_computes(c
         rule = ["balance.rule=drain_time", f"cluster.backend={backend}"]
         assert load_run(config, [TIMED, replies, *rule]).balance.rule == "drain_time"
         assert refused(config, "policies.one.engine={type: timed}", replies, *rule)[-1] == (
-            "balance.rule is 'drain_time', but policies.one.engine.type is 'timed', and only embedded engines can be "
-            "moved to another policy, or timed ones if all are; use engine.type=embedded, or balance.rule=none"
+            "balance.rule is 'drain_time', but policies.one.engine.type is 'timed', which takes no room on a node, so "
+            "that an engine which computes has none in its place; use engine.type=embedded, or timed for all trained "
+            "policies, or balance.rule=none"
         )

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+from flexmarl.errors import EngineError
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import PolicyName, Version
 from flexmarl.testing.inference import ScriptedEngine
@@ -31,6 +32,49 @@ class Movable(ScriptedEngine):
         held = await super().load_weights(policy, version)
         self.policy = policy
         return held
+
+
+class Own(Movable):
+    """Serves no policy but its own."""
+
+    async def load_weights(self, policy, version):
+        if policy != self.policy:
+            raise EngineError(f"an engine of '{self.policy}' cannot load weights of '{policy}'")
+        return await super().load_weights(policy, version)
+
+
+class Room:
+    """An `EngineRoom` for so many engines, and the `Respawn` that starts them: each kind is a policy's own."""
+
+    def __init__(self, most, *, start_s=10.0, alike=False):
+        self.most, self.start_s, self.alike = most, start_s, alike
+        self.held, self.starting, self.events = [], 0, []
+        self.faults = []
+        """What the next starts raise; None starts well."""
+
+    def kind(self, policy):
+        return "" if self.alike else policy
+
+    def has_room(self, policy, *, without=()):
+        return len([one for one in self.held if one not in without]) + self.starting < self.most
+
+    async def end(self, engine):
+        if engine in self.held:
+            self.held.remove(engine)
+            self.events.append((asyncio.get_running_loop().time(), "ended", engine.policy))
+
+    async def __call__(self, policy, name):
+        assert self.has_room(policy), "never more than fit"
+        self.starting += 1
+        self.events.append((asyncio.get_running_loop().time(), "started", name))
+        try:
+            await asyncio.sleep(self.start_s)
+            if self.faults and (fault := self.faults.pop(0)):
+                raise fault
+        finally:
+            self.starting -= 1
+        self.held.append(Own(policy))
+        return self.held[-1]
 
 
 def ask(pool, name, policy=SOLVER, **how):

@@ -1,4 +1,4 @@
-"""Laws 4 and 10 of a pool whose instances move: random arrivals, losses, moves and publications.
+"""Laws 4 and 10 of a pool whose instances move, grow and retire: random arrivals, losses, moves and publications.
 
 Every request is answered exactly once, by its own policy, with the tokens of an uninterrupted one; never by weights
 older than those that were served when it was asked. A policy keeps an instance or has one on its way: where none is
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import EngineError
-from flexmarl.events.serving_events import Called, InstanceLost, Moved
+from flexmarl.events.serving_events import Called, InstanceGrown, InstanceLost, InstanceRetired, Moved
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.routing import ROUTINGS
 from flexmarl.inference.settings import PoolSettings
@@ -26,7 +26,9 @@ from tests.unit.inference.models import request
 from tests.unit.inference.moving import Movable
 
 POLICIES = [PolicyName("a"), PolicyName("b"), PolicyName("c")]
-REQUESTS, MOVES, PUBLISHED = 25, 12, 4
+REQUESTS, MOVES, PUBLISHED, GROWTHS = 25, 12, 4, 4
+FREE = 2
+"""Engines that have room beside the first ones. As many losses take their room with them, as that of a node does."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Schedule:
     deaths: int
     faults: float
     """Share of loads that go wrong or hang."""
+    unlike: bool
+    """True if engines of policy c take no other policy's weights, and others not those of c."""
     pool: PoolSettings
 
 
@@ -43,6 +47,7 @@ schedules = st.builds(
     seed=st.integers(0, 10_000),
     deaths=st.integers(0, 4),
     faults=st.sampled_from([0.0, 0.0, 0.2]),
+    unlike=st.booleans(),
     pool=st.builds(
         PoolSettings,
         routing=st.sampled_from(list(ROUTINGS)),
@@ -59,12 +64,14 @@ schedules = st.builds(
 class Fallible(Movable):
     """Loads for a while, and goes wrong by chance; remembers what it has acknowledged."""
 
-    def __init__(self, policy, chance, faults):
+    def __init__(self, policy, chance, faults, kind):
+        self.kind = kind
         super().__init__(policy, script=lambda one: said(one.request_id, one.policy)[one.offset :], latency_s=0.5)
         self.chance, self.faults = chance, faults
         self.acknowledged = {(policy, Version(0))}
 
     async def load_weights(self, policy, version):
+        assert self.kind(policy) == self.kind(self.policy), "an engine that cannot is not asked to"
         self.load_s = self.chance.uniform(0, 3)
         if self.chance.random() < self.faults:
             if self.chance.random() < 0.3:
@@ -89,19 +96,39 @@ class Stage:
         counts = {policy: self.chance.randint(1, 3) for policy in POLICIES}
         self.engines = {f"{policy}/{i}": self.engine(policy) for policy in POLICIES for i in range(counts[policy])}
         served = {p: [e for name, e in self.engines.items() if name.startswith(p)] for p in POLICIES}
-        self.pool = InferencePool(served, schedule.pool, respawn=self.respawn)
+        self.held, self.starting = list(self.engines.values()), 0
+        self.most = len(self.held) + FREE
+        self.pool = InferencePool(served, schedule.pool, respawn=self.respawn, room=self)
+        self.pool.events.listen(InstanceGrown, lambda grown: self.seen.update(["grown"]))
+        self.pool.events.listen(InstanceRetired, lambda retired: self.seen.update(["retired"]))
+        self.pool.events.listen(Moved, lambda move: self.seen.update({"started": move.starts}))
         self.pool.events.listen(Moved, lambda move: self.seen.update(["moved"]))
         self.pool.events.listen(InstanceLost, lambda lost: self.seen.update([lost.because.split(" ")[0]]))
         self.pool.events.listen(Called, lambda call: self.seen.update({"went on": bool(call.kept_tokens)}))
         self.served = dict.fromkeys(POLICIES, Version(0))
 
     def engine(self, policy):
-        return Fallible(policy, random.Random(self.chance.random()), self.schedule.faults)
+        return Fallible(policy, random.Random(self.chance.random()), self.schedule.faults, self.kind)
+
+    def kind(self, policy):
+        return "apart" if self.schedule.unlike and policy == "c" else ""
+
+    def has_room(self, policy, *, without=()):
+        return len([engine for engine in self.held if engine not in without]) + self.starting < self.most
+
+    async def end(self, engine):
+        self.held = [one for one in self.held if one is not engine]
 
     async def respawn(self, policy, name):
         assert name not in self.engines, "no name is used twice"
+        found = self.has_room(policy)
+        self.starting += found
         await asyncio.sleep(self.chance.uniform(0, 5))
+        self.starting -= found
+        if not found:
+            raise EngineError("no room")
         self.engines[name] = engine = self.engine(policy)
+        self.held.append(engine)
         return engine
 
     async def publish(self, policy):
@@ -145,11 +172,20 @@ class Stage:
             self.seen.update(["refused" if "cannot be moved" in str(error) else "failed"])
             return
         assert became.startswith(f"{to}/")
-        assert became not in self.engines
+        starts = self.kind(to) != self.kind(InstanceId.parse(name).policy)
+        assert (became in self.engines) == starts, "only a new engine has the new name from the beginning"
 
-    async def kill(self):
+    async def grow(self):
+        await asyncio.sleep(self.chance.uniform(0, 40))
+        try:
+            assert (await self.pool.grow(self.chance.choice(POLICIES))) in self.engines
+        except EngineError as error:
+            self.seen.update(["refused growth" if "there is no room" in str(error) else "failed"])
+
+    async def kill(self, number):
         await asyncio.sleep(self.chance.uniform(0, 40))
         name = self.chance.choice(list(self.engines))
+        self.most -= number < FREE and self.engines[name] in self.held
         self.engines[name].fail("killed")
         self.pool.lose(InstanceId.parse(name), "killed")
 
@@ -159,7 +195,8 @@ class Stage:
                 *(self.publish(policy) for policy in POLICIES),
                 *(self.ask(number) for number in range(REQUESTS)),
                 *(self.move() for _ in range(MOVES)),
-                *(self.kill() for _ in range(self.schedule.deaths)),
+                *(self.grow() for _ in range(GROWTHS)),
+                *(self.kill(number) for number in range(self.schedule.deaths)),
             )
             assert set(self.pool.waiting.values()) == {0}
         assert all(not engine.misdirected for engine in self.engines.values()), "answered by its own policy"
@@ -174,5 +211,17 @@ def test_every_request_is_answered_once_by_its_own_policy_whatever_moves_dies_or
         run_virtual(Stage(schedule, seen).play())
 
     examples()
-    for witness in ("moved", "went on", "refused", "failed", "killed", "stop", "abort"):
+    for witness in (
+        "moved",
+        "started",
+        "grown",
+        "refused growth",
+        "retired",
+        "went on",
+        "refused",
+        "failed",
+        "killed",
+        "stop",
+        "abort",
+    ):
         assert seen[witness], f"no example showed: {witness}; seen: {dict(seen)}"

@@ -1,5 +1,7 @@
 """The rules that move instances between policies, on queues that fit in a line."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -52,8 +54,8 @@ def test_the_drain_time_is_queued_tokens_over_what_all_instances_sample() -> Non
     load = load_of(12, 4, 4)
     assert drain_s(load) == pytest.approx((12 * 100 + 8 * 50) / (2 * 4 * 10))
     assert drain_s(load, more=-1) == pytest.approx(40)
-    assert drain_s(load, more=1, arriving=1, from_s=3.0) == pytest.approx((40 + 3) / 3)
-    assert drain_s(load, arriving=2, from_s=3.0) == pytest.approx((40 + 6) / 2)
+    assert drain_s(load, more=1, missed_s=3.0) == pytest.approx((40 + 3) / 3)
+    assert drain_s(load, missed_s=6.0) == pytest.approx((40 + 6) / 2)
 
 
 def test_nothing_drains_faster_than_a_request_takes_alone() -> None:
@@ -93,6 +95,30 @@ def test_drain_time_makes_as_many_moves_at_once_as_pay_each_by_itself() -> None:
 )
 def test_drain_time_stays_where_a_move_does_not_pay(loads: dict[PolicyName, PolicyLoad], move_s: float) -> None:
     assert not DrainTime().decide(loads, move_s=move_s)
+
+
+UNLIKE = "an engine of another kind"
+
+
+def test_drain_time_weighs_a_move_by_what_it_takes_there() -> None:
+    """A start takes 9 s, a load 1 s. Both donors are idle; without the one of its kind, the other goes if it pays."""
+    to = replace(load_of(12, 4, 4, name="s"), start_s=9.0)
+    loads = {SOLVER: to, JUDGE: replace(load_of(0, 0, 0, name="j"), kind=UNLIKE), WRITER: load_of(0, 0, 0, name="w")}
+    (first,) = DrainTime(most=0.0).decide(loads, move_s=1.0)
+    assert first.instance.startswith("w"), "it only loads weights"
+    (second,) = DrainTime(most=0.0).decide({SOLVER: to, JUDGE: loads[JUDGE]}, move_s=1.0)
+    assert second.because == "'solver' drains in 20.0 s; with one instance of 'judge' both will have in 16.3 s"
+    slow = {SOLVER: replace(to, start_s=10.0), JUDGE: loads[JUDGE]}
+    assert not DrainTime().decide(slow, move_s=1.0), "the start is not made up for in 20 s"
+
+
+def test_instances_go_back_to_a_policy_of_their_kind_first() -> None:
+    kinds = {SOLVER: "", JUDGE: UNLIKE, WRITER: "", PolicyName("critic"): UNLIKE}
+    held = {SOLVER: 1, JUDGE: 1, WRITER: 2, PolicyName("critic"): 2}
+    loads = {p: replace(load_of(0, *[0] * held[p], name=p[0]), kind=kind) for p, kind in kinds.items()}
+    wanted = {SOLVER: 2, JUDGE: 2, WRITER: 1, PolicyName("critic"): 1}
+    moves = moves_back(wanted, loads)
+    assert {(move.instance[0], move.to) for move in moves} == {("w", SOLVER), ("c", JUDGE)}
 
 
 queues = st.builds(
@@ -189,6 +215,9 @@ def test_instances_go_back_to_what_was_configured_and_of_fewer_in_proportion() -
     assert [move.to for move in moves_back({SOLVER: 2, JUDGE: 3}, loads)] == [JUDGE, JUDGE]
     assert moves_back({SOLVER: 4, JUDGE: 1}, loads) == []
     assert moves_back({SOLVER: 8, JUDGE: 2}, loads) == [], "five are left of ten"
+    assert moves_back({SOLVER: 2, JUDGE: 1}, loads) == [], "further ones stay where they grew"
+    (move,) = moves_back({SOLVER: 2, JUDGE: 2}, loads)
+    assert move.to == JUDGE, "one of the further two stays"
     (move,) = moves_back({SOLVER: 3, JUDGE: 2}, loads)
     assert move.because == "each step begins as configured, 'judge' with 2"
 

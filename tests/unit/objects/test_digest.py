@@ -8,13 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexmarl.cluster.word_sums import BLOCK, Sums, array_sums, coefficients
 from flexmarl.objects import tensors
 from flexmarl.objects.interface import Checksum, checksum, confirms, names_checksum
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.objects.tensors import (
-    BLOCK,
-    Sums,
-    coefficients,
     copy_in,
     layout_of,
     part_sums,
@@ -50,7 +48,7 @@ def test_what_an_accelerator_computes_is_what_a_processor_computes() -> None:
     for number in (0, 3, BLOCK, 66 * BLOCK + 5):
         words = torch.randint(-(2**63), 2**63 - 1, (number,))
         for first in (0, 7, 2 * BLOCK):
-            assert tensors._many_blocks(words, first) == tensors._block_by_block(words, first)
+            assert tensors._many_blocks(words, first) == array_sums(words.numpy(), first)
 
 
 @given(st.integers(1, 200), st.lists(st.integers(0, 200), max_size=5), st.integers(0, 40), st.randoms())

@@ -23,6 +23,7 @@ from flexmarl.records import (
     VersionRun,
 )
 from flexmarl.simulator.decoding import CpuShare
+from flexmarl.simulator.modelled_calls import Loads
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
@@ -342,3 +343,10 @@ def test_the_same_requests_get_the_same_answers_at_the_same_instants() -> None:
         return [(name, bench.at[name], answer.response_ids.tolist()) for name, answer in bench.answers.items()]
 
     assert play() == play()
+
+
+def test_of_versions_loaded_within_one_step_only_the_last_one_samples() -> None:
+    loads = Loads(Version(1))
+    loads.add(5, Version(2))
+    loads.add(5, Version(3))
+    assert loads.runs(first=0.0, num_tokens=9) == (VersionRun(0, Version(1)), VersionRun(5, Version(3)))

@@ -1,7 +1,7 @@
 """Files of other nodes by one-sided reads, through Mooncake's transfer engine: over RDMA where there is some, else TCP.
 
-    source's agent   window(path) ──► maps the file and offers its memory; from then on its process has no part
-    other agent      read(window) ──► the engine copies it into the file that is to come
+    source's agent   offer(path) ──► maps the file and offers its memory; from then on its process has no part
+    other agent      read(offer) ──► the engine copies it into the file that is to come
 
 The package is `mooncake-transfer-engine-non-cuda`, which needs libibverbs.
 """
@@ -15,11 +15,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flexmarl.cluster.node_agent import Window
+from flexmarl.cluster.node_agent import Offer
 from flexmarl.errors import ConfigError, described
 
 CHUNK_BYTES = 256 << 20
-"""Bytes of one transfer: a fetch that is cancelled waits for one at most."""
+"""Most bytes of one transfer: a fetch that is cancelled waits for one at most."""
 
 
 class MooncakeMemory:
@@ -37,46 +37,51 @@ class MooncakeMemory:
         self._numbers = itertools.count()
         self._offered: dict[int, MappedFile] = {}
 
-    def window(self, path: Path) -> Window:
-        """Offers a file. It is locked for reading until `shut`, so that its block is not written again."""
+    def offer(self, path: Path) -> Offer:
+        """Offers a file. It is locked for reading until `withdraw`, so that its block is not written again."""
         mapped = MappedFile(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        fcntl.flock(mapped.descriptor, fcntl.LOCK_SH)
-        self._register(mapped)
+        try:
+            fcntl.flock(mapped.descriptor, fcntl.LOCK_SH)
+            self._register(mapped)
+        except BaseException:
+            mapped.close()
+            raise
         number = next(self._numbers)
         self._offered[number] = mapped
         session = f"{self._address}:{self._engine.get_rpc_port()}"
-        return Window(number=number, session=session, address=mapped.address, num_bytes=mapped.num_bytes)
+        return Offer(number=number, session=session, address=mapped.address, num_bytes=mapped.num_bytes)
 
-    def shut(self, number: int) -> None:
+    def withdraw(self, number: int) -> None:
         """Ends an offer. An unknown one is ignored."""
         if mapped := self._offered.pop(number, None):
             self._engine.unregister_memory(mapped.address)
             mapped.close()
 
-    def read(self, window: Window, descriptor: int, start: int) -> None:
-        """Copies the bytes of a window from `start` on, as many as one transfer takes, into an open file."""
+    def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
+        """Copies bytes of an offered file into an open file of its size. Raises OSError if that fails."""
         mapped = MappedFile(os.dup(descriptor))
         try:
             self._register(mapped)
-            size = min(CHUNK_BYTES, window.num_bytes - start)
-            failed = self._engine.transfer_sync_read(
-                window.session, mapped.address + start, window.address + start, size
-            )
-            self._engine.unregister_memory(mapped.address)
+            try:
+                failed = self._engine.transfer_sync_read(
+                    offer.session, mapped.address + start, offer.address + start, num_bytes
+                )
+            finally:
+                self._engine.unregister_memory(mapped.address)
             if failed:
-                raise OSError(f"Mooncake's transfer from {window.session} failed ({failed})")
+                raise OSError(f"Mooncake's transfer from {offer.session} failed ({failed})")
         finally:
             mapped.close()
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one transfer."""
+        """Most bytes of one transfer."""
         return CHUNK_BYTES
 
     def close(self) -> None:
         """Ends all offers."""
         for number in list(self._offered):
-            self.shut(number)
+            self.withdraw(number)
 
     def _register(self, mapped: "MappedFile") -> None:
         if failed := self._engine.register_memory(mapped.address, mapped.num_bytes):

@@ -6,12 +6,13 @@ lost. On a private Ray the controller looks after its one node itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import unquote
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -30,11 +31,13 @@ from flexmarl.cluster.interface import (
     require_one_process,
 )
 from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.locations import Fetched
 from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, WorkerError
 from flexmarl.events.event import Events
-from flexmarl.events.run_events import NodeLost, WorkerLost
+from flexmarl.events.run_events import NodeLost, ObjectFetched, WorkerLost
+from flexmarl.records import WorkerId
 
 __all__ = ["RayAddress", "RayCluster", "RayFiles", "ray_cluster"]
 T = TypeVar("T")
@@ -66,15 +69,18 @@ async def ray_cluster(
     residents: int,
     events: Events | None = None,
     visible: Visible | None = None,
+    deltas: bool = False,
 ) -> AsyncIterator["RayCluster"]:
     """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Losses are emitted to `events`. The nodes of each pool must see the
-    paths that `visible` has for it. Raises ConfigError if the Ray to join or one of its nodes cannot be used,
-    WorkerError if Ray does not answer within `START_S`.
+    A private Ray has room for exactly that many. Losses and fetches of files are emitted to `events`. The nodes of each
+    pool must see the paths that `visible` has for it. `deltas`: files may cross as differences. Raises ConfigError if
+    the Ray to join or one of its nodes cannot be used, WorkerError if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
-        cluster = RayCluster(settings, tasks, leases=leases, residents=residents, events=events or Events())
+        cluster = RayCluster(
+            settings, tasks, leases=leases, residents=residents, events=events or Events(), deltas=deltas
+        )
         try:
             await cluster.open(visible or {})
             yield cluster
@@ -86,7 +92,14 @@ class RayCluster:
     """The residents of one run, on a private Ray or on the nodes of one that already runs."""
 
     def __init__(
-        self, settings: ClusterSettings, tasks: asyncio.TaskGroup, *, leases: RunLeases, residents: int, events: Events
+        self,
+        settings: ClusterSettings,
+        tasks: asyncio.TaskGroup,
+        *,
+        leases: RunLeases,
+        residents: int,
+        events: Events,
+        deltas: bool,
     ) -> None:
         """See `ray_cluster`. Proxies run their tasks in `tasks`."""
         self.events = events
@@ -100,6 +113,8 @@ class RayCluster:
             leases,
             timeout_s=settings.node_timeout_s,
             lost=self._lose,
+            fetched=self._fetched,
+            deltas=deltas,
             one_sided=settings.transport == "mooncake",
         )
         self._thread = OwnThread("ray")
@@ -112,6 +127,8 @@ class RayCluster:
         )
         """The residents in this process."""
         self._residents: set[RayResident[Any]] = set()
+        self._placing: list[Placed] = []
+        """Places of residents that are being started, until they are in `_residents`."""
         self._free: list[ActorSlot] = []
         self._watch: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -171,7 +188,11 @@ class RayCluster:
             require_one_process(spec, nodes=list(self._nodes))
         require_new_names(specs, taken=[resident.name for resident in self._residents])
         placed = self._placed(specs)
-        slots = await self._slots(placed)
+        self._placing += placed
+        try:
+            slots = await self._slots(placed)
+        finally:
+            self._placing = [one for one in self._placing if one not in placed]
         residents = [
             RayResident(
                 spec,
@@ -196,6 +217,11 @@ class RayCluster:
             raise
         return list(residents)
 
+    def has_room(self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()) -> bool:
+        held = {one.request.name for one in self._held()}
+        new = [spec for spec in specs if not spec.in_controller and spec.name not in held]
+        return self._failure is None and not isinstance(self._place(new, without=without), NoRoom)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -213,16 +239,25 @@ class RayCluster:
 
     def _placed(self, specs: Sequence[ResidentSpec[Any]]) -> list[Placed]:
         """A node for each resident. Raises ConfigError if one has no room."""
-        requests = [
-            RoomRequest(name=spec.name, devices=spec.devices, pool=POOL_OF.get(spec.kind, NO_POOL), node=spec.node)
-            for spec in specs
-        ]
-        held = [resident.placed for resident in self._residents if resident.placed is not None]
-        placed = place(requests, nodes=self.nodes, pools=self._pools, held=held)
+        placed = self._place(specs)
         if isinstance(placed, NoRoom):
             asked = f"{len(specs)} CPU and {sum(spec.devices for spec in specs)} GPU"
             raise ConfigError(f"no room for {len(specs)} more residents, {asked}: {placed.because}; {ADVICE}")
         return placed
+
+    def _place(
+        self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()
+    ) -> list[Placed] | NoRoom:
+        requests = [
+            RoomRequest(name=spec.name, devices=spec.devices, pool=POOL_OF.get(spec.kind, NO_POOL), node=spec.node)
+            for spec in specs
+        ]
+        held = [one for one in self._held() if one.request.name not in without]
+        return place(requests, nodes=self.nodes, pools=self._pools, held=held)
+
+    def _held(self) -> list[Placed]:
+        """The places of all residents that live or are being started."""
+        return [*self._placing, *(resident.placed for resident in self._residents if resident.placed is not None)]
 
     async def _slots(self, placed: Sequence[Placed]) -> list[ActorSlot]:
         """A slot for each resident, on its node: slots of ended residents first, then a new group for each node."""
@@ -276,6 +311,20 @@ class RayCluster:
                 resident.end(f"is lost: {lost}", lost=lost)
         self._agents.lose(node)
 
+    def _fetched(self, one: Fetched) -> None:
+        names = {node.id: node.name for node in self.nodes}
+        self.events.emit(
+            ObjectFetched(
+                node=names.get(one.node, one.node),
+                source=names.get(one.fetch.source, one.fetch.source),
+                object=key_of(one.file),
+                base=key_of(one.fetch.base) if one.sent.by_difference else "",
+                num_bytes=one.fetch.num_bytes,
+                sent_bytes=one.sent.num_bytes,
+                mismatched_bytes=one.sent.mismatched,
+            )
+        )
+
     async def _watch_ray(self) -> None:
         """Waits until Ray itself is gone, and then ends all residents as lost."""
         while self._failure is None:
@@ -283,6 +332,15 @@ class RayCluster:
             self._failure = self._failure or await asyncio.to_thread(self._ray.failure)
         for resident in list(self._residents):
             resident.end(f"is lost: {self._failure}", lost=self._failure)
+
+
+def key_of(file: str) -> str:
+    """The key of the object in a file.
+
+    >>> key_of("weights%2Fsolver%2F3.object")
+    'weights/solver/3'
+    """
+    return unquote(file.removesuffix(".object"))
 
 
 def pools_of(settings: ClusterSettings, nodes: Sequence[str]) -> dict[str, PoolNodes]:

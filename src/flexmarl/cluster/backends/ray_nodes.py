@@ -25,6 +25,7 @@ from flexmarl.cluster.backends.ray_resident import ActorSlot, RayResident, all_o
 from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import ClusterNode, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
+from flexmarl.cluster.locations import Fetched
 from flexmarl.cluster.node_agent import NodeAgent, agent_of
 from flexmarl.cluster.proxy import reached
 from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
@@ -171,12 +172,16 @@ class RayAgents:
         *,
         timeout_s: float,
         lost: Callable[[ClusterNode, str], None],
+        fetched: Callable[[Fetched], None],
+        deltas: bool = False,
         one_sided: bool = False,
     ) -> None:
         """`lost` is called with a node that is lost and the reason. An agent is lost after `timeout_s` of silence.
 
+        `fetched` is called with each fetch of a file, soon after it. `deltas`: files may come as differences.
         `one_sided`: files are read from other nodes by Mooncake.
         """
+        self._fetched, self._deltas, self._fetches_seen = fetched, deltas, 0
         self._one_sided = one_sided
         self._tasks, self._leases, self._timeout_s, self._lost = tasks, leases, timeout_s, lost
         self._agents: dict[ClusterNode, RayResident[NodeAgent]] = {}
@@ -227,6 +232,8 @@ class RayAgents:
 
     async def close(self) -> None:
         """Ends the agents, and with them what the run has on their nodes."""
+        if home := self._agents.get(self._home) if self._home else None:
+            await self._report_fetches(home)
         agents, self._agents = list(self._agents.values()), {}
         await all_of(agent.remote.close() for agent in agents)
 
@@ -240,6 +247,7 @@ class RayAgents:
             root=self._leases.root,
             make_peers=RayPeers,
             make_memory=partial(MooncakeMemory, node.address) if self._one_sided else None,
+            deltas=self._deltas,
         )
         spec = ResidentSpec(name=agent_name(node.id), kind=ResidentKind.NODE, contract=NodeAgent, make=make)
         return RayResident(
@@ -282,6 +290,8 @@ class RayAgents:
         while node in self._agents:
             await asyncio.sleep(LOOK_S)
             missed = 0 if await self._answers(agent, self._timeout_s / LOOKS) else missed + 1
+            if node == self._home and not missed:
+                await self._report_fetches(agent)
             if missed == LOOKS:
                 self._lost(node, f"its agent did not answer for {self._timeout_s:g} s")
                 return
@@ -297,6 +307,14 @@ class RayAgents:
         except (TimeoutError, WorkerError):
             return False
         return True
+
+    async def _report_fetches(self, home: RayResident[NodeAgent]) -> None:
+        """Reports the fetches that ended since the last look at home."""
+        with suppress(WorkerError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s / LOOKS):
+                self._fetches_seen, new = await home.remote.fetches(self._fetches_seen)
+            for one in new:
+                self._fetched(one)
 
     async def _forget(self, node: ClusterNode) -> None:
         assert self._home is not None

@@ -68,24 +68,61 @@ class _Answer:
         self.finish, self.error = FinishReason.ERROR, reason
 
 
-class CompletionsServerEngine:
-    """`InferenceEngine` in front of a server. It serves the one model of its settings, and loads no weights."""
+class _Server:
+    """The server of one policy."""
 
-    def __init__(self, settings: OpenAISettings, parts: EngineParts) -> None:
+    def __init__(self, settings: OpenAISettings, policy: str) -> None:
         """Raises ConfigError if the variable that should hold the server's key is not set."""
         key = os.environ.get(settings.key_env) if settings.key_env else _NO_KEY
-        self._at = f"policies.{parts.policy}.engine"
+        self._settings, self._at = settings, f"policies.{policy}.engine"
         if not key:
             raise ConfigError(
                 f"{self._at}.key_env is '{settings.key_env}', but that environment variable is not set here; set it "
                 "where flexmarl starts, or leave key_env out for a server without keys"
             )
-        self._client = AsyncOpenAI(
+        self.client = AsyncOpenAI(
             base_url=settings.url,
             api_key=key,
             timeout=httpx2.Timeout(settings.timeout_s, connect=min(10.0, settings.timeout_s)),
             max_retries=settings.retries,
         )
+
+    async def look_for_the_model(self) -> None:
+        try:
+            found = [model.id async for model in self.client.models.list()]
+        except (AuthenticationError, PermissionDeniedError) as error:
+            raise ConfigError(self.key_refused(error)) from None
+        except NotFoundError:  # A server without this path may still serve the model.
+            return
+        except (APIError, httpx2.HTTPError) as error:
+            raise EngineError(self.no_answer(error)) from error
+        if self._settings.model not in found:
+            raise ConfigError(
+                f"{self._at}.model is '{self._settings.model}', which {self._settings.url} does not serve; it serves: "
+                f"{', '.join(found) or 'nothing'}"
+            )
+
+    def key_refused(self, error: APIStatusError) -> str:
+        """The server's own words may hold the key."""
+        key = f"the key in ${self._settings.key_env}" if self._settings.key_env else "a request without a key"
+        return (
+            f"{self._at}.url: {self._settings.url} refused {key} (status {error.status_code}); check {self._at}.key_env"
+        )
+
+    def no_answer(self, error: Exception) -> str:
+        return (
+            f"{self._at}.url: {self._settings.url} does not answer, after {self._settings.retries} retries "
+            f"({type(error).__name__}: {error}); check that the server is up, or raise {self._at}.timeout_s"
+        )
+
+
+class CompletionsServerEngine:
+    """`InferenceEngine` in front of a server. It serves the one model of its settings, and loads no weights."""
+
+    def __init__(self, settings: OpenAISettings, parts: EngineParts) -> None:
+        """Raises ConfigError if the variable that should hold the server's key is not set."""
+        self._server = _Server(settings, parts.policy)
+        self._client = self._server.client
         self._settings, self._policy, self._version = settings, parts.policy, parts.version
         self._running: dict[str, tuple[_Answer, asyncio.Task[None]]] = {}
         self._generated = 0
@@ -143,7 +180,7 @@ class CompletionsServerEngine:
         model, and EngineError if it does not answer.
         """
         if not self._is_known:
-            await self._look_for_the_model()
+            await self._server.look_for_the_model()
             self._is_known = True
         return EngineCapabilities()
 
@@ -152,21 +189,6 @@ class CompletionsServerEngine:
         self._is_closed = True
         await self.abort(list(self._running))
         await self._client.close()
-
-    async def _look_for_the_model(self) -> None:
-        try:
-            found = [model.id async for model in self._client.models.list()]
-        except (AuthenticationError, PermissionDeniedError) as error:
-            raise ConfigError(self._key_refused(error)) from None
-        except NotFoundError:  # A server without this path may still serve the model.
-            return
-        except (APIError, httpx2.HTTPError) as error:
-            raise EngineError(self._no_answer(error)) from error
-        if self._settings.model not in found:
-            raise ConfigError(
-                f"{self._at}.model is '{self._settings.model}', which {self._settings.url} does not serve; it serves: "
-                f"{', '.join(found) or 'nothing'}"
-            )
 
     async def _read(self, answer: _Answer) -> None:
         """Reads one answer to its end; cancelled, it hangs up. Raises EngineError if the server is lost."""
@@ -179,13 +201,13 @@ class CompletionsServerEngine:
             if answer.finish is None:
                 raise APIConnectionError(message="it hung up", request=stream.response.request)
         except (AuthenticationError, PermissionDeniedError) as error:
-            raise EngineError(self._key_refused(error)) from None
+            raise EngineError(self._server.key_refused(error)) from None
         except APIStatusError as error:
             answer.fail(f"{self._settings.url} answered {error.status_code}: {error.message}")
         except ValueError as error:
             answer.fail(f"{self._settings.url}: {error}")
         except (APIConnectionError, httpx2.HTTPError) as error:
-            raise EngineError(self._no_answer(error)) from error
+            raise EngineError(self._server.no_answer(error)) from error
 
     def _problem(self, request: GenerationRequest) -> str:
         if request.policy != self._policy:
@@ -193,19 +215,6 @@ class CompletionsServerEngine:
         if request.request_id in self._running:
             return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
         return "" if len(request.prompt_ids) else "the prompt is empty"
-
-    def _key_refused(self, error: APIStatusError) -> str:
-        """The server's own words may hold the key."""
-        key = f"the key in ${self._settings.key_env}" if self._settings.key_env else "a request without a key"
-        return (
-            f"{self._at}.url: {self._settings.url} refused {key} (status {error.status_code}); check {self._at}.key_env"
-        )
-
-    def _no_answer(self, error: Exception) -> str:
-        return (
-            f"{self._at}.url: {self._settings.url} does not answer, after {self._settings.retries} retries "
-            f"({type(error).__name__}: {error}); check that the server is up, or raise {self._at}.timeout_s"
-        )
 
     def _generation(self, answer: _Answer) -> Generation:
         logprobs = np.asarray(answer.logprobs, np.float32)
@@ -244,6 +253,13 @@ def _asked(model: str, request: GenerationRequest) -> dict[str, Any]:
             **filters,
         },
     }
+
+
+async def check_server(settings: OpenAISettings, policy: str) -> None:
+    """Asks the server once for the model. Raises ConfigError or EngineError as `capabilities` does."""
+    server = _Server(settings, policy)
+    async with server.client:
+        await server.look_for_the_model()
 
 
 def make_engine(settings: OpenAISettings, parts: EngineParts) -> CompletionsServerEngine:

@@ -16,7 +16,16 @@ from flexmarl.events.group_events import (
     LagChanged,
 )
 from flexmarl.events.run_events import StepStarted
-from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced, Loaded, Moved, MoveFailed
+from flexmarl.events.serving_events import (
+    Called,
+    InstanceGrown,
+    InstanceLost,
+    InstanceReplaced,
+    InstanceRetired,
+    Loaded,
+    Moved,
+    MoveFailed,
+)
 from flexmarl.events.training_events import Published, Swapped
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, RowState, WorkerId
@@ -149,7 +158,7 @@ def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
     """Reports moves of a policy's last instance, and names used twice. Lost instances that can be replaced count."""
     live, names = set(story.initial), Counter(story.initial)
     owed, losses = set[InstanceId](), Counter[str]()
-    for event in life.of(InstanceLost, InstanceReplaced, Moved, MoveFailed):
+    for event in life.of(InstanceLost, InstanceReplaced, InstanceGrown, InstanceRetired, Moved, MoveFailed):
         name, policy, joined = event.instance, event.instance.policy, None
         match event:
             case InstanceLost():
@@ -159,6 +168,12 @@ def _bereft_policies(story: Story, life: Life) -> Iterator[str]:
             case InstanceReplaced():
                 owed.discard(event.replaces)
                 joined = name
+            case InstanceGrown():
+                joined = name
+            case InstanceRetired():
+                live.discard(name)
+                if policy not in {one.policy for one in live | owed}:
+                    yield f"{name} was retired, the last of its policy"
             case Moved():
                 live.discard(name)
                 joined = event.became

@@ -1,0 +1,88 @@
+"""Engines that start and end in the middle of a run: further ones on free nodes, and moves between unlike ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.config import load_run
+from flexmarl.events.run_events import ProcessEnded, ProcessStarted, WorkerLost
+from flexmarl.events.serving_events import Called, GrowthFailed, InstanceGrown, InstanceLost, Moved
+from flexmarl.records import WorkerId
+from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.conftest import Nodes
+
+pytestmark = pytest.mark.ray
+
+STEPS = 5
+OVERRIDES = [
+    *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"),
+    *("evaluate.tasks=0", "checkpoint.every=5"),
+    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 60}}",
+    "policies.one={model: model, instances: 2, engine: {type: embedded, slots: 4, max_len: 128}, "
+    "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
+    "policies.two={model: model, instances: 1, engine: {type: embedded, slots: 2, max_len: 128, threads: 2}, "
+    "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
+]
+"""The writer's replies take ten times as long as the solver's, and its engines have other threads."""
+
+
+@pytest.fixture(scope="module")
+def still(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """The same run in one process, without moves."""
+    run = assemble_run(load_run(small_run, [*OVERRIDES, f"out={tmp_path_factory.mktemp('inline')}"]))
+    run.train(Console(quiet=True))
+    return Left(run.folder)
+
+
+@pytest.fixture
+def begun() -> Iterator[list[Child]]:
+    """Runs that a test has begun; what is left of them is ended."""
+    children: list[Child] = []
+    yield children
+    for child in children:
+        child.close()
+
+
+def played(begun: list[Child], config: Path, folder: Path, temp: Path, *how: str) -> Left:
+    begun.append(
+        Child("train", config, *OVERRIDES, "cluster.backend=ray", *how, f"out={folder}", cwd=folder, temp=temp)
+    )
+    assert begun[0].wait() == 0, begun[0].stderr
+    (path,) = folder.glob("sums-*")
+    return Left(path)
+
+
+def test_a_policy_grows_on_free_nodes_and_the_bits_stay_the_same(
+    still: Left, small_run: Path, shared_nodes: Nodes, tmp_path: Path, short_root: Path, begun: list[Child]
+) -> None:
+    """Three nodes with three CPUs each have room for three engines beside six residents."""
+    joins = f"cluster.address={shared_nodes.address}"
+    grows = "balance={rule: queue_gap, gap: 99, poll_s: 0.1, grow: true, start_s: 0.1}"
+    run = played(begun, small_run, tmp_path, short_root, joins, grows)
+    assert_same(still, run, steps=STEPS)
+    grown = run.events(InstanceGrown)
+    assert 1 <= len(grown) <= 3
+    assert all("drains last, in" in event.because and event.seconds > 0 for event in grown)
+    served = {call.instance for call in run.events(Called)}
+    assert {event.instance for event in grown} & served, "witness: it has answered calls"
+    started = {event.process for event in run.events(ProcessStarted)}
+    assert {event.process for event in grown} <= started
+    assert not run.events(InstanceLost, WorkerLost, GrowthFailed)
+
+
+def test_unlike_engines_move_by_an_end_and_a_start_on_a_full_private_ray(
+    still: Left, small_run: Path, tmp_path: Path, short_root: Path, begun: list[Child]
+) -> None:
+    moves = "balance={rule: drain_time, poll_s: 0.1, start_s: 0.1}"
+    run = played(begun, small_run, tmp_path, short_root, moves)
+    begun[0].wait_until_gone()
+    assert_same(still, run, steps=STEPS)
+    made = run.events(Moved)
+    assert made, "witness"
+    assert all(move.starts and move.because and move.seconds > 0 for move in made)
+    ended = {event.process for event in run.events(ProcessEnded)}
+    assert {WorkerId.engine(move.instance) for move in made} <= ended
+    assert not run.events(InstanceLost, WorkerLost)
