@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from flexmarl.assemble.commands import assemble_run
+from flexmarl.cluster.backends.mooncake import engine_class
 from flexmarl.config import load_run
+from flexmarl.errors import ConfigError
 from flexmarl.events.group_events import EpisodeReplayed
 from flexmarl.events.run_events import NodeLost, ObjectFetched, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
@@ -90,10 +92,28 @@ def begin(small_run: Path, tmp_path: Path, short_root: Path) -> Iterator[list[Sp
         spread.child.close()
 
 
+def mooncake_is_missing() -> str:
+    try:
+        engine_class()
+    except ConfigError as lacking:
+        return str(lacking)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "transport",
+    ["ray", pytest.param("mooncake", marks=pytest.mark.skipif(bool(mooncake_is_missing()), reason="not installed"))],
+)
 def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
-    undisturbed: Left, small_run: Path, shared_nodes: Nodes, tmp_path: Path, short_root: Path, begin: list[Spread]
+    transport: str,
+    undisturbed: Left,
+    small_run: Path,
+    shared_nodes: Nodes,
+    tmp_path: Path,
+    short_root: Path,
+    begin: list[Spread],
 ) -> None:
-    begin.append(Spread(small_run, shared_nodes, tmp_path, short_root))
+    begin.append(Spread(small_run, shared_nodes, tmp_path, short_root, f"cluster.transport={transport}"))
     run = begin[0].finish()
     assert_same(undisturbed, run, steps=STEPS)
     places = {name: process["node"] for name, process in run.summary["processes"].items()}
