@@ -12,6 +12,7 @@ Small: 5 000 tensors of 4 kB, set and got as views, digest included, against a p
 by one, as one dictionary of tensors, and as one of numpy arrays. Seconds of the clock: other processes take part.
 Operations: files opened, locked, mapped, linked, listed and removed by one publication (set, get, release).
 Nodes: seconds until one Ray node has an object of another, by those of an actor that gets an array of the same size.
+Mooncake, if it is installed: the same object, after that, with `cluster.transport: mooncake`.
 Deltas: the same for bfloat16 weights of which 1% changed since the version before, and for weights of which all did.
 """
 
@@ -35,11 +36,13 @@ import torch
 from common import interleaved_rates, median_ratio, parser, report
 from ray.cluster_utils import Cluster
 
+from flexmarl.cluster.backends.mooncake import engine_class
 from flexmarl.cluster.backends.ray import ray_cluster
 from flexmarl.cluster.backends.ray_nodes import RayFiles, RayPeers
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import NodeAgent
 from flexmarl.cluster.settings import ClusterSettings
+from flexmarl.errors import ConfigError
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectKey, weights_key
@@ -64,6 +67,7 @@ WANTED = {
     "ray_vs_raw_ray": 0.9,
     "dense_vs_whole": 0.95,
 }
+WANTED_OF_MOONCAKE = {"mooncake_vs_ray": 3.0}
 WANTED_AT_MOST = {"delta_bytes": 0.05}
 CHANGED = 0.01
 """Share of the numbers that an update changes which changes little."""
@@ -284,6 +288,33 @@ async def between_nodes(address: str, num_bytes: int, repeats: int) -> tuple[dic
     return rates, max(one.sent.num_bytes / one.fetch.num_bytes for one in by_difference)
 
 
+async def by_mooncake(address: str, num_bytes: int, repeats: int) -> list[float]:
+    """Bytes per second from node `head` to node `other`, through the store and Mooncake."""
+    settings, rates = ClusterSettings(backend="ray", address=address, transport="mooncake"), list[float]()
+    tree = {"w": torch.ones(num_bytes // 4)}
+    with tempfile.TemporaryDirectory(prefix="fx") as leased, RunLeases("mooncake", root=Path(leased)) as leases:
+        async with ray_cluster(settings, leases=leases, residents=1) as cluster:
+            ids = {node.name: node.id for node in cluster.nodes}
+            store, agent = NodeObjectStore(RayFiles(ids["head"])), RayPeers().agent(ids["other"])
+            for repeat in range(repeats + 2):
+                key = ObjectKey(f"weights/solver/{repeat}")
+                await store.set(key, tree)
+                took = await seconds(agent.fetch(ShmObjectStore.file_name(key)))
+                await store.release(key)
+                if repeat > 1:
+                    rates.append(num_bytes / took)
+    return rates
+
+
+def mooncake_is_there() -> bool:
+    """True if it is installed."""
+    try:
+        engine_class()
+    except ConfigError:
+        return False
+    return True
+
+
 async def seconds(call: Awaitable[object]) -> float:
     """Seconds of the clock until the call returns."""
     began = time.perf_counter()
@@ -297,7 +328,10 @@ def nodes(mib: int, repeats: int) -> tuple[dict[str, list[float]], float]:
     cluster = Cluster(initialize_head=True, head_node_args={**node, "node_name": "head", "include_dashboard": False})
     try:
         cluster.add_node(node_name="other", **node)
-        return asyncio.run(between_nodes(str(cluster.address), mib * 2**20, repeats))
+        rates, delta_bytes = asyncio.run(between_nodes(str(cluster.address), mib * 2**20, repeats))
+        if mooncake_is_there():
+            rates["Mooncake"] = asyncio.run(by_mooncake(str(cluster.address), mib * 2**20, repeats))
+        return rates, delta_bytes
     finally:
         cluster.shutdown()
 
@@ -328,12 +362,16 @@ def main() -> None:
         "delta_vs_whole": median_ratio(moved, "delta, 1%", "fetch"),
         "dense_vs_whole": median_ratio(moved, "delta, all changed", "fetch"),
     }
+    wanted = dict(WANTED)
+    if "Mooncake" in moved:
+        figures["mooncake_vs_ray"] = median_ratio(moved, "Mooncake", "fetch")
+        wanted |= WANTED_OF_MOONCAKE
     rows = [(name, f"{1e3 / statistics.median(of):.1f}") for name, of in (bulk | trips).items()]
     rows += [(name, f"{options.fetch_mib * 2**20 * 1e3 / statistics.median(of):.1f}") for name, of in moved.items()]
     title = (
         f"{options.gib:g} GiB; {SMALL_TENSORS} tensors of {SMALL_NUMBERS} numbers; {options.fetch_mib} MiB to a node"
     )
-    report(title, ("what", "ms"), rows, figures, as_json=options.json, wanted=WANTED, wanted_at_most=WANTED_AT_MOST)
+    report(title, ("what", "ms"), rows, figures, as_json=options.json, wanted=wanted, wanted_at_most=WANTED_AT_MOST)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,9 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     if find_spec("ray") is None:
         yield Finding("libraries", "cluster.backend=ray, but Ray is not installed", "pip install ray")
     cluster = settings.cluster
+    if cluster.transport == "mooncake" and find_spec("mooncake") is None:
+        todo = "pip install 'flexmarl[mooncake]', on every node"
+        yield Finding("libraries", "cluster.transport=mooncake, but Mooncake is not installed", todo)
     of_kind = {True: 0, False: 0}
     for policy in settings.policies.values():
         of_kind[computes(policy.engine)] += policy.instances
