@@ -140,13 +140,16 @@ class Locations:
         file = self._files.pop(name, None)
         return {*file.nodes, *(to for _, to in file.fetches.values())} if file else ()
 
-    def lose(self, node: str) -> None:
-        """Forgets what a lost node had and what it was fetching. A file that no other node has is gone."""
+    def lose(self, node: str) -> list[Fetch]:
+        """Forgets what a lost node had. A file that no other node has is gone. Returns the fetches to the lost node."""
+        ended: list[Fetch] = []
         for name, file in list(self._files.items()):
             file.nodes.discard(node)
+            ended += [fetch for fetch, to in file.fetches.values() if to == node]
             file.fetches = {number: fetch for number, fetch in file.fetches.items() if fetch[1] != node}
             if not file.nodes:
                 del self._files[name]
+        return ended
 
     def _base(self, name: str, nodes: set[str]) -> str:
         size = self._files[name].num_bytes

@@ -64,8 +64,6 @@ class NodeFacts:
 class Offer:
     """A file of one node, offered for one-sided reads."""
 
-    number: int
-    """Unique on its node."""
     session: str
     """Reaches the memory's process: host:port."""
     address: int
@@ -76,8 +74,11 @@ class Offer:
 class OneSidedMemory(Protocol):
     """One node's end of reads in which the source's process takes no part."""
 
-    def offer(self, path: Path) -> Offer:
-        """Offers a complete file until `withdraw`. Raises OSError if it is gone, or cannot be offered."""
+    def offer(self, path: Path, number: int) -> Offer:
+        """Offers a complete file until `withdraw`. Raises OSError if it is gone, or cannot be offered.
+
+        `number` is unique in the run. The file's memory is locked for reading, so that nobody writes to it again.
+        """
         ...
 
     def withdraw(self, number: int) -> None:
@@ -87,7 +88,7 @@ class OneSidedMemory(Protocol):
     def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
         """Copies bytes of an offered file from `start` on, `chunk_bytes` at most, into an open file of its size.
 
-        Blocks. Raises OSError if the source cannot be read.
+        `start` is a multiple of the page size. Blocks. Raises OSError if the source cannot be read.
         """
         ...
 
@@ -188,8 +189,8 @@ class NodeAgent(Protocol):
         """At home: the files that exist."""
         ...
 
-    async def offer(self, file: str) -> Offer:
-        """Offers a file of this node for one-sided reads. Raises OSError if it is gone or cannot be offered."""
+    async def offer(self, file: str, number: int) -> Offer:
+        """Offers a file of this node to the fetch of this number. Raises OSError if it is gone or cannot be offered."""
         ...
 
     async def withdraw(self, number: int) -> None:
@@ -197,7 +198,7 @@ class NodeAgent(Protocol):
         ...
 
     async def lose(self, node: str) -> None:
-        """At home: forgets the files of a lost node."""
+        """At home: forgets the files of a lost node, and ends the offers that were made to it."""
         ...
 
     async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
@@ -325,10 +326,10 @@ class LocalAgent:
         """Lists the names in the locations."""
         return self._locations.names
 
-    async def offer(self, file: str) -> Offer:
+    async def offer(self, file: str, number: int) -> Offer:
         """Offers a file of this node."""
         assert self._memory is not None, "all agents of a run have one-sided reads, or none"
-        return self._memory.offer(self.path / file)
+        return self._memory.offer(self.path / file, number)
 
     async def withdraw(self, number: int) -> None:
         """Ends the offer."""
@@ -336,8 +337,10 @@ class LocalAgent:
             self._memory.withdraw(number)
 
     async def lose(self, node: str) -> None:
-        """Forgets the node in the locations."""
-        self._locations.lose(node)
+        """Forgets the node in the locations. It cannot withdraw what it was offered, so this is done for it."""
+        for fetch in self._locations.lose(node):
+            with suppress(WorkerError):  # The offers of a lost source went with it.
+                await self._agent(fetch.source).withdraw(fetch.number)
 
     async def fetches(self, after: int = 0) -> tuple[int, list[Fetched]]:
         """Asks the locations."""
@@ -445,12 +448,15 @@ class LocalAgent:
             return ""
         source = self._agent(fetch.source)
         try:
-            offer = await source.offer(file)
             try:
+                offer = await source.offer(file, fetch.number)
+                if offer.num_bytes != fetch.num_bytes:
+                    return f"it has {offer.num_bytes:,} bytes there, not {fetch.num_bytes:,}"
                 for start, size in stretches(starts, fetch.num_bytes, memory.chunk_bytes):
                     await ended(partial(memory.read, offer, descriptor, start, size))
-            finally:
-                await source.withdraw(offer.number)
+            finally:  # Also if the answer to the offer never came.
+                with suppress(WorkerError):
+                    await source.withdraw(fetch.number)
         except (WorkerError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -531,11 +537,15 @@ def stretches(starts: Sequence[int], end: int, longest: int) -> Iterator[tuple[i
 async def ended(work: Callable[[], None]) -> None:
     """Runs work on a thread, and does not return before it has ended: it writes into memory that is used again."""
     working = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait([working])
+        except asyncio.CancelledError as error:  # Perhaps not the first one.
+            cancelled = error
+    if cancelled:
+        raise cancelled
+    working.result()
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import tempfile
@@ -82,19 +81,18 @@ class Agents:
 class LocalMemory:
     """A OneSidedMemory of which each transfer is a piece."""
 
-    numbers = itertools.count()
-
     def __init__(self, agents: Agents, node: str) -> None:
         self._agents, self._node = agents, node
 
-    def offer(self, path: Path) -> Offer:
-        file, number = path.open("rb"), next(self.numbers)
+    def offer(self, path: Path, number: int) -> Offer:
+        file = path.open("rb")
         fcntl.flock(file, fcntl.LOCK_SH)
         self._agents.offered[number], self._agents.loop = file, asyncio.get_running_loop()
-        return Offer(number=number, session=self._node, address=0, num_bytes=path.stat().st_size)
+        return Offer(session=self._node, address=number, num_bytes=path.stat().st_size)
 
     def withdraw(self, number: int) -> None:
-        self._agents.offered.pop(number).close()
+        if file := self._agents.offered.pop(number, None):
+            file.close()
 
     def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
         assert threading.current_thread() is not threading.main_thread(), "it blocks"
@@ -102,7 +100,9 @@ class LocalMemory:
         if self._agents.before_read:
             loop = self._agents.loop
             asyncio.run_coroutine_threadsafe(self._agents.before_read(offer.session), loop).result()
-        data = os.pread(self._agents.offered[offer.number].fileno(), num_bytes, start)
+        if (file := self._agents.offered.get(offer.address)) is None:
+            raise OSError("it was withdrawn")
+        data = os.pread(file.fileno(), num_bytes, start)
         assert len(data) == num_bytes
         os.pwrite(descriptor, data, start)
 
@@ -543,5 +543,80 @@ def test_weights_that_came_as_differences_have_the_digest_of_those_that_were_set
             before, (fetch,) = await agents[HOME].fetches(before)
             assert fetch.sent.mismatched == 0
             assert bool(fetch.sent.by_difference) == (version > 8), "at least the gaps and the constant parts"
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("one_sided", [True], indirect=True)
+def test_a_fetch_that_is_cancelled_again_and_again_waits_for_its_transfer_and_withdraws(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, "file", b"x" * 5000)
+        began, go_on, written = asyncio.Event(), asyncio.Event(), Counter[str]()
+
+        async def hold(node: str) -> None:
+            began.set()
+            await go_on.wait()
+            written["transfers"] += 1
+
+        agents.before_read = hold
+        fetching = asyncio.ensure_future(agents[RIGHT].fetch("file"))
+        await began.wait()
+        for _ in range(3):
+            fetching.cancel()
+            await asyncio.sleep(0)
+        assert not fetching.done(), "its block may not be written again yet"
+        assert len(agents.offered) == 1
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert (written["transfers"], agents.offered) == (1, {}), "one of five transfers"
+        assert not any(agents[RIGHT].path.iterdir())
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("one_sided", [True], indirect=True)
+def test_an_offer_whose_answer_is_lost_is_withdrawn(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, "file", b"x" * 5000)
+        offer = agents[LEFT].offer
+
+        async def unheard(file: str, number: int) -> Offer:
+            await offer(file, number)
+            assert len(agents.offered) == 1, "witness: it was offered"
+            raise WorkerError("power cut")
+
+        agents[LEFT].offer = unheard
+        with pytest.raises(ObjectError, match=r"from node left: .*power cut"):
+            await agents[RIGHT].fetch("file")
+        assert agents.offered == {}
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("one_sided", [True], indirect=True)
+def test_what_was_offered_to_a_lost_node_is_withdrawn_for_it(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, "file", b"x" * 5000)
+        fetch = await agents[HOME].begin_fetch("file", RIGHT, [])
+        assert fetch is not None
+        await agents[LEFT].offer("file", fetch.number)
+        await agents[HOME].lose(HOME)
+        assert len(agents.offered) == 1
+        await agents[HOME].lose(RIGHT)
+        assert agents.offered == {}
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("one_sided", [True], indirect=True)
+def test_a_file_of_another_size_under_the_same_name_is_not_taken_for_the_one_that_is_fetched(agents: Agents) -> None:
+    async def act() -> None:
+        await put(agents, LEFT, "file", b"x" * 5000)
+        (agents[LEFT].path / "file").write_bytes(b"y" * 4000)
+        with pytest.raises(ObjectError, match="from node left: it has 4,000 bytes there, not 5,000"):
+            await agents[RIGHT].fetch("file")
+        assert agents.reads == {}
+        assert not any(agents[RIGHT].path.iterdir())
 
     asyncio.run(act())
