@@ -299,7 +299,7 @@ def test_a_workflow_that_never_gives_the_event_loop_back_is_ended_and_its_line_i
     small_run: Path, monkeypatch
 ) -> None:
     for name, seconds in {"BLOCKED_S": 0.05, "STUCK_S": 0.2, "BEAT_S": 0.05}.items():
-        monkeypatch.setattr(f"flexmarl.orchestrator.monitor.{name}", seconds)
+        monkeypatch.setattr(f"flexmarl.rollout.blocking_watch.{name}", seconds)
     before = signal.getsignal(signal.SIGINT)
     lines = [n for n, text in enumerate(BROKEN.splitlines(), start=1) if "while True" in text or "pass  #" in text]
     _, (problem,) = examined(small_run, "examined_loops")
