@@ -186,6 +186,9 @@ def test_a_file_that_is_offered_is_locked_until_it_is_withdrawn(
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_an_address_that_is_not_this_machines_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"'mooncake', whose engine cannot listen on no\.such\.host"):
-        mooncake.MooncakeMemory("no.such.host")
+def test_an_engine_that_cannot_listen_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mooncake.engine_class()
+    # Its real one fails so when there is no port left.
+    monkeypatch.setattr(mooncake, "engine_class", lambda: type("Engine", (real,), {"initialize": lambda *_: -1}))
+    with pytest.raises(ConfigError, match=r"'mooncake', whose engine cannot listen on 127\.0\.0\.1"):
+        mooncake.MooncakeMemory(HERE)
