@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,7 +41,7 @@ class Agents:
             shutil.rmtree(one.shared_memory(), ignore_errors=True)
         self._one_sided = one_sided
         self.reads: Counter[str] = Counter()
-        self.before_read: Callable[[str], Awaitable[None]] | None = None
+        self.before_read: Callable[[str], Coroutine[None, None, None]] | None = None
         """Awaited with the source before each piece; may raise."""
         self.offered: dict[int, BinaryIO] = {}
         """What is offered for one-sided reads, by number."""
