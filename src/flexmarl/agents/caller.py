@@ -72,7 +72,7 @@ class AgentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """An act under way, as its next call needs it."""
+    """Facts about an act under way that its next call records: number, tags, first hop, seconds of the last tool."""
 
     turn: int
     """Number of the act, or the one that the workflow gave."""

@@ -51,7 +51,7 @@ class Bound:
 
     @property
     def because(self) -> str:
-        """The part that binds, in words."""
+        """The part that binds: `the longest trajectory`, `decoding on all instances` or `training`."""
         parts = {
             "the longest trajectory": self.path_s + self.share_s,
             "decoding on all instances": self.decode_s + self.share_s,

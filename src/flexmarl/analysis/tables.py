@@ -26,7 +26,7 @@ AGENT = "agent/"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of a table."""
+    """One line of a table: its name, how its value is computed from a report, and how it is written."""
 
     name: str
     value: Callable[[SimulationReport], float | None]

@@ -86,9 +86,10 @@ class OneSidedMemory(Protocol):
         ...
 
     def read(self, offer: Offer, descriptor: int, start: int, num_bytes: int) -> None:
-        """Copies bytes of an offered file from `start` on, `chunk_bytes` at most, into an open file of its size.
+        """Copies the bytes from `start` on, `num_bytes` of them, to the same place of an open file of the offer's size.
 
-        `start` is a multiple of the page size. Blocks. Raises OSError if the source cannot be read.
+        The caller asks for `chunk_bytes` at most. `start` is a multiple of the page size. Blocks. Raises OSError if the
+        source cannot be read.
         """
         ...
 

@@ -232,7 +232,7 @@ def counted(rows: Sequence[CreditRow], *, untrained_in_baseline: bool) -> list[C
 def estimated(
     rows: Sequence[CreditRow], memory: Mapping[str, float], *, estimator: Estimator, untrained_in_baseline: bool
 ) -> Credit:
-    """An advantage and a weight for every row. Greedy rows, and rows that do not train, have weight 0.
+    """An advantage and a weight for every row; both 0 for greedy rows, and for those whose `trains` is False.
 
     Raises CreditError for a reward that is too large, or an advantage that is not finite.
     """

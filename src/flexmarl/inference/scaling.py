@@ -58,7 +58,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Estimates for the requests of one policy."""
+    """Estimated tokens, and tokens per second, of one policy's requests."""
 
     tokens: float
     """Expected tokens of a request that waits."""

@@ -70,7 +70,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """The samples of a group, by policy."""
+    """The rows of a group that will be trained on, with their credit, by policy."""
 
     group: GroupId
     samples: Mapping[PolicyName, Sequence[CreditedTurn]]

@@ -101,7 +101,7 @@ class Asked(Settings):
     type: Literal["asked"] = "asked"
 
     def responder(self, renderer: ChatRenderer) -> Responder:
-        """Makes the responder. It does not depend on the agent."""
+        """Makes the responder, one for all agents. It raises EngineError if a prompt asks for no number of tokens."""
         filler = Filler(renderer)
 
         def respond(request: GenerationRequest) -> IntArray:

@@ -50,7 +50,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 
 class TableSource:
-    """Tasks of rows in memory. All of them are checked when the source is made."""
+    """Tasks of rows in memory. All are checked when the source is made: a ConfigError names the place of a bad row."""
 
     def __init__(
         self, settings: TaskTable, *, name: str, rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int

@@ -87,7 +87,10 @@ class Swap:
 
 
 def next_swap(standings: Sequence[Standing], free: int, settings: ProcessGroupSettings, now: float) -> Swap | None:
-    """The swap to begin now with `free` places, or None. Call it again after each swap that has begun."""
+    """The swap to begin now, or None. Call it again after each swap that has begun.
+
+    `free`: places for one policy each that no policy holds. `now`: seconds, on the clock of `Standing.since`.
+    """
     waiting = [s for s in standings if s.where is Where.AWAY and s.need is Need.WAITING]
     idle = [s for s in standings if s.where is Where.HERE and s.need is Need.NOTHING]
     going = sum(s.where is Where.GOING for s in standings)

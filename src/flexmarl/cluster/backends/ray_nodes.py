@@ -99,7 +99,7 @@ class AgentHost(Host):
 
 
 class RayPeers:
-    """The agents, for one of them: `Peers`."""
+    """The `Peers` of an agent: it reaches the agents of other nodes through Ray."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, RayAddress] = {}

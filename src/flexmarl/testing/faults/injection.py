@@ -49,7 +49,10 @@ class Injection:
         self._die: Callable[[], None] = lambda: None
 
     def begin(self, events: Events, die: Callable[[], None]) -> None:
-        """Begins a life of the run: counts begin anew. `die` ends the life as kill -9 would."""
+        """Begins a life of the run: counts begin anew.
+
+        `events` get each fault that strikes. `die` ends the life as kill -9 would.
+        """
         self._events, self._die = events, die
         self._counts.clear()
         self._noted.clear()

@@ -138,7 +138,10 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, I] times weight [O, I] transposed, plus bias [O], as `OneDnnLinear` computes it; without gradient."""
+    """x [N, I] times weight [O, I] transposed, plus bias [O]: on oneDNN or torch, as `OneDnnLinear` chooses.
+
+    Not for autograd: `OneDnnLinear` is.
+    """
     if _is_for_onednn(x, weight) and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
         return _product(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
