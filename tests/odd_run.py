@@ -18,6 +18,7 @@ from flexmarl.events.run_events import StepEnded
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.store_file import read_store
 from flexmarl.records import ROW_TERMINAL
+from tests.forked import ForkedCommand
 from tests.odd_workflows import EVERY, FINISHED, ODDITIES, kind_of
 
 E = TypeVar("E", bound=Event)
@@ -57,7 +58,7 @@ async def odd(task, team):
 class OddRun:
     """One command, whose every 7th episode is odd, of the kinds in turn."""
 
-    def __init__(self, config: Path, folder: Path, kinds: Sequence[str], *overrides: str) -> None:
+    def __init__(self, config: Path, folder: Path, kinds: Sequence[str], *overrides: str, forked: bool = False) -> None:
         self.kinds, self.folder = tuple(kinds), folder
         self._begun = folder / "begun"
         (folder / "odd.py").write_text(CODE, encoding="utf-8")
@@ -77,12 +78,17 @@ class OddRun:
         environment = {"KINDS": ",".join(kinds), "EPISODES": str(EPISODES), "BEGUN": str(self._begun)}
         environment["PYTHONPATH"] = os.pathsep.join(path)
         self._said = (folder / "said").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", "train", str(config), *words],
-            cwd=folder,
-            env={**os.environ, **environment},
-            stdout=self._said,
-            stderr=subprocess.STDOUT,
+        words = ["train", str(config), *words]
+        self.process = (
+            ForkedCommand(words, folder, environment, folder / "said")
+            if forked
+            else subprocess.Popen(
+                [sys.executable, "-u", "-c", "from flexmarl.cli import main; main()", *words],
+                cwd=folder,
+                env={**os.environ, **environment},
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+            )
         )
 
     def __enter__(self) -> "OddRun":

@@ -42,14 +42,14 @@ def test_sigterm_ends_a_run_whose_workflow_never_awaits_and_says_where_it_stood(
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_odd_workflow_ends_and_loses_no_other(small_run: Path, tmp_path: Path, kind: str) -> None:
-    with OddRun(small_run, tmp_path, [kind] * 2, BRIEF) as run:
+    with OddRun(small_run, tmp_path, [kind] * 2, BRIEF, forked=True) as run:
         run.check_ended_well()
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigterm_ends_a_run_of_any_odd_workflow_within_ten_seconds(small_run: Path, tmp_path: Path, kind: str) -> None:
-    with OddRun(small_run, tmp_path, [kind] * 2, "steps=100000") as run:
+    with OddRun(small_run, tmp_path, [kind] * 2, "steps=100000", forked=True) as run:
         run.wait_until_all_have_begun()
         took_s = run.terminate()
         assert run.process.returncode == 130, run.said
