@@ -53,8 +53,8 @@ PROCESSES := tests/processes tests/ray
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
 test test-processes test-deep test-extras check: export PYTHONDONTWRITEBYTECODE =
 
-test: install-dev  ## all tests but those of the next two targets, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES))
+test: install-dev  ## all tests but those of the next three targets, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) tests/extras)
 
 test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
