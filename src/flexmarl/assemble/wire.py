@@ -35,7 +35,7 @@ from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.measured_lag import MeasuredLag
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.per_policy import PerPolicy
-from flexmarl.orchestrator.publish import Gate, Publisher, Updates, Versions
+from flexmarl.orchestrator.publish import Gate, Publisher, Queues, Updates, Versions
 from flexmarl.orchestrator.run import Orchestrator, Pipeline, RunProgress, StopRequest
 from flexmarl.orchestrator.saving import Checkpoints, Saver
 from flexmarl.orchestrator.settings import Mode, law_of
@@ -324,7 +324,15 @@ class _Wiring:
             versions=self.versions,
             events=self._events,
         )
-        return Updates(self.sessions, publisher, events=self._events)
+        slots = {policy: slots_of(self._settings, policy) for policy in self._world.trainers}
+        return Updates(
+            self.sessions,
+            publisher,
+            versions=self.versions,
+            events=self._events,
+            settings=self._settings.pipeline.publish,
+            queues=Queues(self._world.pool, slots),
+        )
 
 
 def make_balancer(settings: RunSettings, world: World, events: Events) -> Balancer | None:

@@ -50,6 +50,7 @@ def overlap_misfits(
     yield from _rows_can_stream(mode, credit, training, deterministic=deterministic)
     yield from _steps_can_overlap(mode, pipeline)
     yield from _policies_can_update_apart(mode, pipeline, credit)
+    yield from _publications_can_wait(mode, pipeline)
     yield from _groups_can_be_replaced(mode, credit)
     if deterministic:
         yield from _bits_can_repeat(mode, credit)
@@ -129,6 +130,22 @@ def _policies_can_update_apart(mode: Mode, pipeline: PipelineSettings, credit: C
         yield (
             f"pipeline.updates is 'per_policy', but credit compares a whole {credit.needs}; "
             f"use pipeline.updates=together"
+        )
+
+
+def _publications_can_wait(mode: Mode, pipeline: PipelineSettings) -> Iterator[str]:
+    rule = pipeline.publish.type
+    if rule == "eager":
+        return
+    if mode.synchronous:
+        yield (
+            f"pipeline.publish.type is '{rule}', but in mode '{mode.value}' every token of a step is sampled at the "
+            f"step's version; use mode=async, or pipeline.publish.type=eager"
+        )
+    elif pipeline.updates == "per_policy":
+        yield (
+            f"pipeline.publish.type is '{rule}', but with pipeline.updates=per_policy a batch may end early, and then "
+            f"its group's slots wait for its publication; use pipeline.updates=together, or pipeline.publish.type=eager"
         )
 
 

@@ -61,6 +61,21 @@ class Published(Timed):
     """The version."""
     checksum: str
     """Checksum of the weights."""
+    because: str = ""
+    """Why now; empty if each update is published (`pipeline.publish`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationDeferred(Event):
+    """An update's weights do not reach the engines now: a later version will (`pipeline.publish`)."""
+
+    name: ClassVar[str] = "publication_deferred"
+    policy: PolicyName
+    """The policy."""
+    version: Version
+    """The version that the update made."""
+    because: str
+    """Why not now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,12 @@ Loop of `Asynchronous`: one step trains on a batch of groups while other groups 
   stream ──► credit ──► per policy: accumulate ──► update ──► serve ──► slots free
   (never waits)
 
-At most S + ceil((W - 1) / P) versions lie between sampling and training (docs/math.md, section 9), and `Collector.take`
-checks it.
+At most S + ceil((W - 1) / P) + U versions lie between sampling and training (docs/math.md, section 9), and
+`Collector.take` checks it.
 
 consumes    kept groups, in the order of the window
 waits for   P kept groups; each policy waits for its own rows and instances only
-produces    one update of each active policy, served; then the groups' slots are free
+produces    one update of each active policy, served unless `pipeline.publish` defers it; then the groups' slots are free
 unblocked by the stream, which ends a group that blocks it for too long; any failure ends the step as an exception
 """
 
@@ -29,6 +29,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 
 from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events
@@ -270,6 +271,15 @@ class Stream:
             raise SourceExhausted(f"step {self._step + 1} cannot be filled: {self._feed.exhausted}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A step's batch, when its collection is closed."""
+
+    divisors: Mapping[PolicyName, Divisors]
+    rests: bool
+    """True if the newest weights must be served at the end of the step."""
+
+
 class Asynchronous:
     """Steps in which all policies update together, while rollout continues."""
 
@@ -292,11 +302,12 @@ class Asynchronous:
 
     async def step(self, step: int, *, rest: Callable[[], bool]) -> Sequence[GroupId]:
         """Makes one step. Returns the groups that were trained in it. Training is at rest after every step."""
-        closed: asyncio.Future[Mapping[PolicyName, Divisors]] = asyncio.get_running_loop().create_future()
+        closed: asyncio.Future[_Closed] = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
             for policy in self._sessions:
                 tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
-            closed.set_result(await self._collect(step))
+            divisors = await self._collect(step)
+            closed.set_result(_Closed(divisors, rests=not self._updates.defers or rest()))
             for session in self._sessions.values():
                 session.close_step()
             self._events.emit(StepPlayed(step=step, pauses=False))
@@ -330,8 +341,9 @@ class Asynchronous:
             self._events.emit(TurnsTaken(policy=policy, turns=turns))
         return group.group
 
-    async def _train(self, policy: PolicyName, closed: "asyncio.Future[Mapping[PolicyName, Divisors]]") -> None:
+    async def _train(self, policy: PolicyName, closed: "asyncio.Future[_Closed]") -> None:
         await self._sessions[policy].accumulate()
-        weights = await self._updates.update(policy, (await closed)[policy])
+        batch = await closed
+        weights = await self._updates.update(policy, batch.divisors[policy], rests=batch.rests)
         if weights:
             await self._updates.serve(weights)

@@ -43,6 +43,32 @@ MOST = 1_000_000
 """Maximum number of tasks or episodes of one step or evaluation, all of which are in memory at once."""
 
 
+class PublicationSettings(Settings):
+    """After which updates new weights reach the engines, in the asynchronous modes with `updates: together`."""
+
+    type: Literal["eager", "lazy", "adaptive"] = Field(
+        default="eager",
+        description="eager: after each update. lazy: after every N updates. adaptive: when few calls wait for the "
+        "policy's instances, and after N updates at the latest. A checkpoint, an evaluation and the last step publish "
+        "the newest weights anyway.",
+    )
+    every: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="lazy, adaptive: N. Tokens may be N - 1 versions older when they are trained on (docs/math.md, "
+        "section 9).",
+    )
+    waiting: float = Field(
+        default=1.0, ge=0, description="adaptive: it publishes if at most so many calls wait per instance."
+    )
+
+    @property
+    def unpublished(self) -> int:
+        """Most updates that may be ahead of the served version."""
+        return 0 if self.type == "eager" else self.every - 1
+
+
 class PipelineSettings(Settings):
     """How far rollout may be ahead of training. `batch.groups` groups make a step."""
 
@@ -77,6 +103,9 @@ class PipelineSettings(Settings):
         gt=0,
         description="per_policy: a batch whose first group has waited for longer is trained as it is.",
     )
+    publish: PublicationSettings = Field(
+        default=PublicationSettings(), description="together: after which updates new weights reach the engines."
+    )
 
 
 def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int, now: int = 1) -> AdmissionLaw:
@@ -96,7 +125,13 @@ def law_of(mode: Mode, pipeline: PipelineSettings, *, groups: int, now: int = 1)
         Mode.FIFO: 1,
         Mode.GREEDY: None,
     }
-    return AdmissionLaw(groups=groups, lag=lag, window=windows[mode], steps_in_order=one_step_off)
+    return AdmissionLaw(
+        groups=groups,
+        lag=lag,
+        window=windows[mode],
+        steps_in_order=one_step_off,
+        unpublished=pipeline.publish.unpublished,
+    )
 
 
 class BatchSettings(Settings):

@@ -183,7 +183,7 @@ class Figures:
 
     def _turns_taken(self, taken: TurnsTaken) -> None:
         policy, turns = taken.policy, taken.turns
-        staleness = staleness_of(turns, self._versions.served[policy])
+        staleness = staleness_of(turns, self._versions.trained[policy])
         if staleness:
             tokens = sum(turn.num_tokens for turn in turns)
             self._metrics.mean(f"staleness/{policy}/mean", staleness.mean, weight=tokens)

@@ -29,6 +29,8 @@ class AdmissionLaw:
     ahead: bool = False
     """True if a step's groups may play while the policies of the previous step still make their versions. Each call
     waits for its own policy's version, so this adds no staleness."""
+    unpublished: int = 0
+    """U: most updates that the served version may be behind the trained one when a group is admitted."""
 
     @property
     def slots(self) -> int:
@@ -37,13 +39,14 @@ class AdmissionLaw:
 
     @property
     def max_staleness(self) -> int | None:
-        """S + ceil((W - 1) / P): most versions between sampling a token and training on it; None: unbounded.
+        """S + ceil((W - 1) / P) + U: most versions between sampling a token and training on it; None: unbounded.
 
-        S if steps are in order.
+        S + U if steps are in order.
         """
         if self.steps_in_order:
-            return self.lag
-        return None if self.window is None else self.lag + -(-(self.window - 1) // self.groups)
+            return self.lag + self.unpublished
+        overtaking = None if self.window is None else -(-(self.window - 1) // self.groups)
+        return None if overtaking is None else self.lag + overtaking + self.unpublished
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class TrainingSession:
         """
         update = None
         if self._lines:
-            await self._hold()
+            await self.hold()
             await self._tell_lines()
         if abs(self._num_tokens - divisors.num_tokens) > 1e-9 * divisors.num_tokens:
             raise TrainingError(
@@ -153,7 +153,7 @@ class TrainingSession:
             )
         reason = "" if divisors.num_tokens else "no weighted token in the step"
         if divisors.num_tokens:
-            await self._hold()
+            await self.hold()
             with boundary(TrainingError, f"policy '{self._policy}' at version {self._version}: update"):
                 update = await self._trainer.step(divisors)
             self._version = update.version
@@ -166,6 +166,12 @@ class TrainingSession:
         self._wake.clear()
         return update
 
+    async def hold(self) -> None:
+        """Waits for the policy's devices, which it then has until `leave`."""
+        while not self._residency.hold(self._policy, 0, keep=True):
+            await self._wake.wait()
+            self._wake.clear()
+
     def leave(self) -> None:
         """Frees the devices after the new version is published, unless rows of the next step are already on them."""
         if not self._under_way:
@@ -174,11 +180,6 @@ class TrainingSession:
     def _rows_ready(self, rows: RowsReady) -> None:
         if self._policy in rows.policies:
             self._wake.set()
-
-    async def _hold(self) -> None:
-        while not self._residency.hold(self._policy, 0, keep=True):
-            await self._wake.wait()
-            self._wake.clear()
 
     async def _advance(self) -> bool:
         """Sends all micro-batches that can be sent now. Returns True if all rows of the step are accumulated."""

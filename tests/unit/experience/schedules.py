@@ -44,14 +44,20 @@ class Schedule:
         retries: int = 1,
         deadline: float = 40.0,
         weightless: float = 0.0,
+        defers: bool = False,
     ) -> None:
-        """`weightless`: how often a group that was taken turns out to have nothing to train on."""
+        """`weightless`: how often a group that was taken turns out to have nothing to train on.
+
+        `defers`: publications are deferred for as long as the law allows, not by chance.
+        """
         self.law, self.retries, self.deadline, self._rng = law, retries, deadline, rng
-        self.weightless = weightless
+        self.weightless, self.defers = weightless, defers
         self.admission, self.window, self.books = Admission(law), self._window(), Books()
         self.batch: list[GroupId] = []
         self.trained: list[GroupId] = []
-        """Updated, not yet published: their slots are not free."""
+        """Updated; their slots are free when the publication has come, or was deferred."""
+        self.unpublished = 0
+        """Updates since the last publication, without that of `trained`."""
         self.now = 0.0
         self.largest_lag = 0
         self.seen: set[str] = set()
@@ -143,21 +149,30 @@ class Schedule:
             self.books.ends.append(group)
             return True
         self.batch.append(group)
-        version = self.books.published + bool(self.trained)
+        version = self.books.published + self.unpublished + bool(self.trained)
         lag = version - self.books.born[group]
         self.largest_lag = max(self.largest_lag, lag)
         assert self.law.max_staleness is None or lag <= self.law.max_staleness, "I3"
         return True
 
     def publish(self) -> None:
-        """The update's weights are served: its groups end and free their slots; then a checkpoint."""
+        """The update's weights are served, or a later version's will be; its groups end and free their slots.
+
+        A checkpoint follows where all updates are served.
+        """
         if self.trained:
-            self.books.published += 1
+            self.unpublished += 1
+            if self.unpublished > self.law.unpublished or (not self.defers and self._rng.random() < 0.5):
+                self.books.published += self.unpublished
+                self.unpublished = 0
+            else:
+                self.seen.add("deferred")
             for group in self.trained:
                 self.admission.move(group, GroupState.TRAINED)
                 self.books.ends.append(group)
             self.trained = []
-            self._saved = self.admission.snapshot(), self.books.copy()
+            if not self.unpublished:
+                self._saved = self.admission.snapshot(), self.books.copy()
 
     def expire(self) -> None:
         group = self.window.overdue(self.now, self.deadline)
@@ -177,7 +192,7 @@ class Schedule:
             self._window(),
             books.copy(),
         )
-        self.batch, self.trained = [], []
+        self.batch, self.trained, self.unpublished = [], [], 0
         self.books.open, self.books.done = set(self.admission.active), set()
         for group in self.admission.active:
             self.window.submitted(group, self.now)

@@ -36,7 +36,7 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
     """Tokens are not older than docs/math.md allows, and no group is taken from outside the window.
 
     Synchronous modes: every token of an update was sampled at the version before it. Other modes: at most
-    S + ceil((W - 1) / P) versions earlier. With `updates: per_policy`: at most B + W - 2 other groups of its policy
+    S + ceil((W - 1) / P) + N - 1 versions earlier, where at least every N-th update is published. With `updates: per_policy`: at most B + W - 2 other groups of its policy
     were trained in between. P is `batch.groups` and B = (S + 1) P; S and W are those of `lag_and_window`.
     """
     yield from _outside_the_window(story)
@@ -90,10 +90,12 @@ def staleness_bound(story: Story) -> int | None:
     """Returns the most versions that a token may be late. None without a window, or if policies update on their own."""
     if story.per_policy:
         return None  # A batch that ends early also makes a version, so no bound on versions holds.
+    publish = story.settings.pipeline.publish
+    behind = 0 if publish.type == "eager" else publish.every - 1
     if story.settings.mode is Mode.ONE_STEP_OFF:
-        return 1  # Its window does not slide within a step.
+        return 1 + behind  # Its window does not slide within a step.
     lag, window = lag_and_window(story)
-    return None if window is None else lag + math.ceil((window - 1) / story.settings.batch.groups)
+    return None if window is None else lag + math.ceil((window - 1) / story.settings.batch.groups) + behind
 
 
 def _overtaken(story: Story) -> Iterator[str]:

@@ -148,11 +148,15 @@ def _drawn(seed: int, mode: str | None) -> Schedule:
         raising=random.choice([0.0, 0.0, 0.15]),
         forgetful=random.choice([0.0, 0.0, 0.1]),
         long_winded=random.choice([0.0, 0.05]),
-        sections=_streamed(
-            random,
+        sections=_published_late(
+            Random(f"publications {seed}"),
             mode or drawn,
-            _sections(random, mode or drawn, steps, groups, instances)
-            | {"credit": _credit(random, mode or drawn, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+            _streamed(
+                random,
+                mode or drawn,
+                _sections(random, mode or drawn, steps, groups, instances)
+                | {"credit": _credit(random, mode or drawn, filtered=bool(plan.of(FaultKind.ALL_FILTERED)))},
+            ),
         ),
         plan=plan,
     )
@@ -220,6 +224,19 @@ def _streamed(random: Random, mode: str, sections: dict[str, Any]) -> dict[str, 
     """Turns on streaming credit in half of the runs that can train rows before their group is complete."""
     streams = mode == Mode.MICROBATCH and not sections["deterministic"] and random.random() < 0.5
     return sections | ({"credit": {**sections["credit"], "streaming": "linear"}} if streams else {})
+
+
+def _published_late(random: Random, mode: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """Defers publications in half of the runs that may train on tokens of older versions, one update a step."""
+    if mode in SYNCHRONOUS or mode == PER_POLICY or random.random() < 0.5:
+        return sections
+    publish = {
+        "type": random.choice(["lazy", "adaptive"]),
+        "every": random.choice([2, 3]),
+        "waiting": random.choice([0, 1]),
+    }
+    rarely = {"every": 2}  # A checkpoint after each step would publish each update.
+    return sections | {"pipeline": sections["pipeline"] | {"publish": publish}, "checkpoint": rarely}
 
 
 def _credit(random: Random, mode: str, *, filtered: bool) -> dict[str, Any]:

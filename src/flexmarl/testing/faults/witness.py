@@ -19,7 +19,7 @@ from flexmarl.events.run_events import (
     WorkerLost,
 )
 from flexmarl.events.serving_events import Called, InstanceLost
-from flexmarl.events.training_events import MicroBatchDone, Swapped
+from flexmarl.events.training_events import MicroBatchDone, PublicationDeferred, Swapped
 from flexmarl.records import PolicyName
 from flexmarl.testing.faults.fault_plan import FaultKind
 from flexmarl.testing.faults.schedule import ENGINE_COSTS
@@ -67,9 +67,20 @@ def _batch_id_reused(story: Story) -> bool:
     return any(trainer.cache.reused for life in story.lives for trainer in life.trainers.values())
 
 
+def _deferred_and_lost(story: Story) -> bool:
+    """True if an instance was lost, or the run resumed, after an update that was not served."""
+    deferred = False
+    for event in story.events:
+        deferred = deferred or isinstance(event, PublicationDeferred)
+        if deferred and isinstance(event, InstanceLost | Resumed):
+            return True
+    return False
+
+
 COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
     "losses_while_streaming": _losses_while_streaming,
     "batch_id_reused": _batch_id_reused,
+    "deferred_and_lost": _deferred_and_lost,
 }
 """Conditions that must meet in one run before some laws can break. They rarely meet by chance."""
 
