@@ -28,6 +28,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -85,6 +86,8 @@ class Cell:
     window: float = 0.3
     deadline_s: float = 1800.0
     """A head that holds up others for longer is dropped."""
+    publish: str = "eager"
+    """The rule of `pipeline.publish`."""
 
     @property
     def name(self) -> str:
@@ -96,7 +99,8 @@ class Cell:
     @property
     def pipeline(self) -> dict[str, Any]:
         """The settings behind `pipeline`."""
-        return {"lag": self.lag, "window": self.window, "head_deadline_s": self.deadline_s}
+        publish = {"type": self.publish}
+        return {"lag": self.lag, "window": self.window, "head_deadline_s": self.deadline_s, "publish": publish}
 
     def law(self, lag: int) -> AdmissionLaw:
         """The law with its bound on staleness; at `lag` if the run chooses it."""
@@ -133,6 +137,10 @@ class Played:
     """Versions between sampling a token and training on it; of the solver."""
     dropped: int
     """Tasks that ended untrained before the run did."""
+    mean_staleness: float
+    """Mean over the steps; of the solver."""
+    publications: int
+    """Of both policies, without the weights that the run began with."""
     bias: LengthBias
     """Tasks trained against tasks admitted."""
     early: LengthBias
@@ -201,6 +209,8 @@ def play(cell: Cell, steps: int, seed: int) -> Played:
         step_s=end / steps,
         long_task_s=float(np.quantile(list(lasted.values()), 1 - LONGER)),
         max_staleness=max(line.get("staleness/solver/max", 0.0) for line in metrics),
+        mean_staleness=statistics.fmean(line.get("staleness/solver/mean", 0.0) for line in metrics),
+        publications=sum(one.version > 0 for one in facts.publications),
         dropped=sum(isinstance(event, GroupExpired) and event.t < end for event in events),
         bias=bias_of([tokens[group] for group in trained], list(tokens.values())),
         early=bias_of(

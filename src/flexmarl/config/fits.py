@@ -145,7 +145,8 @@ def _publications_can_wait(mode: Mode, pipeline: PipelineSettings) -> Iterator[s
     elif pipeline.updates == "per_policy":
         yield (
             f"pipeline.publish.type is '{rule}', but with pipeline.updates=per_policy a batch may end early, and then "
-            f"its group's slots wait for its publication; use pipeline.updates=together, or pipeline.publish.type=eager"
+            f"the versions between two publications have no bound; use pipeline.updates=together, or "
+            f"pipeline.publish.type=eager"
         )
 
 

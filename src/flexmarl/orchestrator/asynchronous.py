@@ -21,7 +21,7 @@ At most S + ceil((W - 1) / P) + U versions lie between sampling and training (do
 
 consumes    kept groups, in the order of the window
 waits for   P kept groups; each policy waits for its own rows and instances only
-produces    one update of each active policy, served unless `pipeline.publish` defers it; then the groups' slots are free
+produces    one update of each active policy, served unless `pipeline.publish` defers it; then the slots are free
 unblocked by the stream, which ends a group that blocks it for too long; any failure ends the step as an exception
 """
 

@@ -94,6 +94,19 @@ def test_rollout_is_ahead_only_where_it_would_wait(config):
     ]
 
 
+def test_publications_are_deferred_only_where_tokens_may_be_older_and_all_policies_update_together(config):
+    late = "pipeline.publish={type: adaptive}"
+    assert refused(config, late) == [
+        "pipeline.publish.type is 'adaptive', but in mode 'microbatch' every token of a step is sampled at the step's "
+        "version; use mode=async, or pipeline.publish.type=eager"
+    ]
+    assert refused(config, late, "mode=async", "pipeline.updates=per_policy") == [
+        "pipeline.publish.type is 'adaptive', but with pipeline.updates=per_policy a batch may end early, and then "
+        "the versions between two publications have no bound; use pipeline.updates=together, or "
+        "pipeline.publish.type=eager"
+    ]
+
+
 def test_costs_are_those_of_a_policy_or_of_the_rest(config):
     assert refused(config, "simulation.costs={onee: {}, default: {}, two: {}}") == [
         "simulation.costs.onee is for none of the policies; there are: one, two, and default for the rest"

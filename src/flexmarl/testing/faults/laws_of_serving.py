@@ -36,8 +36,9 @@ def law_3_tokens_are_as_fresh_as_promised(story: Story) -> Iterator[str]:
     """Tokens are not older than docs/math.md allows, and no group is taken from outside the window.
 
     Synchronous modes: every token of an update was sampled at the version before it. Other modes: at most
-    S + ceil((W - 1) / P) + N - 1 versions earlier, where at least every N-th update is published. With `updates: per_policy`: at most B + W - 2 other groups of its policy
-    were trained in between. P is `batch.groups` and B = (S + 1) P; S and W are those of `lag_and_window`.
+    S + ceil((W - 1) / P) + N - 1 versions earlier, where at least every N-th update is published. With
+    `updates: per_policy`: at most B + W - 2 other groups of its policy were trained in between. P is `batch.groups` and
+    B = (S + 1) P; S and W are those of `lag_and_window`.
     """
     yield from _outside_the_window(story)
     if story.settings.mode.synchronous and not story.refills:
