@@ -134,6 +134,11 @@ class Stream:
         self._events.emit(GroupTaken(group=taken.group, step=step, because=taken.because))
         return self._done.pop(taken.group)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of finished groups that no step has taken."""
+        return len(self._done)
+
     def give_back(self, group: GroupRecord) -> None:
         """Returns a group that was taken and not used. It ends as expired when the block of `playing` ends."""
         self._done[group.group] = group
@@ -344,6 +349,8 @@ class Asynchronous:
     async def _train(self, policy: PolicyName, closed: "asyncio.Future[_Closed]") -> None:
         await self._sessions[policy].accumulate()
         batch = await closed
-        weights = await self._updates.update(policy, batch.divisors[policy], rests=batch.rests)
+        weights = await self._updates.update(
+            policy, batch.divisors[policy], rests=batch.rests, backlog=self._stream.num_waiting / self._feed.num_groups
+        )
         if weights:
             await self._updates.serve(weights)

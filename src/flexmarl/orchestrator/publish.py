@@ -219,10 +219,13 @@ class Updates:
             for policy, session in self._sessions.items():
                 tasks.create_task(self._publisher.publish(policy, session.version), name=f"publish/{policy}")
 
-    async def update(self, policy: PolicyName, divisors: Divisors, *, rests: bool = True) -> NewWeights | None:
+    async def update(
+        self, policy: PolicyName, divisors: Divisors, *, rests: bool = True, backlog: float = 0.0
+    ) -> NewWeights | None:
         """Updates the policy, puts its weights into the object store, and frees its training devices.
 
-        `rests`: True if the newest weights must be served after the step, whatever the rule says. Returns the weights
+        `rests`: True if the newest weights must be served after the step, whatever the rule says. `backlog`: finished
+        groups that wait to be trained, in batches of a step. Returns the weights
         to serve. None if there are none: the batch has no weighted token, or their publication is deferred.
         """
         session, began = self._sessions[policy], self._events.now()
@@ -243,7 +246,7 @@ class Updates:
         weights = None
         if unpublished := self._versions.unpublished(policy):
             depth = self._queues.depth(policy)
-            ruling = publication(self._settings, unpublished=unpublished, waiting=depth, rests=rests)
+            ruling = publication(self._settings, unpublished=unpublished, calls=depth, steps=backlog, rests=rests)
             if ruling.publishes:
                 if report is None:  # Versions of earlier steps; the policy may have left its devices since.
                     await session.hold()

@@ -48,9 +48,9 @@ class PublicationSettings(Settings):
 
     type: Literal["eager", "lazy", "adaptive"] = Field(
         default="eager",
-        description="eager: after each update. lazy: after every N updates. adaptive: when few calls wait for the "
-        "policy's instances, and after N updates at the latest. A checkpoint, an evaluation and the last step publish "
-        "the newest weights anyway.",
+        description="eager: after each update. lazy: after every N updates. adaptive: while few calls wait for the "
+        "policy's instances and few finished groups for training, and after N updates at the latest. A checkpoint, an "
+        "evaluation and the last step publish the newest weights anyway.",
     )
     every: int = Field(
         default=4,
@@ -59,8 +59,13 @@ class PublicationSettings(Settings):
         description="lazy, adaptive: N. Tokens may be N - 1 versions older when they are trained on (docs/math.md, "
         "section 9).",
     )
-    waiting: float = Field(
-        default=1.0, ge=0, description="adaptive: it publishes if at most so many calls wait per instance."
+    waiting_calls: float = Field(
+        default=1.0, ge=0, description="adaptive: an update waits while more calls than this wait per instance."
+    )
+    waiting_steps: float = Field(
+        default=1.0,
+        gt=0,
+        description="adaptive: an update waits while finished groups of so many steps wait to be trained.",
     )
 
     @property

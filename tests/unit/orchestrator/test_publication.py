@@ -18,38 +18,47 @@ RULES = st.builds(
     PublicationSettings,
     type=st.sampled_from(["eager", "lazy", "adaptive"]),
     every=st.integers(1, 8),
-    waiting=st.floats(0, 10),
+    waiting_calls=st.floats(0, 10),
+    waiting_steps=st.floats(0.1, 10),
 )
 
 
-@given(RULES, st.lists(st.tuples(st.floats(0, 20), st.booleans()), max_size=60))
+@given(RULES, st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.booleans()), max_size=60))
 def test_no_rule_lets_more_updates_wait_than_its_settings_say(settings, steps):
     waits = 0
-    for waiting, rests in steps:
+    for calls, finished, rests in steps:
         waits += 1
-        ruling = publication(settings, unpublished=waits, waiting=waiting, rests=rests)
+        ruling = publication(settings, unpublished=waits, calls=calls, steps=finished, rests=rests)
         assert ruling.because
         assert ruling.publishes or not rests
         waits = 0 if ruling.publishes else waits
         assert waits <= settings.unpublished
 
 
-def test_adaptive_publishes_when_few_calls_wait_and_says_how_many():
-    adaptive = PublicationSettings(type="adaptive", every=4, waiting=1.0)
-    few = publication(adaptive, unpublished=1, waiting=0.5, rests=False)
-    many = publication(adaptive, unpublished=1, waiting=1.5, rests=False)
-    assert (few.publishes, few.because) == (True, "0.5 calls wait per instance, at most 1; update 1 of 4")
-    assert (many.publishes, many.because) == (False, "1.5 calls wait per instance, more than 1; update 1 of 4")
+@pytest.mark.parametrize(
+    ("calls", "steps", "publishes", "because"),
+    [
+        (1.0, 0.9, True, "update 1 of 4; 1 calls per instance and groups of 0.9 steps wait"),
+        (1.5, 0.0, False, "update 1 of 4; 1.5 calls wait per instance, more than 1"),
+        (0.0, 1.0, False, "update 1 of 4; finished groups of 1 steps wait to be trained, at least 1"),
+    ],
+)
+def test_adaptive_defers_while_calls_wait_for_slots_or_groups_for_training(calls, steps, publishes, because):
+    adaptive = PublicationSettings(type="adaptive", every=4)
+    ruling = publication(adaptive, unpublished=1, calls=calls, steps=steps, rests=False)
+    assert (ruling.publishes, ruling.because) == (publishes, because)
 
 
-def run_of(publish, **sections):
+def run_of(publish, *, apart_s=0.0, **sections):
+    """Task number i thinks for 0.8 s and i times `apart_s`."""
+
     async def workflow(task, team):
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.8 + apart_s * task.data["position"])
         (await team.solver.act(task.prompt)).reward(float(task.data["position"]))
 
     pipeline = {"publish": publish, **sections.pop("pipeline", {})}
-    sections = {"mode": "async", "steps": 6, "checkpoint": {"every": 0}, **sections}
-    return ScriptedRun(workflow, seconds_per_sample=0.5, pipeline=pipeline, **sections).play()
+    sections = {"mode": "async", "steps": 6, "checkpoint": {"every": 0}, "seconds_per_sample": 0.5, **sections}
+    return ScriptedRun(workflow, pipeline=pipeline, **sections).play()
 
 
 def published(run):
@@ -72,6 +81,14 @@ def test_eager_publishes_each_update_and_defers_none():
     assert published(run) == [0, 1, 2, 3, 4, 5, 6]
     assert not run.events.of(PublicationDeferred)
     assert {event.because for event in run.events.of(Published)} == {""}
+
+
+def test_adaptive_publishes_at_once_where_rollout_waits_for_nobody_and_defers_where_training_is_behind():
+    fast = run_of({"type": "adaptive", "every": 3}, seconds_per_sample=0.0, apart_s=0.5)
+    slow = run_of({"type": "adaptive", "every": 3}, seconds_per_sample=2.0, pipeline={"lag": 3, "window": 1.0})
+    assert published(fast) == [0, 1, 2, 3, 4, 5, 6]
+    assert published(slow) == [0, 3, 6]
+    assert {"wait to be trained" in event.because for event in slow.events.of(PublicationDeferred)} == {True}
 
 
 def test_a_deferred_update_frees_the_slots_of_its_groups_so_that_rollout_goes_on():

@@ -233,7 +233,7 @@ def _published_late(random: Random, mode: str, sections: dict[str, Any]) -> dict
     publish = {
         "type": random.choice(["lazy", "adaptive"]),
         "every": random.choice([2, 3]),
-        "waiting": random.choice([0, 1]),
+        "waiting_calls": random.choice([0, 1]),
     }
     rarely = {"every": 2}  # A checkpoint after each step would publish each update.
     return sections | {"pipeline": sections["pipeline"] | {"publish": publish}, "checkpoint": rarely}
