@@ -4,8 +4,8 @@
     lazy       after every N updates
     adaptive   when nothing waits that a publication would delay; after N updates at the latest
 
-A publication stops every instance of the policy while it loads, and occupies the trainer. While calls wait, all slots of
-the instances are busy, and a load delays the run by its duration. While a step's worth of finished groups waits, the
+A publication stops every instance of the policy while it loads, and occupies the trainer. While calls wait, all slots
+of the instances are busy, and a load delays the run by its duration. While a step's worth of finished groups waits, the
 trainer is behind, and a publication delays the next update by its duration. Where neither queue is deep, publishing
 costs nothing, and the next calls get newer weights.
 
