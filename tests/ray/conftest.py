@@ -51,6 +51,10 @@ class Nodes:
         """Settings that join it."""
         return ClusterSettings(backend="ray", address=self.address, **more)
 
+    def add(self, name: str) -> None:
+        """Starts one more node."""
+        self._others[name] = self._ray.add_node(**self._node(name))
+
     def kill(self, name: str) -> None:
         """Ends a node as a power cut would."""
         self._ray.remove_node(self._others.pop(name), allow_graceful=False)

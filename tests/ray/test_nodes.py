@@ -22,7 +22,7 @@ from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings, NodePool
 from flexmarl.errors import ConfigError, WorkerError
-from flexmarl.events.run_events import NodeLost, ObjectFetched
+from flexmarl.events.run_events import NodeJoined, NodeLost, ObjectFetched
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import (
     Checksum,
@@ -165,12 +165,12 @@ class SetHereGetThere:
             self.keys.clear()
 
 
-async def holders(cluster: RayCluster, *nodes: str) -> list[HoldsObjects]:
-    """Starts a holder on each of these nodes."""
+async def holders(cluster: RayCluster, *nodes: str, first: int = 0) -> list[HoldsObjects]:
+    """Starts a holder on each of these nodes, numbered from `first` on."""
     files = RayFiles(cluster.nodes[0].id)
     specs: list[ResidentSpec[HoldsObjects]] = [
         ResidentSpec(
-            name=WorkerId(f"holder/{number}"),
+            name=WorkerId(f"holder/{first + number}"),
             kind=ResidentKind.ENGINE,
             contract=HoldsObjects,
             make=partial(ObjectHolder, files),
@@ -245,6 +245,44 @@ def test_a_node_that_is_lost_takes_its_residents_with_it_and_gets_no_new_ones(no
         assert (await NodeObjectStore(RayFiles(cluster.nodes[0].id)).get(key))["w"].tolist() == [1, 1, 1]
 
     play(nodes.settings(), short_root, act)
+
+
+def test_a_node_that_joins_late_gets_residents_and_objects_that_are_on_disk_elsewhere(
+    nodes: Nodes, short_root: Path
+) -> None:
+    """Each object has 4 MB; with memory for 9 MB, the oldest of three is on the disk of its node."""
+    keys = [ObjectKey(f"weights/{policy}/1") for policy in ("solver", "writer", "judge")]
+    trees = [{"w": torch.full((1_000_000,), float(number))} for number in range(3)]
+
+    def spilled() -> list[Path]:
+        return list(short_root.glob("*/spilled/*.object"))
+
+    async def act(cluster: RayCluster) -> None:
+        joined: asyncio.Queue[NodeJoined] = asyncio.Queue()
+        lost: asyncio.Queue[NodeLost] = asyncio.Queue()
+        cluster.events.listen(NodeJoined, joined.put_nowait)
+        cluster.events.listen(NodeLost, lost.put_nowait)
+        (one,) = await holders(cluster, "left")
+        for key, tree in zip(keys, trees, strict=True):
+            await one.set(key, tree)
+        assert len(spilled()) == 1, "witness"
+        nodes.add("late")  # Ray's own code wants the main thread.
+        assert (await joined.get()).refused == ""
+        assert [node.name for node in cluster.nodes] == ["head", "left", "right", "late"]
+        (late,) = await cluster.spawn([replace(spec, node="late") for spec in engines(0)])
+        assert await late.remote.node_id() == next(node.id for node in cluster.nodes if node.name == "late")
+        (holder,) = await holders(cluster, "late", first=1)
+        for key, tree in zip(keys, trees, strict=True):
+            _, held = await holder.filled(key, {"w": torch.zeros(1_000_000)}, "full")
+            assert held == checksum(tree)
+        await asyncio.to_thread(nodes.kill, "left")
+        assert (await lost.get()).node == "left"
+        (other,) = await holders(cluster, "right", first=2)
+        for key, tree in zip(keys, trees, strict=True):
+            _, held = await other.filled(key, {"w": torch.zeros(1_000_000)}, "full")
+            assert held == checksum(tree), "the only copies are those of the node that came late"
+
+    play(nodes.settings(), short_root, act, memory_bytes=9_000_000)
 
 
 def test_a_silent_node_is_lost_and_its_processes_end(shared_nodes: Nodes, short_root: Path) -> None:

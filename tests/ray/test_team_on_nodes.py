@@ -100,12 +100,19 @@ def mooncake_is_missing() -> str:
     return ""
 
 
+WITH_MOONCAKE = pytest.mark.skipif(bool(mooncake_is_missing()), reason="not installed")
+
+
 @pytest.mark.parametrize(
-    "transport",
-    ["ray", pytest.param("mooncake", marks=pytest.mark.skipif(bool(mooncake_is_missing()), reason="not installed"))],
+    "how",
+    [
+        "cluster.transport=ray",
+        "objects.memory_gib=0",
+        pytest.param("cluster.transport=mooncake", marks=WITH_MOONCAKE),
+    ],
 )
 def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
-    transport: str,
+    how: str,
     undisturbed: Left,
     small_run: Path,
     shared_nodes: Nodes,
@@ -113,7 +120,7 @@ def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
     short_root: Path,
     begin: list[Spread],
 ) -> None:
-    begin.append(Spread(small_run, shared_nodes, tmp_path, short_root, f"cluster.transport={transport}"))
+    begin.append(Spread(small_run, shared_nodes, tmp_path, short_root, how))
     run = begin[0].finish()
     assert_same(undisturbed, run, steps=STEPS)
     places = {name: process["node"] for name, process in run.summary["processes"].items()}

@@ -29,6 +29,7 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Address, Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import NodeFiles
+from flexmarl.cluster.spill import Spill
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary, described
 from flexmarl.events.event import Events
@@ -278,6 +279,8 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
         if settings.cluster.address == "local":
             objects = ShmObjectStore(leases.shared_memory())
             objects.create()
+            if settings.objects.memory_bytes is not None:
+                Spill.allow(leases.shared_memory(), leases.spilled(), settings.objects.memory_bytes)
             yield RealResidents(
                 materials=Materials(
                     settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
@@ -291,8 +294,9 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
 
         @asynccontextmanager
         async def open_cluster(residents: int, events: Events) -> AsyncIterator[Cluster]:
-            deltas = settings.objects.delta == "auto"
-            async with opened(residents=residents, events=events, visible=visible, deltas=deltas) as cluster:
+            weights = settings.objects
+            crossing = {"deltas": weights.delta == "auto", "memory_bytes": weights.memory_bytes}
+            async with opened(residents=residents, events=events, visible=visible, **crossing) as cluster:
                 files.home = cluster.nodes[0].id
                 yield cluster
 

@@ -3,6 +3,7 @@
     {temp}/flexmarl-{uid}/            one folder per run, locked by the run's controller while that lives
         k3x9q2/leases.json            the run's name and its processes
         k3x9q2/ray/                   the files of its private Ray
+        k3x9q2/spilled/               published weights that have no room in memory (spill.py)
     /dev/shm/flexmarl-{uid}-k3x9q2/   its shared memory
 
 A warden, a separate process, removes all this when the controller dies. If both have died, `flexmarl clean` does. The
@@ -72,6 +73,10 @@ class RunLeases:
     def shared_memory(self) -> Path:
         """The path of the run's folder in shared memory, or on disk if the system has none. It is not yet made."""
         return shared_memory(self.folder)
+
+    def spilled(self) -> Path:
+        """The path of the run's folder on disk for what has no room in shared memory. It is not yet made."""
+        return self.folder / "spilled"
 
     @property
     def warden_pid(self) -> int:

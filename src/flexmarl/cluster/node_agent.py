@@ -38,6 +38,7 @@ from flexmarl.cluster.file_delta import difference, patch
 from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetch, Fetched, Locations, Sent, family
+from flexmarl.cluster.spill import Spill
 from flexmarl.errors import ObjectError, WorkerError
 
 PIECE_BYTES = 32 << 20
@@ -235,11 +236,12 @@ class LocalAgent:
         peers: Peers,
         memory: OneSidedMemory | None = None,
         deltas: bool = False,
+        memory_bytes: int | None = None,
     ) -> None:
         """`home` is the node whose agent knows where files are. Makes the folder in shared memory.
 
         `memory` is for one-sided reads, which all agents of a run have or none; None: `peers` read piece by piece.
-        `deltas`: files may come as differences.
+        `deltas`: files may come as differences. `memory_bytes`: files beyond so many are on disk; None: none is.
         """
         self._memory, self._deltas = memory, deltas
         self._node, self._home = node, home
@@ -248,6 +250,9 @@ class LocalAgent:
         self.path = leases.shared_memory()
         """The folder of the files."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if memory_bytes is not None:
+            Spill.allow(self.path, leases.spilled(), memory_bytes)
+        self._spill = Spill.of(self.path)
         self._under_way: MutableMapping[str, asyncio.Lock] = WeakValueDictionary()
         """Files that are being fetched. Whoever wants one of them waits for its lock, and then finds it."""
         self._dropped: set[str] = set()
@@ -300,7 +305,10 @@ class LocalAgent:
         """Removes the file's name. Its memory is free when no reader maps it any more."""
         if file in self._under_way:
             self._dropped.add(file)
-        (self.path / file).unlink(missing_ok=True)
+        if self._spill is None:
+            (self.path / file).unlink(missing_ok=True)
+        else:
+            await asyncio.to_thread(self._spill.remove, file)
 
     async def add_file(self, file: str, node: str, num_bytes: int) -> bool:
         """Adds it to the locations."""
@@ -361,8 +369,11 @@ class LocalAgent:
         failed: dict[str, str] = {}
         while fetch := await home.begin_fetch(file, self._node.id, list(failed)):
             sent, failure = Sent(0), "it was not finished"
+            spills = self._spill is not None and not await asyncio.to_thread(
+                self._spill.make_room, fetch.num_bytes, reusing=blocks_of(file)
+            )
             try:
-                with self._block_for(file, fetch.num_bytes) as (block, descriptor):
+                with self._block_for(file, fetch.num_bytes, spills=spills) as (block, descriptor):
                     try:
                         sent, missing = await self._patch(file, fetch, descriptor)
                         copy = self._copy if self._memory is None else partial(self._read, self._memory)
@@ -372,7 +383,7 @@ class LocalAgent:
                     if not current or file in self._dropped:
                         raise FileNotFoundError(f"'{file}' was dropped while it was fetched")
                     if not failure:
-                        os.link(block, self.path / file)
+                        self._name(block, file)
                         return
                     failed[fetch.source] = failure
             finally:
@@ -462,31 +473,56 @@ class LocalAgent:
             return f"{type(error).__name__}: {error}"
         return ""
 
+    def _name(self, block: Path, file: str) -> None:
+        """Gives a complete file its name, by which the processes of this node find it, in memory or on disk."""
+        if block.parent == self.path:
+            os.link(block, self.path / file)
+        else:
+            assert self._spill is not None
+            self._spill.name(block, file)
+
     @contextmanager
-    def _block_for(self, file: str, num_bytes: int) -> Iterator[tuple[Path, int]]:
+    def _block_for(self, file: str, num_bytes: int, *, spills: bool) -> Iterator[tuple[Path, int]]:
         """Locks a block for a file to come and opens it: one that held an earlier file of its family, or a new one.
 
         Memory that was written before costs a fraction of new memory. Readers lock it as they lock any block
-        (objects/backends/blocks.py). Raises ObjectError if this node has no room for a new one.
+        (objects/backends/blocks.py). With `spills`, or where memory is full and files may spill, it is on disk. Raises
+        ObjectError if this node has no room for a new one.
         """
-        start = f"fetched-{blake2b(family(file).encode(), digest_size=8).hexdigest()}-"
+        start = blocks_of(file)
         path, descriptor = self.path / f"{start}{uuid4().hex}.block", -1
         for free, one in self._free_blocks(start):
-            if descriptor < 0 and os.fstat(one).st_size == num_bytes:
+            if descriptor < 0 and os.fstat(one).st_size == num_bytes and not spills:
                 path, descriptor = free, os.dup(one)  # It has the same lock.
             else:
                 free.unlink()
         try:
-            if descriptor < 0:
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                self._reserve(descriptor, num_bytes, file)
+            if descriptor < 0 and not spills:
+                descriptor = new_file(path)
+                if not self._reserved(descriptor, num_bytes):
+                    if self._spill is None:
+                        raise self._no_room(file, num_bytes, self.path)
+                    os.close(descriptor)
+                    path.unlink()
+                    descriptor = -1
+            if descriptor < 0 and self._spill is not None:
+                path = self._spill.new_path()
+                descriptor = new_file(path)
+                if not has_room(descriptor, num_bytes):
+                    raise self._no_room(file, num_bytes, path.parent)
             yield path, descriptor
         finally:
             if descriptor >= 0:
-                if os.fstat(descriptor).st_nlink == 1:  # Nothing came of it.
-                    path.unlink()
+                if not self._is_named(file, path, descriptor):  # Nothing came of it.
+                    path.unlink(missing_ok=True)
                 os.close(descriptor)
+
+    def _is_named(self, file: str, path: Path, descriptor: int) -> bool:
+        """True if the block has the file's name, or another one."""
+        if path.parent == self.path:
+            return os.fstat(descriptor).st_nlink > 1
+        named = self.path / file
+        return named.is_symlink() and named.readlink() == path
 
     def _free_blocks(self, start: str) -> Iterator[tuple[Path, int]]:
         """The blocks that no file is in and nobody reads, each opened and locked until the next one is asked for."""
@@ -501,22 +537,39 @@ class LocalAgent:
             finally:
                 os.close(descriptor)
 
-    def _reserve(self, descriptor: int, num_bytes: int, file: str) -> None:
-        """Reserves memory now, at the cost of free blocks.
-
-        What is missing here is no fault of the source, so no other one is tried.
-        """
+    def _reserved(self, descriptor: int, num_bytes: int) -> bool:
+        """Reserves memory now, at the cost of free blocks. Returns False if there is none: no source can help that."""
         if has_room(descriptor, num_bytes):
-            return
+            return True
         for free, _ in self._free_blocks(""):
             free.unlink()
-        if not has_room(descriptor, num_bytes):
-            room = os.statvfs(self.path)
-            raise ObjectError(
-                f"node '{self._node.name}': fetching '{file}' needs {num_bytes:,} bytes in {self.path}, where "
-                f"{room.f_bavail * room.f_frsize:,} are free; remove what dead runs left there (`flexmarl clean`), or "
-                "give that machine more shared memory (`mount -o remount,size=16G /dev/shm`)"
-            )
+        return has_room(descriptor, num_bytes)
+
+    def _no_room(self, file: str, num_bytes: int, folder: Path) -> ObjectError:
+        room = os.statvfs(folder)
+        remedy = (
+            "give that machine more shared memory (`mount -o remount,size=16G /dev/shm`), or let some be on disk "
+            "(`objects.memory_gib`)"
+            if folder == self.path
+            else "set TMPDIR on that machine to a folder of a larger disk before Ray starts"
+        )
+        return ObjectError(
+            f"node '{self._node.name}': fetching '{file}' needs {num_bytes:,} bytes in {folder}, where "
+            f"{room.f_bavail * room.f_frsize:,} are free; remove what dead runs left there (`flexmarl clean`), or "
+            f"{remedy}"
+        )
+
+
+def blocks_of(file: str) -> str:
+    """The beginning of the names of blocks to which files of this family are fetched."""
+    return f"fetched-{blake2b(family(file).encode(), digest_size=8).hexdigest()}-"
+
+
+def new_file(path: Path) -> int:
+    """Makes a file of this user alone, opens it and locks it for writing."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def stretches(starts: Sequence[int], end: int, longest: int) -> Iterator[tuple[int, int]]:
@@ -574,11 +627,14 @@ def agent_of(
     make_peers: Callable[[], Peers],
     make_memory: Callable[[], OneSidedMemory] | None = None,
     deltas: bool = False,
+    memory_bytes: int | None = None,
 ) -> LocalAgent:
     """Makes the agent of the node that this process is on, with leases of its own: the run's folder and its warden.
 
-    `make_memory` is for one-sided reads, if the run has them; `deltas` is as for the agent.
+    `make_memory` is for one-sided reads, if the run has them; the others are as for the agent.
     """
     memory = make_memory() if make_memory else None
-    leases = RunLeases(run, root=root)
-    return LocalAgent(node, home=home, leases=leases, peers=make_peers(), memory=memory, deltas=deltas)
+    leases, peers = RunLeases(run, root=root), make_peers()
+    return LocalAgent(
+        node, home=home, leases=leases, peers=peers, memory=memory, deltas=deltas, memory_bytes=memory_bytes
+    )

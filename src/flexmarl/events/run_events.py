@@ -116,6 +116,17 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined(Event):
+    """A machine came to the cluster in the middle of the run. Residents may be started on it from now on."""
+
+    name: ClassVar[str] = "node_joined"
+    node: str
+    """Its name."""
+    refused: str = ""
+    """Why the run cannot use it; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectFetched(Event):
     """A machine of the cluster fetched an object, as a version's weights, from another one. Noticed within seconds."""
 

@@ -26,6 +26,23 @@ class ObjectSettings(Settings):
         "difference from the version before it, if the receiving node has that one; off: whole, always.",
     )
 
+    memory_gib: float | None = Field(
+        default=None,
+        ge=0,
+        description="ray: shared memory of each node, in GiB, that published weights take at most. Beyond it, those "
+        "that went unread for longest are in files of the temp folder (TMPDIR); null: they are all in memory, and a "
+        "run whose weights have no room there ends.",
+    )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_gib` in bytes.
+
+        >>> ObjectSettings(memory_gib=0.5).memory_bytes
+        536870912
+        """
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
+
     def level(self, device: str) -> Verify:
         """The part that engines on this device check.
 

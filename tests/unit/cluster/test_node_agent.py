@@ -35,10 +35,18 @@ HOME, LEFT, RIGHT = "home", "left", "right"
 class Agents:
     """The agents of three nodes, which call one another directly. Reads of a node can be made to fail."""
 
-    def __init__(self, leases: Mapping[str, RunLeases], *, deltas: bool = True, one_sided: bool = False) -> None:
+    def __init__(
+        self,
+        leases: Mapping[str, RunLeases],
+        *,
+        deltas: bool = True,
+        one_sided: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
         """Their folders are empty, whatever agents with these leases left there."""
         for one in leases.values():
             shutil.rmtree(one.shared_memory(), ignore_errors=True)
+            shutil.rmtree(one.spilled(), ignore_errors=True)
         self._one_sided = one_sided
         self.reads: Counter[str] = Counter()
         self.before_read: Callable[[str], Coroutine[None, None, None]] | None = None
@@ -54,6 +62,7 @@ class Agents:
                 peers=self,
                 memory=LocalMemory(self, name) if one_sided else None,
                 deltas=deltas,
+                memory_bytes=memory_bytes,
             )
             for name in (HOME, LEFT, RIGHT)
         }
@@ -195,6 +204,85 @@ class SetHereGetThere:
 
 def test_a_store_on_agents_keeps_the_laws_of_object_stores(leases: dict[str, RunLeases], one_sided: bool) -> None:
     asyncio.run(check_object_store(lambda: SetHereGetThere(Agents(leases, one_sided=one_sided))))
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 9000])
+def test_it_keeps_them_where_files_spill_to_disk(
+    leases: dict[str, RunLeases], one_sided: bool, memory_bytes: int
+) -> None:
+    asyncio.run(
+        check_object_store(lambda: SetHereGetThere(Agents(leases, one_sided=one_sided, memory_bytes=memory_bytes)))
+    )
+
+
+def test_files_that_spilled_cross_to_other_nodes_and_go_from_all(
+    leases: dict[str, RunLeases], one_sided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "PIECE_BYTES", 1000)
+    agents = Agents(leases, one_sided=one_sided, memory_bytes=12_000)
+    spilled = {node: leases[node].spilled() for node in (HOME, LEFT, RIGHT)}
+
+    async def act() -> None:
+        files = [f"weights%2F{policy}%2F1.object" for policy in ("solver", "writer", "judge")]
+        for number, file in enumerate(files):
+            await put(agents, LEFT, file, bytes([number]) * 5000)
+            os.utime(agents[LEFT].path / file, ns=(number, number))
+            await agents[RIGHT].fetch(file)
+            os.utime(agents[RIGHT].path / file, ns=(number, number))
+        assert [(agents[RIGHT].path / file).is_symlink() for file in files] == [True, False, False]
+        await agents[HOME].lose(LEFT)  # What HOME fetches now comes from RIGHT, where one file is on disk.
+        for number, file in enumerate(files):
+            await agents[HOME].fetch(file)
+            assert (agents[HOME].path / file).read_bytes() == bytes([number]) * 5000
+        big = "weights%2Flarge%2F1.object"
+        await put(agents, RIGHT, big, b"x" * 20_000)
+        await agents[HOME].fetch(big)
+        assert (agents[HOME].path / big).is_symlink(), "it is larger than all memory that files may take"
+        assert (agents[HOME].path / big).read_bytes() == b"x" * 20_000
+        for file in [*files, big]:
+            await agents[HOME].drop(file)
+        assert [path for node in (HOME, RIGHT) for path in spilled[node].iterdir()] == []
+        assert not any(name.endswith(".object") for node in (HOME, RIGHT) for name in agents.files(node))
+
+    asyncio.run(act())
+
+
+def test_a_fetch_to_disk_that_fails_leaves_nothing(leases: dict[str, RunLeases], one_sided: bool) -> None:
+    agents = Agents(leases, one_sided=one_sided, memory_bytes=0)
+
+    async def act() -> None:
+        await put(agents, LEFT, "file.object", b"x" * 5000)
+
+        async def fail(node: str) -> None:
+            raise OSError("cut off")
+
+        agents.before_read = fail
+        with pytest.raises(ObjectError, match="cut off"):
+            await agents[RIGHT].fetch("file.object")
+        assert list(leases[RIGHT].spilled().iterdir()) == []
+
+    asyncio.run(act())
+
+
+def test_where_memory_is_full_though_less_than_allowed_is_taken_a_file_is_fetched_to_disk(
+    leases: dict[str, RunLeases], one_sided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = Agents(leases, one_sided=one_sided, memory_bytes=1 << 30)
+    real = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(agents[RIGHT].path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor, offset, length)
+
+    async def act() -> None:
+        await put(agents, LEFT, FIRST, b"x" * 5000)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        await agents[RIGHT].fetch(FIRST)
+        assert (agents[RIGHT].path / FIRST).is_symlink()
+        assert (agents[RIGHT].path / FIRST).read_bytes() == b"x" * 5000
+
+    asyncio.run(act())
 
 
 def test_a_key_is_set_once_on_all_nodes(agents: Agents) -> None:

@@ -7,10 +7,12 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
+from flexmarl.cluster.spill import Spill
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
 
@@ -131,7 +133,12 @@ def test_a_file_that_came_from_another_node_is_read_like_a_block(store):
     run(scenario)
 
 
-def test_many_threads_read_and_write_at_a_time(store):
+@pytest.mark.parametrize("memory_bytes", [None, 500_000, 0])
+def test_many_threads_read_and_write_at_a_time(store, memory_bytes, tmp_path):
+    """Each object has 0.2 MB: with room for two, six of them go to disk in turn."""
+    if memory_bytes is not None:
+        Spill.allow(*store.__reduce__()[1], tmp_path / "spilled", memory_bytes)
+
     async def follow(policy):
         for version in range(20):
             await store.set(key(version, policy), tree_of(version, items=50_000))
@@ -142,7 +149,7 @@ def test_many_threads_read_and_write_at_a_time(store):
 
     async def scenario():
         await asyncio.gather(*(follow(policy) for policy in ("a", "b", "c")))
-        assert len(inodes(store)) == 6
+        assert len(inodes(store)) == 6 if memory_bytes is None else len(inodes(store)) < 6
 
     run(scenario)
 
@@ -225,9 +232,14 @@ print(int(killed), int(counts[READ]), int(counts[MISSED]))
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_writers_and_readers_leave_nothing_torn_stale_or_behind(store, seed):
+@pytest.mark.parametrize(
+    ("seed", "memory_bytes"), [(0, None), (1, None), (2, None), (3, 3_000_000), (4, 0)], ids=lambda value: str(value)
+)
+def test_killed_writers_and_readers_leave_nothing_torn_stale_or_behind(store, seed, memory_bytes, tmp_path):
+    """Also where objects of 0.8 MB go to disk: some of them, or all."""
     (root,) = store.__reduce__()[1]
+    if memory_bytes is not None:
+        Spill.allow(root, tmp_path / "spilled", memory_bytes)
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
@@ -237,12 +249,15 @@ def test_killed_writers_and_readers_leave_nothing_torn_stale_or_behind(store, se
     assert missed > 0, "the witness that objects went while they were asked for"
 
     async def scenario():
+        if memory_bytes is not None:
+            assert any((tmp_path / "spilled").iterdir()), "the witness that objects went to disk"
         for path in root.glob("*.object"):
-            path.unlink()
+            await store.release(ObjectKey(unquote(path.stem)))
         for version in ("last", "and", "again"):
             await store.set(key(version), {"a": torch.full((200_000,), 1), "b": torch.full((7,), 1)})
             await store.release(key(version))
         assert len(inodes(store)) <= 2
-        assert len(list(root.iterdir())) == len(inodes(store)), "nothing else is left"
+        left = {path.name for path in root.iterdir() if path.suffix != ".block"}
+        assert left <= {"spill.json", "spill.json.link"}, "nothing else is left"
 
     run(scenario)

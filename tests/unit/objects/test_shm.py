@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexmarl.cluster.spill import Spill
 from flexmarl.errors import ObjectError
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
@@ -136,6 +137,52 @@ def test_an_object_that_does_not_fit_is_an_error_that_says_what_would_work(root,
     for part in ("weights/solver/4", f"{4 * there_are:,}"[:5], str(root), "are free", "flexmarl clean", "--shm-size"):
         assert part in str(raised.value)
     assert (objects(root), len(blocks(root))) == (["weights%2Fsolver%2F3.object"], 1), "nothing of it stays"
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 3000])
+def test_the_store_keeps_the_contract_where_objects_are_on_disk(root, tmp_path, memory_bytes):
+    spilled = tmp_path / "spilled"
+
+    def make():
+        folder = ShmObjectStore(Path(tempfile.mkdtemp(dir=root.parent)) / "objects")
+        folder.create()
+        Spill.allow(*folder.__reduce__()[1], spilled, memory_bytes)
+        return folder
+
+    asyncio.run(check_object_store(make))
+    assert list(spilled.iterdir()), "the witness: some are on disk"
+
+
+def test_objects_that_went_unread_for_longest_are_on_disk_and_read_there_by_any_process(root, store, tmp_path):
+    Spill.allow(root, tmp_path / "spilled", 40_000)
+    keys = [ObjectKey(f"weights/policy-{number}/1") for number in range(4)]
+    tree = {"w": torch.rand(2500)}  # 14 096 bytes with its header: two fit.
+    for moment, key in enumerate(keys[:2]):
+        asyncio.run(store.set(key, tree))
+        os.utime(root / store.file_name(key), ns=(moment, moment))  # A kernel's clock of files has ticks of 4 ms.
+    assert asyncio.run(store.get_into(keys[0], {"w": torch.zeros(2500)})) == checksum(tree)
+    moved = []
+    for key in keys[2:]:
+        asyncio.run(store.set(key, tree))
+        os.utime(root / store.file_name(key), ns=(2**62, 2**62))
+        moved.append([key for key in keys if (root / store.file_name(key)).is_symlink()])
+    assert moved == [[keys[1]], [keys[0], keys[1]]], "the one that was read stayed for longer"
+    (tensor,) = elsewhere(root, f"    print(checksum(await store.get({str(keys[1])!r})))")
+    assert tensor == checksum(tree)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "spilled").iterdir()} == {0o600}
+    for key in keys:
+        asyncio.run(store.release(key))
+    assert list((tmp_path / "spilled").iterdir()) == []
+
+
+def test_without_room_in_memory_and_on_disk_the_error_names_both(root, store, tmp_path):
+    Spill.allow(root, tmp_path / "spilled", 10)
+    there_are = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(ObjectError) as raised:
+        asyncio.run(store.set(KEY, {"w": torch.zeros(1).expand(there_are)}))
+    for part in ("weights/solver/3", str(root), str(tmp_path / "spilled"), "set TMPDIR", "flexmarl clean"):
+        assert part in str(raised.value)
+    assert list((tmp_path / "spilled").iterdir()) == []
 
 
 def test_without_the_folder_of_the_run_nothing_is_set(root):

@@ -1,13 +1,15 @@
 """Ray for the residents of a run: a private Ray of this machine, or one that others started, on one node or several.
 
 On a Ray that others started, each node has an agent of the run (node_agent.py). An agent that is lost is a node that is
-lost. On a private Ray the controller looks after its one node itself.
+lost. Where there are several nodes, one that comes later is taken in. On a private Ray the controller looks after its
+one node itself.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,9 +36,9 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetched
 from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.errors import ConfigError, WorkerError
+from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
 from flexmarl.events.event import Events
-from flexmarl.events.run_events import NodeLost, ObjectFetched, WorkerLost
+from flexmarl.events.run_events import NodeJoined, NodeLost, ObjectFetched, WorkerLost
 from flexmarl.records import WorkerId
 
 __all__ = ["RayAddress", "RayCluster", "RayFiles", "ray_cluster"]
@@ -45,6 +47,8 @@ T = TypeVar("T")
 PLACE_S = 5.0
 STOP_S = 10.0
 WATCH_S = 0.5
+JOIN_S = 2.0
+"""Seconds between two looks for nodes that have come."""
 POOL_OF: dict[ResidentKind, Literal["rollout", "training"]] = {
     ResidentKind.ENGINE: "rollout",
     ResidentKind.ROLLOUT: "rollout",
@@ -70,16 +74,24 @@ async def ray_cluster(
     events: Events | None = None,
     visible: Visible | None = None,
     deltas: bool = False,
+    memory_bytes: int | None = None,
 ) -> AsyncIterator["RayCluster"]:
     """Opens a cluster for the length of a block, with at most `residents` residents alive at once.
 
-    A private Ray has room for exactly that many. Losses and fetches of files are emitted to `events`. The nodes of each
-    pool must see the paths that `visible` has for it. `deltas`: files may cross as differences. Raises ConfigError if
-    the Ray to join or one of its nodes cannot be used, WorkerError if Ray does not answer within `START_S`.
+    A private Ray has room for exactly that many. What happens to nodes, residents and files is emitted to `events`. The
+    nodes of each pool must see the paths that `visible` has for it. `deltas`: files may cross as differences.
+    `memory_bytes`: files of a node beyond so many are on disk; None: none is. Raises ConfigError if the Ray to join or
+    one of its nodes cannot be used, WorkerError if Ray does not answer within `START_S`.
     """
     async with task_block() as tasks:
         cluster = RayCluster(
-            settings, tasks, leases=leases, residents=residents, events=events or Events(), deltas=deltas
+            settings,
+            tasks,
+            leases=leases,
+            residents=residents,
+            events=events or Events(),
+            deltas=deltas,
+            memory_bytes=memory_bytes,
         )
         try:
             await cluster.open(visible or {})
@@ -100,6 +112,7 @@ class RayCluster:
         residents: int,
         events: Events,
         deltas: bool,
+        memory_bytes: int | None,
     ) -> None:
         """See `ray_cluster`. Proxies run their tasks in `tasks`."""
         self.events = events
@@ -116,6 +129,7 @@ class RayCluster:
             fetched=self._fetched,
             deltas=deltas,
             one_sided=settings.transport == "mooncake",
+            memory_bytes=memory_bytes,
         )
         self._thread = OwnThread("ray")
         self._nodes: dict[str, ClusterNode] = {}
@@ -130,7 +144,10 @@ class RayCluster:
         self._placing: list[Placed] = []
         """Places of residents that are being started, until they are in `_residents`."""
         self._free: list[ActorSlot] = []
-        self._watch: asyncio.Task[None] | None = None
+        self._visible: Visible = {}
+        self._seen: set[str] = set()
+        """Ids of the nodes that this Ray has or had."""
+        self._watches: list[asyncio.Task[None]] = []
         self._failure: str | None = None
         self._closed = False
 
@@ -156,18 +173,14 @@ class RayCluster:
         logging.getLogger("ray").setLevel(logging.ERROR)
         await self._ask(self._ray.open, timeout=START_S)
         nodes = await self._ask(live_nodes, timeout=STOP_S)
+        self._visible, self._seen = visible, {node.id for node in nodes}
         self._pools = pools_of(self._settings, [node.name for node in nodes])
-        used = frozenset[str]().union(*(pool.nodes for pool in self._pools.values()))
-        self._nodes = {node.name: node for node in nodes if node is nodes[0] or node.name in used}
-        self._watch = self._tasks.create_task(self._watch_ray(), name="watch ray")
+        self._nodes = {node.name: node for node in nodes if node is nodes[0] or self._pools_with(node)}
+        self._watches.append(self._tasks.create_task(self._watch_ray(), name="watch ray"))
         if self._settings.address != "local":
-            needed = {
-                node: [
-                    path for pool, paths in visible.items() if node.name in self._pools[pool].nodes for path in paths
-                ]
-                for node in self.nodes
-            }
-            await self._agents.start(self.nodes, visible=needed)
+            await self._agents.start(self.nodes, visible={node: self._paths_for(node) for node in self.nodes})
+        if len(self._nodes) > 1:  # Otherwise nothing serves the store to other nodes.
+            self._watches.append(self._tasks.create_task(self._watch_for_nodes(), name="watch for new nodes"))
 
     async def spawn(self, specs: Sequence[ResidentSpec[T]]) -> list[Resident[T]]:
         here = await self._here.spawn([spec for spec in specs if spec.in_controller])
@@ -226,8 +239,8 @@ class RayCluster:
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await self._here.close()
         for resident in list(self._residents):
             resident.end("was stopped")
@@ -310,6 +323,42 @@ class RayCluster:
                 lost = f"node '{node.name}' is lost: {because}"
                 resident.end(f"is lost: {lost}", lost=lost)
         self._agents.lose(node)
+
+    async def _watch_for_nodes(self) -> None:
+        """Takes in nodes that come to this Ray while the run plays, if a pool may use them."""
+        while self._failure is None:
+            await asyncio.sleep(JOIN_S)
+            with suppress(ConfigError, WorkerError):  # A name was given twice, or Ray does not answer now.
+                live = await self._ask(live_nodes, timeout=STOP_S)
+                await all_of(self._take_in(node) for node in live if node.id not in self._seen)
+
+    async def _take_in(self, node: ClusterNode) -> None:
+        self._seen.add(node.id)
+        because = ""
+        self._pools = {name: self._joined(name, pool, node) for name, pool in self._pools.items()}
+        if not self._pools_with(node):
+            return
+        try:
+            await self._agents.add(node, visible=self._paths_for(node))
+            self._nodes[node.name] = node  # Before this, nothing is placed there, whatever its pools.
+        except FlexmarlError as error:
+            because = str(error)
+        self.events.emit(NodeJoined(node=node.name, refused=because))
+
+    def _joined(self, name: str, pool: PoolNodes, node: ClusterNode) -> PoolNodes:
+        """The pool with the node, unless its settings name its nodes."""
+        asked = {str(key): one for key, one in self._settings.pools.items()}.get(name)
+        named = asked is not None and asked.nodes is not None
+        return pool if named or name == NO_POOL else replace(pool, nodes=pool.nodes | {node.name})
+
+    def _pools_with(self, node: ClusterNode) -> list[str]:
+        """Names of the pools that may use the node."""
+        return [name for name, pool in self._pools.items() if node.name in pool.nodes]
+
+    def _paths_for(self, node: ClusterNode) -> list[Path]:
+        """The paths that the node must see."""
+        pools = self._pools_with(node)
+        return [path for name, paths in self._visible.items() if name in pools for path in paths]
 
     def _fetched(self, one: Fetched) -> None:
         names = {node.id: node.name for node in self.nodes}

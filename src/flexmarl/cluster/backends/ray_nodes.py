@@ -175,14 +175,15 @@ class RayAgents:
         fetched: Callable[[Fetched], None],
         deltas: bool = False,
         one_sided: bool = False,
+        memory_bytes: int | None = None,
     ) -> None:
         """`lost` is called with a node that is lost and the reason. An agent is lost after `timeout_s` of silence.
 
         `fetched` is called with each fetch of a file, soon after it. `deltas`: files may come as differences.
-        `one_sided`: files are read from other nodes by Mooncake.
+        `one_sided`: files are read from other nodes by Mooncake. `memory_bytes`: as for an agent.
         """
         self._fetched, self._deltas, self._fetches_seen = fetched, deltas, 0
-        self._one_sided = one_sided
+        self._one_sided, self._memory_bytes = one_sided, memory_bytes
         self._tasks, self._leases, self._timeout_s, self._lost = tasks, leases, timeout_s, lost
         self._agents: dict[ClusterNode, RayResident[NodeAgent]] = {}
         self._home: ClusterNode | None = None
@@ -198,6 +199,17 @@ class RayAgents:
         await all_of(self._start(node, agent, visible[node]) for node, agent in self._agents.items())
         for node, agent in self._agents.items():
             self._tasks.create_task(self._watch(node, agent), name=f"watch node {node.name}")
+
+    async def add(self, node: ClusterNode, *, visible: Sequence[Path]) -> None:
+        """Starts an agent on a node that has come. Raises ConfigError as `start` does; then nothing is there."""
+        agent = self._agent(node)
+        try:
+            await self._start(node, agent, visible)
+        except BaseException:
+            agent.end("was not used")
+            raise
+        self._agents[node] = agent
+        self._tasks.create_task(self._watch(node, agent), name=f"watch node {node.name}")
 
     async def add_processes(self, node: ClusterNode, pids: Iterable[int]) -> None:
         """Records processes that end with the run, on their node; those of a lost node have ended."""
@@ -248,6 +260,7 @@ class RayAgents:
             make_peers=RayPeers,
             make_memory=partial(MooncakeMemory, node.address) if self._one_sided else None,
             deltas=self._deltas,
+            memory_bytes=self._memory_bytes,
         )
         spec = ResidentSpec(name=agent_name(node.id), kind=ResidentKind.NODE, contract=NodeAgent, make=make)
         return RayResident(

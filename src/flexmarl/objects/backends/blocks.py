@@ -87,6 +87,11 @@ def _begin(header_bytes: int) -> int:
     return -(-header_bytes // PAGE) * PAGE
 
 
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """The device and the number of a file. Files in memory and on disk may have the same number."""
+    return status.st_dev, status.st_ino
+
+
 class Block:
     """An open block. One thread at a time has it."""
 
@@ -115,9 +120,13 @@ class Block:
         return os.fstat(self.file).st_nlink
 
     @property
-    def inode(self) -> int:
-        """The file's number, by which it is known whatever its names."""
-        return os.fstat(self.file).st_ino
+    def identity(self) -> tuple[int, int]:
+        """The file's device and number, by which it is known whatever its names."""
+        return identity(os.fstat(self.file))
+
+    def used(self) -> None:
+        """Makes this moment the time of its last use: what went unread for longest leaves memory first (spill.py)."""
+        os.utime(self.file)
 
     def lock_to_read(self) -> None:
         """Takes the shared lock, once no writer has the block."""
@@ -155,8 +164,8 @@ class Blocks:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._kept: dict[int, Block] = {}
-        """By inode. Who uses one takes it out."""
+        self._kept: dict[tuple[int, int], Block] = {}
+        """By identity. Who uses one takes it out."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -174,9 +183,25 @@ class Blocks:
                 raise
             block.map[: len(header.data)] = header.data
             yield block
+            block.used()
         finally:
             block.unlock()
             self._keep(block)
+
+    @contextmanager
+    def write_at(self, path: Path, header: Header) -> Iterator[Block]:
+        """Gives a new file at the path to the caller, to be written as a block is. It goes if the context fails.
+
+        Raises OSError without room.
+        """
+        made = Block(path, os.O_CREAT | os.O_EXCL)
+        try:
+            made.reserve(header.num_bytes)
+            made.map[: len(header.data)] = header.data
+            yield made
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
     @contextmanager
     def read(self, path: Path, key: str) -> Iterator[tuple[Block, Header]]:
@@ -206,9 +231,10 @@ class Blocks:
             block = opened(path)
             block.lock_to_read()
             try:
-                if os.stat(path).st_ino == block.inode:
+                if identity(os.stat(path)) == block.identity:
                     if Header.read(block.map).key != key:
                         raise FileNotFoundError(f"{path} is not the object '{key}'")
+                    block.used()
                     return block
             except BaseException:
                 block.unlock()
@@ -264,14 +290,14 @@ class Blocks:
 
     def _open(self, path: Path) -> Block:
         """The kept block that the path leads to, or a new opening of it."""
-        inode = path.stat().st_ino
+        known = identity(path.stat())
         with self._lock:
-            kept = self._kept.pop(inode, None)
+            kept = self._kept.pop(known, None)
         return kept or Block(path)
 
     def _keep(self, block: Block) -> None:
         """Keeps the block open for its next use, and closes those that were removed."""
         with self._lock:
-            self._kept.setdefault(block.inode, block)
-            for inode in [inode for inode, kept in self._kept.items() if kept.links == 0]:
-                del self._kept[inode]
+            self._kept.setdefault(block.identity, block)
+            for known in [known for known, kept in self._kept.items() if kept.links == 0]:
+                del self._kept[known]

@@ -2,6 +2,8 @@
 
     /dev/shm/flexmarl-{run}/weights%2Fsolver%2F3.object     a link to the block that the object is in (blocks.py)
 
+With `Spill.allow` (cluster/spill.py), objects that have no room there are on disk.
+
 An object gets its name only when it is complete, so a reader never sees half of one, and a writer that dies leaves only
 a free block behind. Nothing is registered anywhere: removing the folder removes everything.
 """
@@ -9,6 +11,7 @@ a free block behind. Nothing is registered anywhere: removing the folder removes
 import asyncio
 import errno
 import os
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -16,6 +19,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.cluster.spill import Spill
 from flexmarl.errors import ObjectError
 from flexmarl.objects.backends.blocks import Blocks, Header
 from flexmarl.objects.interface import (
@@ -130,13 +134,23 @@ class ShmObjectStore:
 
     async def release(self, key: ObjectKey) -> None:
         """Removes the object's name. Its block is free when no reader has it any more."""
-        self._path(key).unlink(missing_ok=True)
+        if self._spill is None:
+            self._path(key).unlink(missing_ok=True)
+        else:
+            await asyncio.to_thread(self._spill.remove, self.file_name(key))
+
+    @cached_property
+    def _spill(self) -> Spill | None:
+        """Where objects go that have no room, once the run has allowed it: before its first object."""
+        return Spill.of(self._root)
 
     def _set(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> ObjectMeta:
         if self.has(key):
             raise _taken(key)
         header = Header(key, layout_of(tree))
         try:
+            if self._spill is not None:
+                return self._set_or_spill(self._spill, key, header, tree, verify)
             try:
                 return self._write(key, header, tree, verify)
             except OSError as error:
@@ -152,6 +166,27 @@ class ShmObjectStore:
             if error.errno not in _NO_ROOM:
                 raise
             raise self._no_room(key, header.num_bytes) from error
+
+    def _set_or_spill(
+        self, spill: Spill, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify
+    ) -> ObjectMeta:
+        """Sets the object in memory, at the cost of others that are read less, or on disk where memory is too small."""
+        while spill.make_room(header.num_bytes, reusing=f"{header.family}-{header.shape}-"):
+            try:
+                return self._write(key, header, tree, verify)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                if not spill.move_one():
+                    break
+        path = spill.new_path()
+        with self._blocks.write_at(path, header) as block:
+            digest = _copy(header.layout, tree, block.tensors(header), verify)
+            try:
+                spill.name(path, self.file_name(key))
+            except FileExistsError:
+                raise _taken(key) from None
+        return ObjectMeta(key, header.layout.num_bytes, digest)
 
     def _write(self, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify) -> ObjectMeta:
         with self._blocks.write(header) as block:
@@ -181,10 +216,17 @@ class ShmObjectStore:
         return KeyError(f"no object '{key}' in {self._root}; there are: {self._keys() or 'none'}")
 
     def _no_room(self, key: ObjectKey, num_bytes: int) -> ObjectError:
+        if self._spill is not None:
+            return ObjectError(
+                f"setting '{key}' needs {num_bytes:,} bytes, and neither {self._root} nor {self._spill.disk} has them "
+                f"free ({_free_bytes(self._root):,} and {_free_bytes(self._spill.disk):,}); set TMPDIR to a folder of "
+                "a larger disk, remove what dead runs left (`flexmarl clean`), or train a smaller model"
+            )
         return ObjectError(
             f"setting '{key}' needs {num_bytes:,} bytes in {self._root}, where {_free_bytes(self._root):,} are "
             "free; remove what dead runs left there (`flexmarl clean`), give the machine more shared memory "
-            "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), or train a smaller model"
+            "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), let some be on disk "
+            "(`objects.memory_gib`), or train a smaller model"
         )
 
     def has(self, key: ObjectKey) -> bool:
