@@ -196,19 +196,20 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        training = {name: self.policies[name].training for name in sorted(self.trained)}
         problems = [
             *self._policies_are_used(),
             *self._costs_are_of_policies(),
             *self._timed_agents_have_replies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
-            *evaluation_misfits(self.evaluate, self.checkpoint, self.stop),
+            *evaluation_misfits(self.evaluate, self.checkpoint, self.stop, training),
             *credit_misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
             *overlap_misfits(
                 self.mode,
                 self.pipeline,
                 self.credit,
-                {name: self.policies[name].training for name in sorted(self.trained)},
+                training,
                 deterministic=self.deterministic,
             ),
             *self._processes_can_share(),

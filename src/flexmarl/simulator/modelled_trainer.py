@@ -171,6 +171,11 @@ class ModelledTrainer:
         values, divergence = np.zeros(turn.num_tokens, dtype=np.float32), np.zeros(turn.num_tokens)
         return Appraised(values=values, reference=turn.raw_logprobs, divergence=divergence)
 
+    async def reset_reference(self) -> None:
+        """Takes no modelled time, and changes nothing that a modelled update depends on."""
+        async with self._turn:
+            self._check_alive()
+
     async def save(self, path: Path) -> None:
         """Writes `trainer.json`. This works without devices too."""
         async with self._turn:

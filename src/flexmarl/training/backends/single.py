@@ -213,8 +213,21 @@ class SingleProcessTrainer:
         recorded, initial = (torch.from_numpy(of.astype(np.float64)) for of in (turn.raw_logprobs, reference))
         return divergence(kl.type, recorded, initial).numpy()
 
+    async def reset_reference(self) -> None:
+        """Copies the weights, or the adapter, to the reference."""
+        async with self._turn:
+            self._require_finite()
+            if self._cache.tensors:
+                raise TrainingError(f"{self._where}: gradients are accumulated, so the reference cannot be reset now")
+            with boundary(TrainingError, f"{self._where}: resetting the reference"):
+                await self._run(self._network.reference.reset)
+                self._updater.optimizer.state.clear()
+
     async def save(self, path: Path) -> None:
-        """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
+        """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`.
+
+        After a reset of the reference, also `reference.safetensors`.
+        """
         async with self._turn:
             self._require_finite()
             with boundary(CheckpointError, f"{self._where}: saving to {path}"):
@@ -363,9 +376,14 @@ class SingleProcessTrainer:
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
+        if reference := self._reference_state():
+            save_file({n: t.detach().contiguous() for n, t in reference.items()}, path / "reference.safetensors")
+
+    def _reference_state(self) -> dict[str, Tensor]:
+        return self._network.reference.state() if self._network.has_reference else {}
 
     def _checkpoint_bytes(self) -> int:
-        tensors = [*self._updater.masters.values(), *self._cache.tensors]
+        tensors = [*self._updater.masters.values(), *self._cache.tensors, *self._reference_state().values()]
         tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -389,3 +407,6 @@ class SingleProcessTrainer:
         self._version = Version(state["version"])
         self._cache.load(state["cache"])
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
+        if self._network.has_reference:
+            held = path / "reference.safetensors"
+            self._network.reference.load(load_file(held) if held.exists() else {})
