@@ -31,6 +31,7 @@ from flexmarl.records import (
 )
 from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
+from flexmarl.training.group import Devices
 from flexmarl.training.interface import Appraised, HeldRows, RowReader, UpdateReport
 
 
@@ -255,6 +256,9 @@ class ModelledProcessGroup:
     def policy(self) -> PolicyName:
         """The trainer's policy."""
         return self._trainer.policy
+
+    def join(self, devices: Devices) -> None:
+        """Does nothing: a modelled trainer answers calls outside of its session while it is set aside."""
 
     async def resume(self, lease: Lease) -> None:
         """Brings the state onto devices in `resume_s`, whatever the place."""

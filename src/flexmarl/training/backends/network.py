@@ -95,15 +95,20 @@ class Adapter:
 
     def reset(self) -> None:
         """Makes the present adapter that of the reference."""
-        self.load({name: tensor.detach().clone() for name, tensor in self._named_factors()})
+        self._anchor = {name: tensor.detach().clone() for name, tensor in self._named_factors()}
 
-    def state(self) -> dict[str, Tensor]:
+    @property
+    def moved(self) -> bool:
+        """True if the reference was reset."""
+        return bool(self._anchor)
+
+    def tensors(self) -> dict[str, Tensor]:
         """The reference's adapter, by name; empty before the first reset."""
         return dict(self._anchor)
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state` returned."""
-        self._anchor = {name: tensor.to(self._model.device) for name, tensor in state.items()}
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Restores what `tensors` returned."""
+        self._anchor = {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
 
     def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
         for layer, (a, b) in self._factors.items():
@@ -201,12 +206,17 @@ class Reference(Protocol):
         """Makes the present weights the reference."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint holds, by name; empty before the first reset."""
+    @property
+    def moved(self) -> bool:
+        """True if it was reset, so that a checkpoint must hold it."""
         ...
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state` returned."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Its own tensors, by name; empty if it needs none."""
+        ...
+
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Restores what `tensors` returned, and whether it was reset."""
         ...
 
 
@@ -225,20 +235,25 @@ class FrozenCopy:
 
     def reset(self) -> None:
         """Copies the weights again."""
-        self.load(dict(unique_tensors(self._trained)))
+        self.take(dict(unique_tensors(self._trained)), moved=True)
 
-    def state(self) -> dict[str, Tensor]:
-        """The copy's tensors, once they are no longer the initial ones."""
-        return {} if self._is_initial else dict(unique_tensors(self._copy))
+    @property
+    def moved(self) -> bool:
+        """True if they are not the initial weights any more."""
+        return not self._is_initial
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copy's tensors."""
+        return dict(unique_tensors(self._copy))
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the tensors. Raises TrainingError for an empty state after a reset: the initial weights are gone."""
-        if not state and not self._is_initial:
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Copies the tensors. Raises TrainingError if there are none after a reset: the initial weights are gone."""
+        if not tensors and not self._is_initial:
             raise TrainingError("the reference was reset, so its initial weights are gone; load into a new trainer")
-        self._is_initial = not state
-        for name, tensor in unique_tensors(self._copy) if state else ():
-            tensor.copy_(state[name])
+        self._is_initial = not moved
+        for name, tensor in unique_tensors(self._copy) if tensors else ():
+            tensor.copy_(tensors[name])
 
 
 class Network:
@@ -266,6 +281,11 @@ class Network:
             self._reference = self._adapter or FrozenCopy(model)
         self._value_head = ValueHead(model) if settings.critic is not None else None
         self._form = head_form(model)
+
+    @property
+    def has_adapter(self) -> bool:
+        """True if an adapter is trained, and the model's own weights stay as they are."""
+        return self._adapter is not None
 
     @property
     def has_reference(self) -> bool:
