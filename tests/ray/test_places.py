@@ -6,6 +6,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+import flexmarl
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError
@@ -69,7 +70,7 @@ def test_a_place_whose_process_is_killed_ends_the_run_and_a_resumed_one_ends_wit
     small_run: Path, tmp_path: Path
 ) -> None:
     straight = train(small_run, tmp_path / "straight", *SHARED)
-    run = assemble_run(load_run(small_run, [*TEAM, f"out={tmp_path / 'killed'}", *SHARED]))
+    out = tmp_path / "killed"
     victims: dict[str, int] = {}
     witness: list[str] = []
 
@@ -81,11 +82,13 @@ def test_a_place_whose_process_is_killed_ends_the_run_and_a_resumed_one_ends_wit
             witness.append(event.policy)
             psutil.Process(victims["rank/0/0"]).kill()
 
-    run.events.listen(ProcessStarted, started)
-    run.events.listen(Updated, kill)
     with pytest.raises(FlexmarlError, match=r"rank/0/0.*go on from the last checkpoint with --resume"):
-        run.train(Console(quiet=True))
+        flexmarl.train(
+            load_run(small_run, [*TEAM, f"out={out}", *SHARED]),
+            on={ProcessStarted: started, Updated: kill},
+            show=False,
+        )
     assert witness, "witness: it was killed in the second step"
-    resumed = assemble_run(load_run(run.folder / "config.yaml"), resume=run.folder)
-    resumed.train(Console(quiet=True))
-    assert_same(straight, Left(run.folder), steps=STEPS)
+    (folder,) = out.iterdir()
+    flexmarl.train(folder / "config.yaml", resume=folder, show=False)
+    assert_same(straight, Left(folder), steps=STEPS)

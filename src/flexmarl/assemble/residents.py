@@ -64,6 +64,8 @@ class Materials:
     """Torch's name of the device in the resident's process."""
     open_store: Callable[[], ExperienceStore]
     """Opens the run's store where a resident lives."""
+    disk: ObjectStore | None = None
+    """Files of this run, for states of training that find no room in memory; None if policies share no places."""
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
@@ -144,7 +146,7 @@ class Materials:
                 with training_of(policy):
                     return self._trainer_of(policy, model, thread, rows)
 
-            rank = RankHost(policies, self.objects, make, device=self.device, thread=thread)
+            rank = RankHost(policies, self.objects, make, disk=self.disk, device=self.device, thread=thread)
             self._made()
             if self.device == "cpu":
                 lower_priority()
@@ -329,9 +331,16 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
         if settings.cluster.address == "local":
             objects = ShmObjectStore(leases.shared_memory())
             objects.create()
+            disk = ShmObjectStore(leases.folder / "states")
+            if settings.shared_places:
+                disk.create()
             yield RealResidents(
                 materials=Materials(
-                    settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
+                    settings=settings,
+                    objects=objects,
+                    device=device,
+                    open_store=partial(DurableStore.join, path),
+                    disk=disk,
                 ),
                 team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),

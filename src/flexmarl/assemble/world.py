@@ -40,7 +40,7 @@ from flexmarl.rollout.player import Player
 from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
 from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
-from flexmarl.training.group import GroupTrainer, Rank
+from flexmarl.training.group import GroupTrainer, HostMemory, Rank
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
@@ -178,7 +178,8 @@ async def world_of(
         of_policies: dict[PolicyName, Trainer] = {}
         groups: Mapping[PolicyName, ProcessGroup]
         if places:
-            sharing = {policy: GroupTrainer(policy, [remotes[spec.name] for spec in places]) for policy in trained}
+            memory, ranks = HostMemory(settings.process_groups.host_bytes), [remotes[spec.name] for spec in places]
+            sharing = {policy: GroupTrainer(policy, ranks, memory) for policy in trained}
             of_policies, groups = {**sharing}, sharing
         else:
             of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}

@@ -33,6 +33,10 @@ class SetAside:
     """Checksum of the weights of `version`, which are set in the object store; None if they are not."""
     blocks: Mapping[str, ObjectKey]
     """The objects that hold its tensors, by kind (training/backends/state.py)."""
+    num_bytes: int = 0
+    """Bytes of the blocks but for the weights."""
+    on_disk: bool = False
+    """True if there was no room for them in host memory."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What is no tensor."""
 
@@ -52,20 +56,47 @@ class Rank(Trainer, Protocol):
         ...
 
     @alters
-    async def suspend(self) -> SetAside:
+    async def suspend(self, room: int | None = None) -> SetAside:
         """Sets the state aside and frees the device. Nothing of the policy stays in the process.
 
-        Raises TrainingError if it holds no policy, or if there is no room for a block; then the state stays.
+        A state of more than `room` bytes goes to disk; None is no bound. Raises TrainingError if it holds no policy, or
+        if a block cannot be written; then the state stays.
         """
         ...
+
+
+class HostMemory:
+    """The host memory that states may take while they are set aside. What does not fit goes to disk.
+
+    Policies are trained in turns, so the one that was set aside last comes back last: what came first keeps its room.
+
+    >>> memory = HostMemory(100)
+    >>> memory.room, memory.taken(PolicyName("solver"), 80), memory.room
+    (100, None, 20)
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        """None is no bound."""
+        self._num_bytes = num_bytes
+        self._taken: dict[PolicyName, int] = {}
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that are free; None is no bound."""
+        return None if self._num_bytes is None else max(0, self._num_bytes - sum(self._taken.values()))
+
+    def taken(self, policy: PolicyName, num_bytes: int) -> None:
+        """Notes the bytes that a policy's state takes from now on."""
+        self._taken[policy] = num_bytes
 
 
 class GroupTrainer:
     """`Trainer` and `ProcessGroup` of a policy that shares places with others."""
 
-    def __init__(self, policy: PolicyName, places: Sequence[Rank]) -> None:
-        """`places` has the rank of each place, by its number."""
+    def __init__(self, policy: PolicyName, places: Sequence[Rank], memory: HostMemory | None = None) -> None:
+        """`places` has the rank of each place, by its number. `memory` is that of all policies that share them."""
         self._policy, self._places = policy, places
+        self._memory = memory or HostMemory()
         self._rank: Rank | None = None
         self._aside: SetAside | None = None
         self._swapping = asyncio.Lock()
@@ -87,12 +118,19 @@ class GroupTrainer:
                 rank = self._places[lease.place]
                 await rank.resume(self._policy, self._aside)
                 self._rank, self._aside = rank, None
+                self._memory.taken(self._policy, 0)
 
     async def suspend(self) -> None:
         """Sets the state aside."""
         async with self._swapping:
             if self._rank is not None:
-                self._aside = await self._rank.suspend()
+                room = self._memory.room
+                self._memory.taken(self._policy, room or 0)  # Of two that are set aside at once, one gets the room.
+                try:
+                    self._aside = await self._rank.suspend(room)
+                finally:
+                    aside = self._aside
+                    self._memory.taken(self._policy, aside.num_bytes if aside and not aside.on_disk else 0)
                 self._rank = None
 
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:

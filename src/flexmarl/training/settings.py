@@ -282,3 +282,14 @@ class ProcessGroupSettings(Settings):
         description="When a policy's step is over for its devices: when its new weights are set in the object store, "
         "or with its update; the weights are then set from where its state is set aside.",
     )
+    host_gb: float | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory (shared memory) for states that are set aside, beside their weights, in GB. States "
+        "that find no room are files in the temp folder. null: no bound.",
+    )
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The bound of host memory in bytes."""
+        return None if self.host_gb is None else int(self.host_gb * 1e9)

@@ -24,7 +24,7 @@ from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer
+from flexmarl.training.group import GroupTrainer, HostMemory
 from flexmarl.training.interface import HeldRows, RowReader
 from flexmarl.training.residency import Residency
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
@@ -184,7 +184,7 @@ def test_a_block_without_room_leaves_the_policy_on_its_device(source: Path, make
         await accumulate(group, *batches_of(samples, 1))
         await group.step(divisors_of(samples))
         before = await group.publish(Version(1))
-        with pytest.raises(ObjectError, match="no room"):
+        with pytest.raises(TrainingError, match=r"cannot be set aside, and stays where it is: no room.*host_gb"):
             await group.suspend()
         assert await group.publish(Version(1)) == before, "it trains on"
         assert not [key for key in objects._objects if key.startswith("state/")], "nothing half is left"
@@ -194,6 +194,38 @@ def test_a_block_without_room_leaves_the_policy_on_its_device(source: Path, make
         assert await group.publish(Version(1)) == before
 
     asyncio.run(play())
+
+
+def test_states_that_find_no_room_in_memory_go_to_disk_and_come_back_with_the_same_bits(
+    source: Path, make_samples: Samples
+) -> None:
+    async def published(room: int | None) -> tuple[list[str], list[int]]:
+        objects, disk, rows = InlineObjectStore(), InlineObjectStore(), HeldRows()
+        memory, ranks = (
+            HostMemory(room),
+            ranks_of(2, source, dict.fromkeys((SOLVER, VERIFIER), "bfloat16"), objects, rows),
+        )
+        for rank in ranks:
+            rank._disk = disk
+        groups = [GroupTrainer(policy, ranks, memory) for policy in (SOLVER, VERIFIER)]
+        found, there = [], []
+        for round in range(2):
+            for group in groups:
+                samples = make_samples(round, 4, policy=group.policy, version=round)
+                rows.hold(samples)
+                await group.resume(lease(round, group.policy))
+                await accumulate(group, *batches_of(samples, 1, prefix=f"{round}"))
+                await group.step(divisors_of(samples))
+                await group.suspend()
+                there.append(len(disk._objects))
+                found.append(await group.publish(Version(round + 1)))
+        return found, there
+
+    (plain, none), (bounded, some) = (asyncio.run(published(room)) for room in (None, 100_000))
+    assert bounded == plain
+    assert not any(none)
+    assert some[0] == 0, "the first state has room"
+    assert some[1] == some[3] > 0, "the second one has none, and leaves nothing behind when it comes back"
 
 
 def test_a_rank_holds_one_policy_at_a_time(source: Path) -> None:

@@ -11,7 +11,7 @@ one base take turns on that base, which stays.
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import free_unused, place
-from flexmarl.errors import TrainingError, boundary
+from flexmarl.errors import ObjectError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.backends.causal_lm import DTYPES, check_model_files, load_model, unique_tensors
@@ -31,6 +31,8 @@ from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.settings import TrainingSettings
 
 T = TypeVar("T")
+IN_HOST = ("weights", "reference")
+"""Kinds of tensors that never go to disk: engines load the weights, and a reference is written once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +71,16 @@ class RankHost:
         objects: ObjectStore,
         make: MakeSingle,
         *,
+        disk: ObjectStore | None = None,
         device: str = "cpu",
         thread: DeviceThread | None = None,
     ) -> None:
-        """`policies` are those that it may be asked to hold. Copies run on `thread`; without it, at once."""
+        """`policies` are those that it may be asked to hold. States that find no room in `objects` go to `disk`.
+
+        The model is made, and copied from its blocks, on `thread`; without it, at once.
+        """
         self._policies, self._objects, self._make = policies, objects, make
+        self._disk = disk or objects
         self._device, self._thread = device, thread
         self._trainer: SingleProcessTrainer | None = None
         self._policy = PolicyName("")
@@ -89,50 +96,63 @@ class RankHost:
             if aside is None:
                 self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy)))
             else:
-                held = {kind: await self._objects.get(key) for kind, key in aside.blocks.items()}
+                held = {kind: await self._tier(aside, kind).get(key) for kind, key in aside.blocks.items()}
                 self._trainer = await self._run(lambda: self._brought_back(policy, aside, held))
                 del held
-                await self._release(aside, [kind for kind in aside.blocks if kind not in ("weights", "reference")])
+                await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
         self._policy, self._aside = policy, aside
 
-    async def suspend(self) -> SetAside:
+    async def suspend(self, room: int | None = None) -> SetAside:
         """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
         trainer, policy, before = self._held(), self._policy, self._aside
         with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
             state, number = await trainer.state(), before.number + 1 if before else 0
             published = await trainer.publish(trainer.version)
-            blocks: dict[str, ObjectKey] = {}
+            num_bytes = sum(t.nbytes for kind, of in state.tensors.items() if kind != "weights" for t in of.values())
+            aside = SetAside(
+                number=number,
+                version=trainer.version,
+                published=published,
+                blocks={kind: self._key(trainer, kind, number) for kind in state.tensors},
+                num_bytes=num_bytes,
+                on_disk=room is not None and num_bytes > room,
+                facts=state.facts,
+            )
+            known = set() if before is None else set(before.blocks.values())
+            new = [kind for kind, key in aside.blocks.items() if kind != "weights" and key not in known]
             try:
-                for kind, tensors in state.tensors.items():
-                    blocks[kind] = await self._set(policy, trainer.version, kind, number, tensors, before)
-            except BaseException:
-                kept = set() if before is None else set(before.blocks.values())
-                for key in {*blocks.values()} - kept - {weights_key(policy, trainer.version)}:
-                    await self._objects.release(key)
+                for kind in new:
+                    await self._tier(aside, kind).set(aside.blocks[kind], state.tensors[kind])
+            except BaseException as error:
+                await self._release(aside, new)
+                if isinstance(error, ObjectError):
+                    raise TrainingError(
+                        f"policy '{policy}': its state of {num_bytes:,} bytes cannot be set aside, and stays where it "
+                        f"is: {error}; process_groups.host_gb decides how much goes to memory, the rest goes to disk"
+                    ) from error
                 raise
-            if before and before.blocks.get("reference") != blocks.get("reference"):
+            if before and before.blocks.get("reference") not in (None, aside.blocks.get("reference")):
                 await self._release(before, ["reference"])
-        aside = SetAside(number=number, version=trainer.version, published=published, blocks=blocks, facts=state.facts)
         del trainer, state
         self._trainer, self._aside = None, None
         await self._run(self._free)
         return aside
 
-    async def _set(
-        self, policy: PolicyName, version: Version, kind: str, number: int, tensors: Tensors, before: SetAside | None
-    ) -> ObjectKey:
-        if kind == "weights":  # `publish` has set them, or did so before.
-            return weights_key(policy, version)
-        if kind == "reference" and before and "reference" in before.blocks and not self._held().reference_was_reset:
-            return before.blocks["reference"]  # A reference changes in a reset only.
-        key = ObjectKey(f"state/{policy}/{kind}/{number}")
-        await self._objects.set(key, tensors)
-        return key
+    def _key(self, trainer: SingleProcessTrainer, kind: str, number: int) -> ObjectKey:
+        """The object that gets a kind of tensors. Weights are published; a reference changes in a reset only."""
+        if kind == "weights":
+            return weights_key(self._policy, trainer.version)
+        if kind == "reference" and self._aside and not trainer.reference_was_reset and kind in self._aside.blocks:
+            return self._aside.blocks[kind]
+        return ObjectKey(f"state/{self._policy}/{kind}/{number}")
+
+    def _tier(self, aside: SetAside, kind: str) -> ObjectStore:
+        return self._disk if aside.on_disk and kind not in IN_HOST else self._objects
 
     async def _release(self, aside: SetAside, kinds: Sequence[str]) -> None:
         for kind in kinds:
             if kind in aside.blocks:
-                await self._objects.release(aside.blocks[kind])
+                await self._tier(aside, kind).release(aside.blocks[kind])
 
     def _first_model(self, policy: PolicyName) -> PreTrainedModel:
         """The model that a policy begins with, from its files, or on the base that is here."""
@@ -219,7 +239,7 @@ class RankHost:
         if self._aside is not None:
             await self._release(self._aside, ["reference"])
             blocks = {kind: key for kind, key in self._aside.blocks.items() if kind != "reference"}
-            self._aside = SetAside(number=self._aside.number, version=version, published=None, blocks=blocks, facts={})
+            self._aside = replace(self._aside, version=version, published=None, blocks=blocks)
         return version
 
     async def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
